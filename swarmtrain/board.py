@@ -1,0 +1,82 @@
+"""The client's half of the notice board: one JSON line out, one JSON line back, per connection.
+
+Supervisors ask it for orders and ranks post events. A connection a call keeps it simple when the board restarts
+under a new address. Standard library only, so that a node whose image lacks even torch can still say so.
+The server's half is swarmtrain.entrypoint.rendezvous.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from swarmtrain.errors import BoardError
+from swarmtrain.wire import Event, Orders, Verdict
+
+_RETRY_EVERY = 0.5
+
+
+class Board:
+    """A client for the board at `address` (host:port); `timeout` in seconds bounds one call."""
+
+    def __init__(self, address: str, *, timeout: float = 5.0) -> None:
+        self.address = address
+        self.timeout = timeout
+
+    def post(self, event: Event) -> None:
+        """Put an event on the board. Raises BoardError if it cannot be reached."""
+        self._call("post", **asdict(event))
+
+    def join(self, node: str) -> Orders:
+        """Say that `node` is here. Raises BoardError."""
+        return self._orders("join", node=node)
+
+    def beat(self, node: str) -> Orders:
+        """Say that `node` is still here. Raises BoardError."""
+        return self._orders("beat", node=node)
+
+    def close(self, node: str, round: str) -> Orders:
+        """Say that the rendezvous `round` is closed for good; the answer holds a fresh one. Raises BoardError."""
+        return self._orders("close", node=node, round=round)
+
+    def leave(self, node: str, exit_code: int) -> Orders:
+        """Say that `node` has ended: 0 all its ranks are done, EXIT_PLANNED it was asked to go. Raises BoardError."""
+        return self._orders("leave", node=node, exit_code=exit_code)
+
+    def wait(self, deadline: float) -> None:
+        """Return when the board answers; names are looked up anew at each try, since DNS may lag by seconds.
+
+        `deadline` is in seconds from now. Raises BoardError with the last reason.
+        """
+        end = time.monotonic() + deadline
+        while True:
+            try:
+                self._call("ping")
+                return
+            except BoardError as error:
+                if time.monotonic() + _RETRY_EVERY > end:
+                    raise BoardError(f"no answer within {deadline:g} s: {error.message}", place=error.place, hint=error.hint) from None
+            time.sleep(_RETRY_EVERY)
+
+    def _orders(self, op: str, **fields: Any) -> Orders:
+        reply = self._call(op, **fields)
+        verdict = reply.get("verdict")
+        return Orders(round=reply["round"], verdict=Verdict(**verdict) if verdict else None)
+
+    def _call(self, op: str, **fields: Any) -> dict[str, Any]:
+        host, _, port = self.address.rpartition(":")
+        request = json.dumps({"op": op, **fields}, default=str).encode() + b"\n"
+        try:
+            with socket.create_connection((host, int(port)), timeout=self.timeout) as connection:
+                connection.sendall(request)
+                with connection.makefile("rb") as reply:
+                    line = reply.readline()
+            answer: dict[str, Any] = json.loads(line)
+        except (OSError, ValueError) as error:
+            raise BoardError(str(error), place=f"notice board {self.address}") from None
+        if "error" in answer:
+            raise BoardError(answer["error"], place=f"notice board {self.address}")
+        return answer

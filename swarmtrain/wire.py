@@ -1,0 +1,181 @@
+"""What crosses between the launcher and the nodes, written down once for both sides.
+
+    launcher --NodeEnv, BoardEnv--> containers        (environment variables)
+    containers --Event--> board --JSON lines--> launcher   (the log of the rendezvous service)
+
+Values only, standard library only: the entrypoint reads this inside images in which everything else may be broken.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, get_type_hints
+
+PREFIX = "SWARMTRAIN_"
+
+# Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: asked to leave, state saved, run me again.
+EXIT_PLANNED = 75
+
+# Labels by which a stack is found again. The first two are Docker's own, so that `docker stack` sees what we made.
+LABEL_STACK = "com.docker.stack.namespace"
+LABEL_STACK_IMAGE = "com.docker.stack.image"
+LABEL_RUN = "swarmtrain.run"
+LABEL_ROLE = "swarmtrain.role"
+LABEL_HOST = "swarmtrain.host"
+LABEL_SLOTS = "swarmtrain.slots"
+LABEL_CONFIG = "swarmtrain.config"
+ROLE_NODE = "node"
+ROLE_RENDEZVOUS = "rendezvous"
+
+RENDEZVOUS = "rendezvous"
+CONFIG_PATH = "/etc/swarmtrain/config.json"
+
+
+@dataclass(frozen=True)
+class _Env:
+    """A dataclass that travels as environment variables: one per field, `SWARMTRAIN_` and its name in capitals.
+
+    Fields are str, int, float or, as JSON, tuple and dict.
+    """
+
+    def to_env(self) -> dict[str, str]:
+        """Return the variables, all of them, in field order."""
+        return {PREFIX + item.name.upper(): _encode(getattr(self, item.name)) for item in fields(self)}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self:
+        """Read the variables back. Raises ValueError that names the variable which is missing or malformed."""
+        hints = get_type_hints(cls)
+        values = {}
+        for item in fields(cls):
+            name = PREFIX + item.name.upper()
+            if name not in environ:
+                raise ValueError(f"environment variable {name} is not set: this program is started by swarmtrain, not by hand")
+            try:
+                values[item.name] = _decode(environ[name], hints[item.name])
+            except ValueError as error:
+                raise ValueError(f"environment variable {name} is malformed: {error}") from None
+        return cls(**values)
+
+
+def _encode(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _decode(text: str, hint: Any) -> Any:
+    if hint is str:
+        return text
+    value = json.loads(text)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class NodeEnv(_Env):
+    """All that a node's supervisor is told, the same under every launcher.
+
+    Nothing here depends on how many nodes the run has at the moment, so that adding or removing nodes
+    within min_nodes..max_nodes leaves every other node's environment, and so its container, as it is.
+    """
+
+    run: str
+    """Name of the run; under Swarm the stack's name."""
+    node: str
+    """Name of this node in the run: node0, node1 …"""
+    slots: int
+    """Ranks to start here."""
+    min_nodes: int
+    max_nodes: int
+    board: str
+    """host:port of the notice board."""
+    store: str
+    """host:port of the rendezvous store."""
+    config: str
+    """Path of the resolved config, JSON."""
+    script: str
+    """Path of the user's script."""
+    script_args: tuple[str, ...]
+    secrets: dict[str, str]
+    """Secret's name to the path of the file that holds it. The secrets themselves never enter the environment."""
+    stop_grace: float
+    """Seconds from SIGTERM to SIGKILL."""
+    log_dir: str
+    """Directory for the ranks' error files and logs; made if missing."""
+
+
+@dataclass(frozen=True)
+class BoardEnv(_Env):
+    """All that the rendezvous role is told."""
+
+    run: str
+    board_port: int
+    store_port: int
+    bind: str
+    """Address to listen on: 0.0.0.0 inside the run's own network, 127.0.0.1 for a run on one machine."""
+    max_restarts: int
+    """Failures in a row, without a new step between them, after which the run is given up."""
+
+
+# Kinds of events, with the fields that readers may rely on.
+BOARD_UP = "board"  # run
+JOINED = "joined"  # node, host, address, interface, slots
+WORLD = "world"  # world_size, nodes, ranks: {node: [rank, …]} where known
+PROGRESS = "progress"  # step, steps, loss, tokens_per_second, eta_seconds, learning_rate
+EVALUATION = "evaluation"  # step, loss
+CHECKPOINT = "checkpoint"  # step, path, seconds
+RESUMED = "resumed"  # step, path
+FAILURE = "failure"  # node, rank, local_rank, exit_code or signal, error (last line), traceback
+NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
+FINISHED = "finished"  # step: the trainer has made its last step and saved it
+LEFT = "left"  # node, exit_code
+VERDICT = "verdict"  # status: done | failed, why, exit_code
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the notice board."""
+
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch, by the clock of whoever posted it."""
+
+    def to_line(self) -> str:
+        """Return the event as one line of JSON, `event` first, so that a reader can tell it from other output."""
+        return json.dumps({"event": self.kind, "time": round(self.time, 3), **self.data}, default=str)
+
+    @classmethod
+    def from_line(cls, line: str) -> Event | None:
+        """Parse a line of the board's log; None for a line that is no event."""
+        if not line.startswith('{"event"'):
+            return None
+        try:
+            data = json.loads(line)
+            return cls(kind=str(data.pop("event")), time=float(data.pop("time")), data=data)
+        except (ValueError, KeyError):
+            return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the run ended. It stands on the board; whoever finds one has nothing left to do."""
+
+    status: str
+    """done or failed"""
+    why: str
+    exit_code: int
+
+    @property
+    def done(self) -> bool:
+        return self.status == "done"
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the board answers to a supervisor: stop (a verdict), or train in this rendezvous round."""
+
+    round: str
+    """Run id for the rendezvous. A new one is drawn when the old one is closed, since a closed one refuses everybody for ever."""
+    verdict: Verdict | None = None
