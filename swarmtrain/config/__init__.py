@@ -1,0 +1,76 @@
+"""The config: one pydantic model, one module for each of its top-level keys.
+
+`load` (in swarmtrain.config.load) reads YAML and overrides into a Config and reports every error at once.
+Keys and fields are those of Aleph Alpha's Scaling wherever both have the same thing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from swarmtrain.config.base import Section
+from swarmtrain.config.data import DataConfig
+from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.config.logger import LoggerConfig
+from swarmtrain.config.optimizer import OptimizerConfig
+from swarmtrain.config.profiler import ProfilerConfig
+from swarmtrain.config.runner import RunnerConfig
+from swarmtrain.config.topology import TopologyConfig
+from swarmtrain.config.trainer import TrainerConfig
+from swarmtrain.config.training_groups import TrainingGroupConfig
+from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+
+__all__ = ["Config"]
+
+
+class Config(Section):
+    """All that one run is told."""
+
+    runner: RunnerConfig = Field(RunnerConfig(), description="Where the job runs, and what is started there.")
+    logger: LoggerConfig = Field(LoggerConfig(), description="What is written down, how often, and where to.")
+    topology: TopologyConfig = Field(
+        TopologyConfig(global_batch_size=8, micro_batch_size=8), description="How ranks and batches are divided."
+    )
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="How gradients become steps.")
+    learning_rate_scheduler: LearningRateSchedulerConfig = Field(
+        LearningRateSchedulerConfig(), description="Schedule of the default group, which training_groups inherit."
+    )
+    training_groups: tuple[TrainingGroupConfig, ...] = Field((), description="Parameters that are trained in a way of their own. []: one group.")
+    trainer: TrainerConfig = Field(TrainerConfig(), description="How long to train, when to save, and what from.")
+    profiler: ProfilerConfig = Field(ProfilerConfig(), description="A trace of some steps.")
+    transformer_architecture: TransformerArchitectureConfig = Field(
+        TransformerArchitectureConfig(), description="The shape of the model."
+    )
+    data: DataConfig = Field(DataConfig(), description="What is read.")
+    script: dict[str, Any] = Field({}, description="Your script's own options. swarmtrain hands them on unread.")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Config:
+        names = [group.group_name for group in self.training_groups]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"training_groups has {', '.join(twice)} more than once: a group's name must be its own")
+        shape, tensor = self.transformer_architecture, self.topology.tensor
+        for name, size in (("num_attention_heads", shape.num_attention_heads), ("attention_num_kv_heads", shape.kv_heads), ("vocab_size", shape.vocab_size)):
+            if size % tensor:
+                raise ValueError(f"transformer_architecture.{name} {size} is no multiple of topology.model_parallel_size {tensor}")
+        if int(shape.hidden_size * shape.mlp_factor) % tensor:
+            raise ValueError(f"transformer_architecture.mlp_factor makes a width that is no multiple of topology.model_parallel_size {tensor}")
+        return self
+
+    def to_json(self) -> str:
+        """Return the whole config, defaults included, as JSON: the same config gives the same bytes."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """Read what `to_json` wrote. Raises pydantic.ValidationError."""
+        return cls.model_validate_json(text)
+
+    @property
+    def digest(self) -> str:
+        """First 10 hexadecimal digits of the SHA-256 of `to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]

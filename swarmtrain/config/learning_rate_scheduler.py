@@ -1,0 +1,36 @@
+"""`learning_rate_scheduler`: the schedule of the default group, which `training_groups` inherit."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field, model_validator
+
+from swarmtrain.config.base import Section
+
+
+class DecayStyle(StrEnum):
+    """Shape of the decay after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class LearningRateSchedulerConfig(Section):
+    """Learning rate as a pure function of the step."""
+
+    learning_rate: float = Field(1e-3, ge=0, description="Highest learning rate, reached at the end of the warm-up.")
+    learning_rate_minimum: float = Field(0.0, ge=0, description="Learning rate at the end of the decay and after it.")
+    learning_rate_decay_style: DecayStyle = Field(DecayStyle.cosine, description="constant, linear or cosine.")
+    learning_rate_decay_iters: int | None = Field(
+        None, ge=0, description="Step at which the minimum is reached, warm-up included. null: trainer.train_iterations."
+    )
+    learning_rate_warmup_steps: int = Field(0, ge=0, description="Steps over which it rises from 0.")
+    learning_rate_warmup_delay_steps: int = Field(0, ge=0, description="Steps for which it stays 0 before that.")
+
+    @model_validator(mode="after")
+    def _minimum_is_lower(self) -> LearningRateSchedulerConfig:
+        if self.learning_rate_minimum > self.learning_rate:
+            raise ValueError(f"learning_rate_minimum {self.learning_rate_minimum:g} is above learning_rate {self.learning_rate:g}")
+        return self

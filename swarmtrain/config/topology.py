@@ -1,0 +1,119 @@
+"""`topology`: how ranks and batches are divided, and what follows from it once a world has formed.
+
+Global batch, micro batch, tensor and pipeline size are the config's. World size, data-parallel size and gradient
+accumulation belong to a *world*: they are derived when one forms, and again when it changes.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from swarmtrain.config.base import Section
+
+
+class TopologyConfig(Section):
+    """Sizes of the parallel groups and of the batch. Any three of the first four give the fourth, any two of the last three the third."""
+
+    world_size: int | None = Field(None, ge=1, description="Ranks in all. null: what the nodes' slots add up to.")
+    model_parallel_size: int | None = Field(None, ge=1, description="Ranks that share each layer (tensor parallel). null: 1.")
+    pipe_parallel_size: int | None = Field(None, ge=1, description="Ranks that share the layers in turn (pipeline parallel). null: 1.")
+    data_parallel_size: int | None = Field(None, ge=1, description="Replicas of the model. null: what the world has room for.")
+    global_batch_size: int | None = Field(None, ge=1, description="Samples in one optimizer step, at every world size.")
+    micro_batch_size: int | None = Field(None, ge=1, description="Samples in one forward pass on one rank.")
+    gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches a replica adds up per step.")
+
+    @model_validator(mode="after")
+    def _derive(self) -> TopologyConfig:
+        values = _parallel_sizes(self.world_size, self.model_parallel_size, self.pipe_parallel_size, self.data_parallel_size)
+        values |= _batch_sizes(self.global_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, values["data_parallel_size"])
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel size."""
+        return self.model_parallel_size or 1
+
+    @property
+    def pipeline(self) -> int:
+        """Pipeline-parallel size."""
+        return self.pipe_parallel_size or 1
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in one optimizer step."""
+        return self.global_batch_size or 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples in one forward pass."""
+        return self.micro_batch_size or 1
+
+    def data_parallel(self, world_size: int) -> int:
+        """Return the number of replicas in a world of `world_size` ranks.
+
+        Raises ValueError if the world is no whole number of replicas, or contradicts what the config fixes.
+        """
+        replica = self.tensor * self.pipeline
+        if world_size % replica:
+            raise ValueError(
+                f"a world of {world_size} ranks is no multiple of model_parallel_size x pipe_parallel_size = {self.tensor} x {self.pipeline}"
+            )
+        return world_size // replica
+
+    def deal(self, world_size: int) -> tuple[int, ...]:
+        """Return how many micro batches each replica takes in one step, largest first; they add up to the global batch.
+
+        Shares differ by at most one; a replica may get none when there are more replicas than micro batches.
+        Raises ValueError as `data_parallel` does.
+        """
+        replicas = self.data_parallel(world_size)
+        whole, rest = divmod(self.global_batch // self.micro_batch, replicas)
+        return tuple(whole + (index < rest) for index in range(replicas))
+
+
+def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None, data: int | None) -> dict[str, int | None]:
+    if pipeline not in (None, 1):
+        raise ValueError(f"pipe_parallel_size: {pipeline}: pipeline parallelism is not built yet; use 1")
+    pipeline = 1
+    if tensor is None:
+        if world is not None and data is not None:
+            if world % (data * pipeline):
+                raise ValueError(f"world_size {world} is no multiple of data_parallel_size x pipe_parallel_size = {data} x {pipeline}")
+            tensor = world // (data * pipeline)
+        else:
+            tensor = 1
+    if world is not None and data is None:
+        if world % (tensor * pipeline):
+            raise ValueError(f"world_size {world} is no multiple of model_parallel_size x pipe_parallel_size = {tensor} x {pipeline}")
+        data = world // (tensor * pipeline)
+    elif world is None and data is not None:
+        world = data * tensor * pipeline
+    elif world is not None and data is not None and world != data * tensor * pipeline:
+        raise ValueError(
+            f"world_size {world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {tensor} x {pipeline} x {data}"
+        )
+    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
+
+
+def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:
+    given = {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    if sum(value is not None for value in given.values()) < 2:
+        raise ValueError("give two of global_batch_size, micro_batch_size and gradient_accumulation_steps; the third follows")
+    if accumulation is not None and data is None:
+        raise ValueError("gradient_accumulation_steps needs data_parallel_size or world_size beside it; or give global_batch_size and micro_batch_size")
+    if total is None:
+        total = (micro or 1) * (accumulation or 1) * (data or 1)
+    elif micro is None:
+        parts = (accumulation or 1) * (data or 1)
+        if total % parts:
+            raise ValueError(f"global_batch_size {total} is no multiple of gradient_accumulation_steps x data_parallel_size = {parts}")
+        micro = total // parts
+    elif total % micro:
+        raise ValueError(f"global_batch_size {total} is no multiple of micro_batch_size {micro}")
+    elif accumulation is not None and total != micro * accumulation * (data or 1):
+        raise ValueError(
+            f"global_batch_size {total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {micro} x {accumulation} x {data}"
+        )
+    return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
