@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Section
+from swarmtrain.config.base import Section, wrong
 
 
 class DecayStyle(StrEnum):
@@ -32,5 +32,5 @@ class LearningRateSchedulerConfig(Section):
     @model_validator(mode="after")
     def _minimum_is_lower(self) -> LearningRateSchedulerConfig:
         if self.learning_rate_minimum > self.learning_rate:
-            raise ValueError(f"learning_rate_minimum {self.learning_rate_minimum:g} is above learning_rate {self.learning_rate:g}")
+            raise wrong("learning_rate_minimum", f"{self.learning_rate_minimum:g} is above learning_rate {self.learning_rate:g}")
         return self

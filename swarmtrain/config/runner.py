@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from swarmtrain.config.base import Section
+from swarmtrain.config.base import Section, wrong
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _HOST = re.compile(r"^(?P<name>[^\s=]+)(?:\s+slots=(?P<slots>\d+))?$")
@@ -114,7 +114,7 @@ class SwarmConfig(Section):
     @model_validator(mode="after")
     def _network_is_ours(self) -> SwarmConfig:
         if self.network in ("host", "bridge", "none"):
-            raise ValueError(f"network {self.network}: name an overlay network, or leave it out to get one of the stack's own")
+            raise wrong("network", f"{self.network}: name an overlay network, or leave it out to get one of the stack's own")
         if self.network and (self.mtu or self.encrypted):
             raise ValueError("mtu and encrypted belong to the network that the stack makes; an existing one keeps its own")
         return self
@@ -151,12 +151,12 @@ class RunnerConfig(Section):
         if self.hosts is not None:
             names = [host_name(host) for host in self.hosts]
             if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"hosts names {', '.join(twice)} more than once: one service runs on each node")
+                raise wrong("hosts", f"names {', '.join(twice)} more than once: one service runs on each node")
             if self.nodes is not None and self.nodes > len(names):
-                raise ValueError(f"nodes is {self.nodes}, but hosts lists only {len(names)}")
+                raise wrong("nodes", f"{self.nodes}, but hosts lists only {len(names)}")
         low, nodes, high = self.node_range
         if not low <= nodes <= high:
-            raise ValueError(f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}")
+            raise wrong("min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}")
         return self
 
     @property

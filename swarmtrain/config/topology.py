@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Section
+from swarmtrain.config.base import Section, wrong
 
 
 class TopologyConfig(Section):
@@ -75,45 +75,37 @@ class TopologyConfig(Section):
 
 def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None, data: int | None) -> dict[str, int | None]:
     if pipeline not in (None, 1):
-        raise ValueError(f"pipe_parallel_size: {pipeline}: pipeline parallelism is not built yet; use 1")
-    pipeline = 1
+        raise wrong("pipe_parallel_size", f"{pipeline}: pipeline parallelism is not built yet; use 1")
     if tensor is None:
-        if world is not None and data is not None:
-            if world % (data * pipeline):
-                raise ValueError(f"world_size {world} is no multiple of data_parallel_size x pipe_parallel_size = {data} x {pipeline}")
-            tensor = world // (data * pipeline)
-        else:
-            tensor = 1
-    if world is not None and data is None:
-        if world % (tensor * pipeline):
-            raise ValueError(f"world_size {world} is no multiple of model_parallel_size x pipe_parallel_size = {tensor} x {pipeline}")
-        data = world // (tensor * pipeline)
-    elif world is None and data is not None:
-        world = data * tensor * pipeline
-    elif world is not None and data is not None and world != data * tensor * pipeline:
-        raise ValueError(
-            f"world_size {world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {tensor} x {pipeline} x {data}"
-        )
-    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
+        tensor = _quotient("world_size", world, "data_parallel_size", data) if world and data else 1
+    if world and not data:
+        data = _quotient("world_size", world, "model_parallel_size", tensor)
+    if world and data and world != data * tensor:
+        raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {tensor} x 1 x {data}")
+    world = data * tensor if data else None
+    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": 1, "data_parallel_size": data}
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:
-    given = {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    if sum(value is not None for value in given.values()) < 2:
+    if [total, micro, accumulation].count(None) > 1:
         raise ValueError("give two of global_batch_size, micro_batch_size and gradient_accumulation_steps; the third follows")
-    if accumulation is not None and data is None:
-        raise ValueError("gradient_accumulation_steps needs data_parallel_size or world_size beside it; or give global_batch_size and micro_batch_size")
-    if total is None:
-        total = (micro or 1) * (accumulation or 1) * (data or 1)
-    elif micro is None:
-        parts = (accumulation or 1) * (data or 1)
-        if total % parts:
-            raise ValueError(f"global_batch_size {total} is no multiple of gradient_accumulation_steps x data_parallel_size = {parts}")
-        micro = total // parts
-    elif total % micro:
-        raise ValueError(f"global_batch_size {total} is no multiple of micro_batch_size {micro}")
-    elif accumulation is not None and total != micro * accumulation * (data or 1):
-        raise ValueError(
-            f"global_batch_size {total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {micro} x {accumulation} x {data}"
-        )
+    if accumulation and not data:
+        reason = "needs data_parallel_size or world_size beside it; or give global_batch_size and micro_batch_size instead"
+        raise wrong("gradient_accumulation_steps", reason)
+    parts = (accumulation or 1) * (data or 1)
+    if micro and accumulation:
+        total = total or micro * parts
+        if total != micro * parts:
+            product = f"{micro} x {accumulation} x {data}"
+            raise wrong("global_batch_size", f"{total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}")
+    elif total and micro:
+        _quotient("global_batch_size", total, "micro_batch_size", micro)
+    elif total:
+        micro = _quotient("global_batch_size", total, "gradient_accumulation_steps x data_parallel_size =", parts)
     return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
+
+
+def _quotient(name: str, value: int, divisor_name: str, divisor: int) -> int:
+    if value % divisor:
+        raise wrong(name, f"{value} is no multiple of {divisor_name} {divisor}")
+    return value // divisor

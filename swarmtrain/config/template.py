@@ -1,0 +1,38 @@
+"""The commented config that `swarmtrain init` writes: every field, its default, and what it is, from the schema itself."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from swarmtrain.config import Config
+
+_WIDTH = 110
+
+
+def template() -> str:
+    """Return a config in YAML that loads, with all defaults written out and each field explained above it."""
+    head = "# A swarmtrain config. Every line shows its default: delete what you do not change.\n"
+    return head + _section(Config(), "")
+
+
+def _section(section: BaseModel, indent: str) -> str:
+    return "".join(_field(name, info, getattr(section, name), indent) for name, info in type(section).model_fields.items())
+
+
+def _field(name: str, info: FieldInfo, value: Any, indent: str) -> str:
+    comment = textwrap.fill(info.description or "", _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    gap = "" if indent else "\n"
+    if isinstance(value, BaseModel):
+        return f"{gap}{comment}\n{indent}{name}:\n{_section(value, indent + '  ')}"
+    return f"{gap}{comment}\n{indent}{name}: {_scalar(value)}\n"
+
+
+def _scalar(value: Any) -> str:
+    plain = json.loads(json.dumps(value, default=str))
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()

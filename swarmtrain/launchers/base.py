@@ -1,0 +1,100 @@
+"""The port that every launcher implements, and the values that cross it.
+
+A launcher reads an inventory, takes a plan, and says what happens as a stream of updates. It prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarmtrain.plan import Inventory, Plan
+from swarmtrain.wire import Event
+
+Say = Callable[[str], None]
+"""Takes one line of progress for a person."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that `check` noticed. `fatal` ones keep the plan from being brought up."""
+
+    place: str
+    message: str
+    hint: str | None = None
+    fatal: bool = True
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of output. `rank` is None for lines that no rank wrote, `time` is seconds since the epoch."""
+
+    node: str
+    text: str
+    rank: int | None = None
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class TaskState:
+    """How one service (a node or the rendezvous) stands: `state` in Swarm's words, `reason` in whoever's words explain it."""
+
+    node: str
+    host: str
+    state: str
+    reason: str = ""
+    exit_code: int | None = None
+
+
+Update = Event | LogLine | TaskState
+
+
+class Launcher(Protocol):
+    """Brings runs up and down in one kind of place. Methods raise SwarmtrainError and nothing else on purpose."""
+
+    def inventory(self) -> Inventory:
+        """Return the machines there are, in the order in which they are to be used."""
+        ...
+
+    def check(self, plan: Plan) -> list[Finding]:
+        """Return what stands in the way of `plan`, cheap checks only."""
+        ...
+
+    def up(self, plan: Plan, say: Say) -> None:
+        """Make what runs equal to `plan`: create, change, add, remove. What is equal already is left alone.
+
+        A first `up` that fails removes what it made.
+        """
+        ...
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs there are, sorted."""
+        ...
+
+    def tasks(self, run: str) -> list[TaskState]:
+        """Return how each service of `run` stands, nodes first. Raises RunNotFound."""
+        ...
+
+    def events(self, run: str) -> list[Event]:
+        """Return what stands on the run's notice board so far, oldest first. Raises RunNotFound."""
+        ...
+
+    def watch(self, run: str) -> Iterator[Update]:
+        """Yield what happens from now on, and the board's events from the start, until the run's verdict or its removal.
+
+        Raises RunNotFound.
+        """
+        ...
+
+    def logs(self, run: str, *, follow: bool, tail: int | None = None) -> Iterator[LogLine]:
+        """Yield the output of all nodes as one stream; the last `tail` lines of each, or all. Raises RunNotFound."""
+        ...
+
+    def stop(self, run: str, say: Say) -> None:
+        """Ask the ranks to save and leave; the run stays, and an `up` resumes it. Raises RunNotFound."""
+        ...
+
+    def down(self, run: str, say: Say) -> None:
+        """Remove the run and return when nothing of it is left. Raises RunNotFound."""
+        ...

@@ -1,0 +1,263 @@
+"""(config, inventory) → Plan: for each node of the run its machine, its slots, and why. Values in, a value out.
+
+Everything a launcher sends is a function of the plan, and `str(plan)` is what `swarmtrain plan` prints.
+Ranks are not planned: they are dealt at the rendezvous, anew for each world.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swarmtrain.config import Config
+from swarmtrain.config.runner import GpuMode, host_name, host_slots
+from swarmtrain.errors import PlanError, SwarmtrainError
+
+_RUN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
+# "<run>_rendezvous" is the longest service name, and a name in DNS has at most 63 characters.
+_RUN_MAX = 63 - len("_rendezvous")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine that a launcher can start a node on."""
+
+    host: str
+    id: str = ""
+    address: str = ""
+    manager: bool = False
+    unavailable: str = ""
+    """Why nothing can be started there (`down`, `drain`), or nothing."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, int] = field(default_factory=dict)
+    """Generic resources by kind, for instance NVIDIA-GPU: 8."""
+    engine: str = ""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a launcher found: the machines, in the order in which they are to be used, and where it looked."""
+
+    origin: str
+    machines: tuple[Machine, ...]
+
+
+@dataclass(frozen=True)
+class CodeFile:
+    """A file that travels with the run. `name` is its path beside the script."""
+
+    name: str
+    content: bytes
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()[:10]
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """What the config's paths point to, read once: the script and the files beside it, and the secrets."""
+
+    code: tuple[CodeFile, ...]
+    secrets: tuple[CodeFile, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """One node of the run."""
+
+    name: str
+    host: str
+    constraint: str
+    slots: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs what, and why."""
+
+    run: str
+    config: Config
+    cargo: Cargo
+    nodes: tuple[PlannedNode, ...]
+    origin: str
+
+    @property
+    def min_nodes(self) -> int:
+        return self.config.runner.node_range[0]
+
+    @property
+    def max_nodes(self) -> int:
+        return self.config.runner.node_range[2]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return sum(node.slots for node in self.nodes)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return what a script needs, for --json."""
+        return {
+            "run": self.run,
+            "config": self.config.digest,
+            "launcher": self.config.runner.runner_type.value,
+            "min_nodes": self.min_nodes,
+            "max_nodes": self.max_nodes,
+            "world_size": self.world_size,
+            "micro_batches": list(self.config.topology.deal(self.world_size)),
+            "nodes": [{"name": node.name, "host": node.host, "slots": node.slots, "cause": node.cause} for node in self.nodes],
+        }
+
+    def __str__(self) -> str:
+        topology, runner = self.config.topology, self.config.runner
+        rows = [("NODE", "HOST", "SLOTS", "WHY"), *((node.name, node.host, str(node.slots), node.cause) for node in self.nodes)]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        table = ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
+        elastic = f"goes on with {self.min_nodes} to {self.max_nodes}" if self.min_nodes < self.max_nodes else "waits for a node that is lost"
+        deal = topology.deal(self.world_size)
+        share = f"{deal[0]} each" if len(set(deal)) == 1 else f"{deal[0]} or {deal[-1]} each"
+        return "\n".join(
+            [
+                f"run {self.run} by {runner.runner_type.value} on {self.origin}",
+                *table,
+                f"  {_count(len(self.nodes), 'node')} with {_count(self.world_size, 'rank')}; {elastic}",
+                f"  {_count(len(deal), 'replica')} of {_count(topology.tensor, 'rank')} (data x tensor parallel)",
+                f"  global batch {topology.global_batch} = {sum(deal)} micro batches of {topology.micro_batch}, {share}",
+            ]
+        )
+
+
+def make_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, nodes: int | None = None) -> Plan:
+    """Return the plan for `run`. `nodes` overrides runner.nodes, which is what `scale` does.
+
+    Raises PlanError if the inventory cannot hold what the config asks for.
+    """
+    check_run_name(run)
+    wanted = nodes or config.runner.node_range[1]
+    chosen = _named(config, inventory, wanted) if config.runner.hosts else _picked(config, inventory, wanted)
+    plan = Plan(run=run, config=config, cargo=cargo, nodes=chosen, origin=inventory.origin)
+    _check_world(plan)
+    return plan
+
+
+def check_run_name(run: str) -> None:
+    """Raise PlanError unless `run` can name a stack and, with a service's name behind it, a host."""
+    if not _RUN.fullmatch(run) or len(run) > _RUN_MAX:
+        raise PlanError(
+            f"must be lower-case letters, digits and -, at most {_RUN_MAX} of them, because it becomes part of host names",
+            place=f"run name {run!r}",
+            hint="swarmtrain deploy config.yml --name my-run",
+        )
+
+
+def read_cargo(config: Config, folder: Path) -> Cargo:
+    """Read the files that `config` names, relative paths from `folder`. Raises SwarmtrainError for one that cannot be read."""
+    runner = config.runner
+    code = tuple(CodeFile(path.name, _content(folder / path, "runner.script" if path == runner.script else "runner.code")) for path in (runner.script, *runner.code))
+    names = [item.name for item in code]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise PlanError(f"{', '.join(twice)} stands twice: files travel side by side, by their names", place="config runner.code")
+    secrets = tuple(CodeFile(name, _content(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items()))
+    return Cargo(code, secrets)
+
+
+def _content(path: Path, key: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SwarmtrainError(f"{path}: {error.strerror}", place=f"config {key}", hint="paths are relative to the folder you are in") from None
+
+
+def _named(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:
+    hosts = config.runner.hosts or ()
+    if wanted > len(hosts):
+        raise PlanError(f"lists {_count(len(hosts), 'host')}, but {_count(wanted, 'node')} are asked for", place="config runner.hosts")
+    return tuple(_node(config, index, host, _find(inventory, host_name(host))) for index, host in enumerate(hosts[:wanted]))
+
+
+def _find(inventory: Inventory, name: str) -> Machine:
+    by_id = [machine for machine in inventory.machines if machine.id and machine.id == name]
+    found = by_id or [machine for machine in inventory.machines if machine.host == name]
+    if not found:
+        known = ", ".join(machine.host for machine in inventory.machines) or "none"
+        raise PlanError(f"there is no such node on {inventory.origin}; it has: {known}", place=f"config runner.hosts: {name}", hint="docker node ls shows them")
+    if len(found) > 1:
+        ids = ", ".join(machine.id for machine in found)
+        raise PlanError(f"{len(found)} nodes have this host name, with the ids {ids}", place=f"config runner.hosts: {name}", hint="write the id instead")
+    if found[0].unavailable:
+        raise PlanError(f"the node is {found[0].unavailable}", place=f"node {name}", hint="docker node ls shows its state")
+    return found[0]
+
+
+def _node(config: Config, index: int, host: str, machine: Machine) -> PlannedNode:
+    name = host_name(host)
+    by_id = bool(machine.id) and name == machine.id
+    slots, why = _slots(config, host_slots(host), machine)
+    constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
+    cause = f"place {index + 1} in hosts{' (by id)' if by_id else ''}; {why}"
+    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause)
+
+
+def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:
+    labels = config.runner.swarm.labels
+    fitting = [machine for machine in inventory.machines if not machine.unavailable and labels.items() <= dict(machine.labels).items()]
+    if len(fitting) < wanted:
+        raise PlanError(_too_few(inventory, labels, len(fitting), wanted), place="config runner.nodes", hint="swarmtrain plan CONFIG -o runner.nodes=N asks for fewer")
+    hosts = [machine.host for machine in fitting]
+    suited = f"{_count(len(fitting), 'ready node')}{' with the labels' if labels else ''}, by name"
+    planned = []
+    for index, machine in enumerate(fitting[:wanted]):
+        slots, why = _slots(config, None, machine)
+        # A host name that two machines share says nothing about which is meant, so the id pins.
+        constraint = f"node.hostname=={machine.host}" if hosts.count(machine.host) == 1 else f"node.id=={machine.id}"
+        planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, f"{index + 1} of {suited}; {why}"))
+    return tuple(planned)
+
+
+def _too_few(inventory: Inventory, labels: Mapping[str, str], fitting: int, wanted: int) -> str:
+    reasons = [f"{machine.host} is {machine.unavailable}" for machine in inventory.machines if machine.unavailable]
+    reasons += [
+        f"{machine.host} lacks the labels" for machine in inventory.machines if not machine.unavailable and not labels.items() <= dict(machine.labels).items()
+    ]
+    because = f" ({'; '.join(reasons)})" if reasons else ""
+    return f"{_count(wanted, 'node')} wanted, but {inventory.origin} has {fitting} that can be used{because}"
+
+
+def _slots(config: Config, given: int | None, machine: Machine) -> tuple[int, str]:
+    runner = config.runner
+    if given:
+        return given, "slots as hosts says"
+    if runner.default_gpu_count:
+        return runner.default_gpu_count, "slots by default_gpu_count"
+    devices = machine.resources.get(runner.swarm.generic_resource, 0)
+    if devices and runner.swarm.gpu is not GpuMode.none:
+        return devices, f"a slot for each {runner.swarm.generic_resource}"
+    return 1, "one slot"
+
+
+def _check_world(plan: Plan) -> None:
+    topology = plan.config.topology
+    try:
+        topology.data_parallel(plan.world_size)
+    except ValueError as error:
+        raise PlanError(str(error), place="config topology", hint="change the slots, the nodes, or model_parallel_size") from None
+    elastic = plan.min_nodes < plan.max_nodes
+    if topology.world_size and topology.world_size != plan.world_size and not elastic:
+        raise PlanError(
+            f"{topology.world_size}, but {_count(len(plan.nodes), 'node')} with {', '.join(str(node.slots) for node in plan.nodes)} slots make {plan.world_size} ranks",
+            place="config topology.world_size",
+            hint="leave it out and it follows from the nodes",
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def offline(hosts: Sequence[str]) -> Inventory:
+    """Return the inventory that `hosts` describes, for a plan without a cluster."""
+    return Inventory("the hosts that the config lists", tuple(Machine(host=host_name(host)) for host in hosts))
