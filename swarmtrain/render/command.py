@@ -1,0 +1,54 @@
+"""The commands of a run and their environments, as values: the same on every launcher but for where things lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.wire import BoardEnv, NodeEnv
+
+MODULE = "swarmtrain.entrypoint"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launcher puts things, in the eyes of the node."""
+
+    board_host: str
+    bind: str
+    config: str
+    code_dir: PurePath
+    secrets_dir: PurePath
+    log_dir: str
+    store_port: int
+    board_port: int
+
+
+def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
+    """Return the environment of `node`'s supervisor: NodeEnv, the user's own variables, and a NAME_FILE for each secret."""
+    runner = plan.config.runner
+    secrets = {secret.name: str(place.secrets_dir / secret.name) for secret in plan.cargo.secrets}
+    ours = NodeEnv(
+        run=plan.run,
+        node=node.name,
+        slots=node.slots,
+        min_nodes=plan.min_nodes,
+        max_nodes=plan.max_nodes,
+        board=f"{place.board_host}:{place.board_port}",
+        store=f"{place.board_host}:{place.store_port}",
+        config=place.config,
+        script=str(place.code_dir / runner.script.name),
+        script_args=runner.script_args,
+        secrets=secrets,
+        stop_grace=runner.stop_grace,
+        log_dir=place.log_dir,
+    )
+    return {**runner.env, **{f"{name}_FILE": path for name, path in secrets.items()}, **ours.to_env()}
+
+
+def board_env(plan: Plan, place: Place) -> dict[str, str]:
+    """Return the environment of the rendezvous role."""
+    return BoardEnv(
+        run=plan.run, board_port=place.board_port, store_port=place.store_port, bind=place.bind, max_restarts=plan.config.runner.max_restarts
+    ).to_env()

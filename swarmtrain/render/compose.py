@@ -1,0 +1,260 @@
+"""Plan → stack document: what `docker stack deploy` takes, and what the Swarm launcher turns into service specs.
+
+Only keys that `docker stack deploy` honours are used, so that both ways give the same services. The same plan gives the
+same bytes. What depends on how many nodes there are *now* stays out of the services: scaling leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from swarmtrain import __version__
+from swarmtrain.config.runner import GpuMode
+from swarmtrain.errors import StackError
+from swarmtrain.plan import CodeFile, Plan, PlannedNode
+from swarmtrain.render.command import MODULE, Place, board_env, node_env
+from swarmtrain.wire import CONFIG_PATH, LABEL_CONFIG, LABEL_HOST, LABEL_ROLE, LABEL_RUN, LABEL_SLOTS, RENDEZVOUS, ROLE_NODE, ROLE_RENDEZVOUS
+
+WORKSPACE = PurePosixPath("/workspace")
+NETWORK = "training"
+# Swarm's own limits: docker/swarmkit refuses larger ones.
+_MAX_CONFIG = 1000 * 1024
+_MAX_SECRET = 500 * 1024
+# An overlay is a /24 unless told otherwise, and each node takes two of its addresses: a task's and a load balancer's.
+_NODES_IN_24 = 100
+_WIDE_SUBNET = "10.128.0.0/16"
+_WRITTEN_BY_US = re.compile(r".+-[0-9a-f]{10}(\..+)?")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack document and the files that it refers to, by the relative path it uses."""
+
+    name: str
+    document: dict[str, Any]
+    files: dict[str, bytes]
+
+
+def stack(plan: Plan) -> Stack:
+    """Return the stack of `plan`. Raises StackError for a file that is over Swarm's limit."""
+    cargo = _Cargo(plan)
+    services = {node.name: _node_service(plan, node, cargo) for node in plan.nodes}
+    services[RENDEZVOUS] = _rendezvous_service(plan)
+    document = {
+        "version": "3.8",
+        "x-swarmtrain": {"run": plan.run, "version": __version__, "config": plan.config.digest},
+        "services": services,
+        "networks": {NETWORK: _network(plan)},
+        "configs": {key: {"file": path} for key, path in cargo.configs.items()},
+    }
+    if cargo.secrets:
+        document["secrets"] = {key: {"file": path} for key, path in cargo.secrets.items()}
+    return Stack(plan.run, document, cargo.files)
+
+
+def to_yaml(stack: Stack) -> str:
+    """Return the document as YAML for `docker stack deploy`, which reads `$` as a variable unless it is doubled."""
+    head = f"# Written by swarmtrain. Run it with: docker stack deploy -c THIS_FILE {stack.name}\n"
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return head + yaml.dump(_doubled(stack.document), Dumper=dumper, sort_keys=False, width=140, allow_unicode=True)
+
+
+def write(stack: Stack, path: Path) -> None:
+    """Write the YAML to `path` and its files beside it; files of an earlier `write` that nothing refers to any more are removed.
+
+    Each file appears whole or not at all. Raises StackError if the folder cannot be written.
+    """
+    try:
+        folder = path.parent / _folder(stack)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in stack.files.items():
+            _replace(path.parent / name, content, secret=name in _secret_files(stack))
+        for old in folder.iterdir():
+            if _WRITTEN_BY_US.fullmatch(old.name) and f"{_folder(stack)}/{old.name}" not in stack.files:
+                old.unlink()
+        _replace(path, to_yaml(stack).encode())
+    except OSError as error:
+        raise StackError(f"cannot be written: {error.strerror}", place=str(error.filename or path)) from None
+
+
+class _Cargo:
+    """The configs and secrets of a stack: key in the document → file, and each file's content."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.files: dict[str, bytes] = {}
+        self.configs: dict[str, str] = {}
+        self.secrets: dict[str, str] = {}
+        self.mounted: list[dict[str, Any]] = []
+        self.mounted_secrets: list[dict[str, Any]] = []
+        resolved = CodeFile("config.json", plan.config.to_json().encode())
+        self._add(resolved, CONFIG_PATH, self.configs, self.mounted, _MAX_CONFIG)
+        for item in plan.cargo.code:
+            self._add(item, str(WORKSPACE / item.name), self.configs, self.mounted, _MAX_CONFIG)
+        for item in plan.cargo.secrets:
+            self._add(item, item.name, self.secrets, self.mounted_secrets, _MAX_SECRET)
+
+    def _add(self, item: CodeFile, target: str, keys: dict[str, str], mounts: list[dict[str, Any]], limit: int) -> None:
+        if len(item.content) >= limit:
+            raise StackError(
+                f"{len(item.content) / 1024:.0f} KiB; Swarm takes less than {limit // 1024} KiB",
+                place=item.name,
+                hint="put it into the image, or onto a mounted disk",
+            )
+        stem, dot, suffix = item.name.partition(".")
+        key = f"{_object_name(stem)}-{item.digest}"
+        path = f"generated/{key}{dot}{suffix}"
+        self.files[path] = item.content
+        keys[key] = path
+        mounts.append({"source": key, "target": target})
+
+
+def _object_name(stem: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", stem)[:40] or "file"
+
+
+def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any]:
+    runner = plan.config.runner
+    constraints = [node.constraint, *(f"node.labels.{key}=={value}" for key, value in sorted(runner.swarm.labels.items()))]
+    environment = node_env(plan, node, _place(plan))
+    if runner.swarm.gpu is GpuMode.none:
+        # Else an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
+        environment.setdefault("NVIDIA_VISIBLE_DEVICES", "void")
+    elif runner.swarm.gpu is GpuMode.visible:
+        environment.setdefault("NVIDIA_VISIBLE_DEVICES", "all")
+    service = _service(plan, "node", environment)
+    service["configs"] = cargo.mounted
+    if cargo.mounted_secrets:
+        service["secrets"] = cargo.mounted_secrets
+    service["volumes"] = _mounts(plan)
+    service["deploy"] = _deploy(plan, ROLE_NODE, constraints, {LABEL_HOST: node.host, LABEL_SLOTS: str(node.slots)})
+    resources = _resources(plan, node)
+    if resources:
+        service["deploy"]["resources"] = resources
+    return service
+
+
+def _rendezvous_service(plan: Plan) -> dict[str, Any]:
+    service = _service(plan, "rendezvous", board_env(plan, _place(plan)))
+    service["deploy"] = _deploy(plan, ROLE_RENDEZVOUS, ["node.role==manager"], {})
+    return service
+
+
+def _place(plan: Plan) -> Place:
+    port = plan.config.runner.master_port
+    return Place(
+        board_host=RENDEZVOUS,
+        bind="0.0.0.0",
+        config=CONFIG_PATH,
+        code_dir=WORKSPACE,
+        secrets_dir=PurePosixPath("/run/secrets"),
+        log_dir="/tmp/swarmtrain",
+        store_port=port,
+        board_port=port + 1,
+    )
+
+
+def _service(plan: Plan, role: str, environment: dict[str, str]) -> dict[str, Any]:
+    return {
+        "image": plan.config.runner.docker_config.docker_container,
+        "entrypoint": ["python3", "-m", MODULE],
+        "command": [role],
+        "init": True,
+        "environment": {name: _untemplated(value) for name, value in environment.items()},
+        "networks": [NETWORK],
+        "stop_grace_period": f"{plan.config.runner.stop_grace:g}s",
+        "logging": {"driver": "json-file", "options": {"max-size": "20m", "max-file": "5"}},
+    }
+
+
+def _deploy(plan: Plan, role: str, constraints: list[str], labels: dict[str, str]) -> dict[str, Any]:
+    return {
+        "mode": "replicated",
+        "replicas": 1,
+        # A virtual IP drops idle connections after 900 s.
+        "endpoint_mode": "dnsrr",
+        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: plan.config.digest, **labels},
+        "placement": {"constraints": constraints},
+        # Exit 0 is final; whatever else happens, the node comes back. The budget is kept by the notice board.
+        "restart_policy": {"condition": "on-failure", "delay": "2s"},
+        "update_config": {"parallelism": 1, "order": "stop-first", "failure_action": "continue"},
+    }
+
+
+def _mounts(plan: Plan) -> list[dict[str, Any]]:
+    docker = plan.config.runner.docker_config
+    mounts: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker.shm_size}}]
+    for source, target in docker.docker_mounts:
+        kind = "bind" if source.startswith("/") else "volume"
+        mounts.append({"type": kind, "source": _untemplated(source), "target": _untemplated(target)})
+    return mounts
+
+
+def _resources(plan: Plan, node: PlannedNode) -> dict[str, Any]:
+    docker, swarm = plan.config.runner.docker_config, plan.config.runner.swarm
+    resources: dict[str, Any] = {}
+    limits = {}
+    if docker.cpus is not None:
+        limits["cpus"] = f"{docker.cpus:g}"
+    if docker.memory is not None:
+        limits["memory"] = str(docker.memory)
+    if limits:
+        resources["limits"] = limits
+    if swarm.gpu is GpuMode.reserve:
+        resources["reservations"] = {"generic_resources": [{"discrete_resource_spec": {"kind": swarm.generic_resource, "value": node.slots}}]}
+    return resources
+
+
+def _network(plan: Plan) -> dict[str, Any]:
+    swarm = plan.config.runner.swarm
+    if swarm.network:
+        return {"external": True, "name": swarm.network}
+    # The store has no authentication: nobody else may join.
+    network: dict[str, Any] = {"driver": "overlay", "attachable": False}
+    options = {}
+    if swarm.mtu:
+        options["com.docker.network.driver.mtu"] = str(swarm.mtu)
+    if swarm.encrypted:
+        options["encrypted"] = "true"
+    if options:
+        network["driver_opts"] = options
+    if plan.max_nodes > _NODES_IN_24:
+        network["ipam"] = {"config": [{"subnet": _WIDE_SUBNET}]}
+    return network
+
+
+def _untemplated(value: str) -> str:
+    """Keep Swarm from reading `{{` in a user's value as a Go template."""
+    return value.replace("{{", '{{"{{"}}')
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("$", "$$")
+    if isinstance(value, dict):
+        return {key: _doubled(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_doubled(item) for item in value]
+    return value
+
+
+def _folder(stack: Stack) -> str:
+    return next(iter(stack.files)).partition("/")[0]
+
+
+def _secret_files(stack: Stack) -> set[str]:
+    return {secret["file"] for secret in stack.document.get("secrets", {}).values()}
+
+
+def _replace(path: Path, content: bytes, *, secret: bool = False) -> None:
+    """Write by rename; a secret is readable by its owner alone from the first byte on."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+        file.write(content)
+    new.replace(path)
