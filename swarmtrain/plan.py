@@ -47,14 +47,16 @@ class Inventory:
 
 @dataclass(frozen=True)
 class CodeFile:
-    """A file that travels with the run. `name` is its path beside the script."""
+    """A file that travels with the run. `name` is its name beside the script, `digest` says which content it has."""
 
     name: str
     content: bytes
+    digest: str
 
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()[:10]
+    @classmethod
+    def of(cls, name: str, content: bytes) -> CodeFile:
+        """Return the file with its digest: the first 10 hexadecimal digits of its SHA-256."""
+        return cls(name, content, hashlib.sha256(content).hexdigest()[:10])
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Plan:
         """Return what a script needs, for --json."""
         return {
             "run": self.run,
-            "config": self.config.digest,
+            "config": self.config.resolved().digest,
             "launcher": self.config.runner.runner_type.value,
             "min_nodes": self.min_nodes,
             "max_nodes": self.max_nodes,
@@ -117,7 +119,9 @@ class Plan:
         rows = [("NODE", "HOST", "SLOTS", "WHY"), *((node.name, node.host, str(node.slots), node.cause) for node in self.nodes)]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         table = ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        elastic = f"goes on with {self.min_nodes} to {self.max_nodes}" if self.min_nodes < self.max_nodes else "waits for a node that is lost"
+        elastic = (
+            f"goes on with {self.min_nodes} to {self.max_nodes}" if self.min_nodes < self.max_nodes else "waits for a node that is lost"
+        )
         deal = topology.deal(self.world_size)
         share = f"{deal[0]} each" if len(set(deal)) == 1 else f"{deal[0]} or {deal[-1]} each"
         return "\n".join(
@@ -157,11 +161,14 @@ def check_run_name(run: str) -> None:
 def read_cargo(config: Config, folder: Path) -> Cargo:
     """Read the files that `config` names, relative paths from `folder`. Raises SwarmtrainError for one that cannot be read."""
     runner = config.runner
-    code = tuple(CodeFile(path.name, _content(folder / path, "runner.script" if path == runner.script else "runner.code")) for path in (runner.script, *runner.code))
+    code = tuple(
+        CodeFile.of(path.name, _content(folder / path, "runner.script" if path == runner.script else "runner.code"))
+        for path in (runner.script, *runner.code)
+    )
     names = [item.name for item in code]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PlanError(f"{', '.join(twice)} stands twice: files travel side by side, by their names", place="config runner.code")
-    secrets = tuple(CodeFile(name, _content(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items()))
+    secrets = tuple(CodeFile.of(name, _content(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items()))
     return Cargo(code, secrets)
 
 
@@ -169,7 +176,9 @@ def _content(path: Path, key: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SwarmtrainError(f"{path}: {error.strerror}", place=f"config {key}", hint="paths are relative to the folder you are in") from None
+        raise SwarmtrainError(
+            f"{path}: {error.strerror}", place=f"config {key}", hint="paths are relative to the folder you are in"
+        ) from None
 
 
 def _named(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:
@@ -184,10 +193,16 @@ def _find(inventory: Inventory, name: str) -> Machine:
     found = by_id or [machine for machine in inventory.machines if machine.host == name]
     if not found:
         known = ", ".join(machine.host for machine in inventory.machines) or "none"
-        raise PlanError(f"there is no such node on {inventory.origin}; it has: {known}", place=f"config runner.hosts: {name}", hint="docker node ls shows them")
+        raise PlanError(
+            f"there is no such node on {inventory.origin}; it has: {known}",
+            place=f"config runner.hosts: {name}",
+            hint="docker node ls shows them",
+        )
     if len(found) > 1:
         ids = ", ".join(machine.id for machine in found)
-        raise PlanError(f"{len(found)} nodes have this host name, with the ids {ids}", place=f"config runner.hosts: {name}", hint="write the id instead")
+        raise PlanError(
+            f"{len(found)} nodes have this host name, with the ids {ids}", place=f"config runner.hosts: {name}", hint="write the id instead"
+        )
     if found[0].unavailable:
         raise PlanError(f"the node is {found[0].unavailable}", place=f"node {name}", hint="docker node ls shows its state")
     return found[0]
@@ -206,7 +221,11 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
     labels = config.runner.swarm.labels
     fitting = [machine for machine in inventory.machines if not machine.unavailable and labels.items() <= dict(machine.labels).items()]
     if len(fitting) < wanted:
-        raise PlanError(_too_few(inventory, labels, len(fitting), wanted), place="config runner.nodes", hint="swarmtrain plan CONFIG -o runner.nodes=N asks for fewer")
+        raise PlanError(
+            _too_few(inventory, labels, len(fitting), wanted),
+            place="config runner.nodes",
+            hint="swarmtrain plan CONFIG -o runner.nodes=N asks for fewer",
+        )
     hosts = [machine.host for machine in fitting]
     suited = f"{_count(len(fitting), 'ready node')}{' with the labels' if labels else ''}, by name"
     planned = []
@@ -221,7 +240,9 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
 def _too_few(inventory: Inventory, labels: Mapping[str, str], fitting: int, wanted: int) -> str:
     reasons = [f"{machine.host} is {machine.unavailable}" for machine in inventory.machines if machine.unavailable]
     reasons += [
-        f"{machine.host} lacks the labels" for machine in inventory.machines if not machine.unavailable and not labels.items() <= dict(machine.labels).items()
+        f"{machine.host} lacks the labels"
+        for machine in inventory.machines
+        if not machine.unavailable and not labels.items() <= dict(machine.labels).items()
     ]
     because = f" ({'; '.join(reasons)})" if reasons else ""
     return f"{_count(wanted, 'node')} wanted, but {inventory.origin} has {fitting} that can be used{because}"
@@ -248,7 +269,7 @@ def _check_world(plan: Plan) -> None:
     elastic = plan.min_nodes < plan.max_nodes
     if topology.world_size and topology.world_size != plan.world_size and not elastic:
         raise PlanError(
-            f"{topology.world_size}, but {_count(len(plan.nodes), 'node')} with {', '.join(str(node.slots) for node in plan.nodes)} slots make {plan.world_size} ranks",
+            f"{topology.world_size}, but the slots of {_count(len(plan.nodes), 'node')} add up to {plan.world_size} ranks",
             place="config topology.world_size",
             hint="leave it out and it follows from the nodes",
         )

@@ -17,6 +17,8 @@ from typing import IO
 from swarmtrain.errors import ProcessError
 
 _PR_SET_PDEATHSIG = 1
+# Loaded here, since nothing may be loaded between fork and exec.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def show(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
@@ -51,6 +53,7 @@ def run(
             text=True,
             errors="replace",
             timeout=timeout,
+            check=False,
         )
     except FileNotFoundError as error:
         raise ProcessError(show(argv, env), 127, f"{error.filename or argv[0]}: no such program or folder", hint=hint) from None
@@ -90,7 +93,7 @@ def start(
             stdout=stdout,
             stderr=stderr,
             start_new_session=new_session,
-            preexec_fn=before,
+            preexec_fn=before,  # noqa: PLW1509  # a single prctl, loaded beforehand
             pass_fds=pass_fds,
         )
     except OSError as error:
@@ -99,5 +102,5 @@ def start(
 
 def die_with_parent_now() -> None:
     """Ask the kernel to SIGKILL the calling process when its parent thread dies. Does nothing outside Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -27,6 +27,7 @@ LABEL_ROLE = "swarmtrain.role"
 LABEL_HOST = "swarmtrain.host"
 LABEL_SLOTS = "swarmtrain.slots"
 LABEL_CONFIG = "swarmtrain.config"
+LABEL_HOSTS = "swarmtrain.hosts"
 ROLE_NODE = "node"
 ROLE_RENDEZVOUS = "rendezvous"
 

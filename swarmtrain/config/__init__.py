@@ -39,12 +39,12 @@ class Config(Section):
     learning_rate_scheduler: LearningRateSchedulerConfig = Field(
         LearningRateSchedulerConfig(), description="Schedule of the default group, which training_groups inherit."
     )
-    training_groups: tuple[TrainingGroupConfig, ...] = Field((), description="Parameters that are trained in a way of their own. []: one group.")
+    training_groups: tuple[TrainingGroupConfig, ...] = Field(
+        (), description="Parameters that are trained in a way of their own. []: one group."
+    )
     trainer: TrainerConfig = Field(TrainerConfig(), description="How long to train, when to save, and what from.")
     profiler: ProfilerConfig = Field(ProfilerConfig(), description="A trace of some steps.")
-    transformer_architecture: TransformerArchitectureConfig = Field(
-        TransformerArchitectureConfig(), description="The shape of the model."
-    )
+    transformer_architecture: TransformerArchitectureConfig = Field(TransformerArchitectureConfig(), description="The shape of the model.")
     data: DataConfig = Field(DataConfig(), description="What is read.")
     script: dict[str, Any] = Field({}, description="Your script's own options. swarmtrain hands them on unread.")
 
@@ -54,16 +54,32 @@ class Config(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"training_groups has {', '.join(twice)} more than once: a group's name must be its own")
         shape, tensor = self.transformer_architecture, self.topology.tensor
-        for name, size in (("num_attention_heads", shape.num_attention_heads), ("attention_num_kv_heads", shape.kv_heads), ("vocab_size", shape.vocab_size)):
+        for name, size in (
+            ("num_attention_heads", shape.num_attention_heads),
+            ("attention_num_kv_heads", shape.kv_heads),
+            ("vocab_size", shape.vocab_size),
+        ):
             if size % tensor:
                 raise ValueError(f"transformer_architecture.{name} {size} is no multiple of topology.model_parallel_size {tensor}")
         if int(shape.hidden_size * shape.mlp_factor) % tensor:
-            raise ValueError(f"transformer_architecture.mlp_factor makes a width that is no multiple of topology.model_parallel_size {tensor}")
+            raise ValueError(
+                f"transformer_architecture.mlp_factor makes a width that is no multiple of topology.model_parallel_size {tensor}"
+            )
         return self
 
     def to_json(self) -> str:
         """Return the whole config, defaults included, as JSON: the same config gives the same bytes."""
         return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+
+    def resolved(self) -> Config:
+        """Return the config as every node and every checkpoint has it.
+
+        Which machines are used, and how many at the moment, is taken out and min_nodes and max_nodes are filled in:
+        what scaling changes must not change what the nodes were given, or all of them would restart.
+        """
+        low, _, high = self.runner.node_range
+        runner = self.runner.model_copy(update={"hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
+        return self.model_copy(update={"runner": runner})
 
     @classmethod
     def from_json(cls, text: str) -> Config:

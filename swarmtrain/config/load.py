@@ -34,7 +34,9 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    re.compile(
+        r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
     list("-+0123456789."),
 )
 
@@ -82,7 +84,9 @@ def _read(path: Path) -> str:
             raise IsADirectoryError(21, "is a folder")
         if path.stat().st_size > _MAX_BYTES:
             raise SwarmtrainError(
-                f"is {path.stat().st_size / 1e6:.0f} MB; a config is at most {_MAX_BYTES / 1e6:.0f} MB", place=str(path), hint="is it the right file?"
+                f"is {path.stat().st_size / 1e6:.0f} MB; a config is at most {_MAX_BYTES / 1e6:.0f} MB",
+                place=str(path),
+                hint="is it the right file?",
             )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -140,7 +144,7 @@ def _override(values: dict[str, Any], overrides: Iterable[str], problems: list[P
             problems.append(Problem("", f"override {override!r} is not of the form key.path=value", hint="-o trainer.train_iterations=100"))
             continue
         try:
-            _put(values, key.split("."), yaml.load(text, _Loader) if text.strip() else None)
+            _put(values, key.split("."), yaml.load(text, _Loader) if text.strip() else None)  # noqa: S506  # _Loader is a safe one
             changed.add(key)
         except yaml.YAMLError:
             problems.append(Problem(key, f"override's value {text!r} is not YAML"))

@@ -102,7 +102,9 @@ class SwarmConfig(Section):
     """What only a Docker Swarm has."""
 
     network: str | None = Field(None, min_length=1, description="Overlay network to join. null: the stack makes its own.")
-    mtu: int | None = Field(None, ge=576, le=65535, description="MTU of the network beneath the overlay, 9000 for jumbo frames. null: 1500.")
+    mtu: int | None = Field(
+        None, ge=576, le=65535, description="MTU of the network beneath the overlay, 9000 for jumbo frames. null: 1500."
+    )
     encrypted: bool = Field(False, description="Encrypt traffic between nodes. Costs most of the throughput.")
     gpu: GpuMode = Field(
         GpuMode.none,
@@ -125,9 +127,11 @@ class RunnerConfig(Section):
 
     runner_type: RunnerType = Field(RunnerType.swarm, description="swarm: a Docker Swarm. local: this machine, no Docker.")
     hosts: tuple[Host, ...] | None = Field(
-        None, min_length=1, description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4'. null: the cluster's own nodes."
+        None,
+        min_length=1,
+        description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4'. null: the cluster's own nodes.",
     )
-    nodes: int | None = Field(None, ge=1, description="Nodes to use. null: as many as hosts lists, else 1.")
+    nodes: int | None = Field(None, ge=1, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
     min_nodes: int | None = Field(None, ge=1, description="Fewest nodes the run goes on with. null: nodes, so a lost node is waited for.")
     max_nodes: int | None = Field(None, ge=1, description="Most nodes it can be scaled to without restarting the others. null: nodes.")
     default_gpu_count: int | None = Field(
@@ -156,24 +160,24 @@ class RunnerConfig(Section):
                 raise wrong("nodes", f"{self.nodes}, but hosts lists only {len(names)}")
         low, nodes, high = self.node_range
         if not low <= nodes <= high:
-            raise wrong("min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}")
+            raise wrong(
+                "min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}"
+            )
         return self
 
     @property
     def node_range(self) -> tuple[int, int, int]:
         """min_nodes, nodes and max_nodes with their defaults filled in."""
-        nodes = self.nodes or (len(self.hosts) if self.hosts else 1)
+        nodes = self.nodes or (len(self.hosts) if self.hosts else self.min_nodes or 1)
         return self.min_nodes or nodes, nodes, self.max_nodes or nodes
 
 
 def host_name(host: str) -> str:
     """Return the host name or node id of an entry of `hosts`."""
-    return host.split()[0]
+    return host.split(maxsplit=1)[0]
 
 
 def host_slots(host: str) -> int | None:
     """Return the slots that an entry of `hosts` names, or None."""
     match = _HOST.match(host)
     return int(match["slots"]) if match and match["slots"] else None
-
-

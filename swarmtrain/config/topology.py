@@ -25,7 +25,9 @@ class TopologyConfig(Section):
     @model_validator(mode="after")
     def _derive(self) -> TopologyConfig:
         values = _parallel_sizes(self.world_size, self.model_parallel_size, self.pipe_parallel_size, self.data_parallel_size)
-        values |= _batch_sizes(self.global_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, values["data_parallel_size"])
+        values |= _batch_sizes(
+            self.global_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, values["data_parallel_size"]
+        )
         for name, value in values.items():
             object.__setattr__(self, name, value)
         return self
@@ -58,7 +60,7 @@ class TopologyConfig(Section):
         replica = self.tensor * self.pipeline
         if world_size % replica:
             raise ValueError(
-                f"a world of {world_size} ranks is no multiple of model_parallel_size x pipe_parallel_size = {self.tensor} x {self.pipeline}"
+                f"{world_size} ranks are no multiple of model_parallel_size x pipe_parallel_size = {self.tensor} x {self.pipeline}"
             )
         return world_size // replica
 
@@ -97,7 +99,9 @@ def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None,
         total = total or micro * parts
         if total != micro * parts:
             product = f"{micro} x {accumulation} x {data}"
-            raise wrong("global_batch_size", f"{total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}")
+            raise wrong(
+                "global_batch_size", f"{total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}"
+            )
     elif total and micro:
         _quotient("global_batch_size", total, "micro_batch_size", micro)
     elif total:

@@ -17,6 +17,8 @@ class TrainerConfig(Section):
     save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints. null: only at the end and when asked to leave.")
     keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints to keep.")
     load_dir: Path | None = Field(None, description="Directory to start from if save_dir has no checkpoint yet.")
-    eval_interval: int | None = Field(None, ge=1, description="Steps between held-out losses. null: only before the first and after the last.")
+    eval_interval: int | None = Field(
+        None, ge=1, description="Steps between held-out losses. null: only before the first and after the last."
+    )
     eval_iterations: int = Field(10, ge=1, description="Global batches in one held-out loss.")
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")

@@ -37,7 +37,9 @@ class TransformerArchitectureConfig(Section):
     hidden_size: int = Field(128, ge=1, description="Width of the residual stream.")
     num_layers: int = Field(4, ge=1, description="Number of blocks.")
     num_attention_heads: int = Field(4, ge=1, description="Heads of attention.")
-    attention_num_kv_heads: int | None = Field(None, ge=1, description="Heads of keys and values, shared by groups of heads. null: one each.")
+    attention_num_kv_heads: int | None = Field(
+        None, ge=1, description="Heads of keys and values, shared by groups of heads. null: one each."
+    )
     sequence_length: int = Field(256, ge=1, description="Tokens in a sample.")
     rotary_embedding_base: int = Field(10000, ge=1, description="Base of the rotary frequencies.")
     norm_type: NormType = Field(NormType.layernorm, description="layernorm or rms.")
@@ -51,7 +53,9 @@ class TransformerArchitectureConfig(Section):
         if self.hidden_size % self.num_attention_heads:
             raise wrong("hidden_size", f"{self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}")
         if self.hidden_size // self.num_attention_heads % 2:
-            raise wrong("num_attention_heads", f"rotary positions need an even head size, not {self.hidden_size // self.num_attention_heads}")
+            raise wrong(
+                "num_attention_heads", f"rotary positions need an even head size, not {self.hidden_size // self.num_attention_heads}"
+            )
         if self.num_attention_heads % self.kv_heads:
             raise wrong("num_attention_heads", f"{self.num_attention_heads} is no multiple of attention_num_kv_heads {self.kv_heads}")
         return self

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarmtrain.plan import Inventory, Plan
+from swarmtrain.config import Config
+from swarmtrain.plan import Cargo, Inventory, Plan
 from swarmtrain.wire import Event
 
 Say = Callable[[str], None]
@@ -65,6 +66,14 @@ class Launcher(Protocol):
         """Make what runs equal to `plan`: create, change, add, remove. What is equal already is left alone.
 
         A first `up` that fails removes what it made.
+        """
+        ...
+
+    def deployed(self, run: str) -> tuple[Config, Cargo]:
+        """Return the config (with its hosts) and the cargo that `run` was brought up with, so that a plan can be made anew.
+
+        A secret's content cannot be read back; its digest can, which is all that an unchanged secret needs.
+        Raises RunNotFound.
         """
         ...
 

@@ -50,5 +50,9 @@ def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
 def board_env(plan: Plan, place: Place) -> dict[str, str]:
     """Return the environment of the rendezvous role."""
     return BoardEnv(
-        run=plan.run, board_port=place.board_port, store_port=place.store_port, bind=place.bind, max_restarts=plan.config.runner.max_restarts
+        run=plan.run,
+        board_port=place.board_port,
+        store_port=place.store_port,
+        bind=place.bind,
+        max_restarts=plan.config.runner.max_restarts,
     ).to_env()

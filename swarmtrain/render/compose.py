@@ -6,6 +6,7 @@ same bytes. What depends on how many nodes there are *now* stays out of the serv
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -19,7 +20,18 @@ from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import StackError
 from swarmtrain.plan import CodeFile, Plan, PlannedNode
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
-from swarmtrain.wire import CONFIG_PATH, LABEL_CONFIG, LABEL_HOST, LABEL_ROLE, LABEL_RUN, LABEL_SLOTS, RENDEZVOUS, ROLE_NODE, ROLE_RENDEZVOUS
+from swarmtrain.wire import (
+    CONFIG_PATH,
+    LABEL_CONFIG,
+    LABEL_HOST,
+    LABEL_HOSTS,
+    LABEL_ROLE,
+    LABEL_RUN,
+    LABEL_SLOTS,
+    RENDEZVOUS,
+    ROLE_NODE,
+    ROLE_RENDEZVOUS,
+)
 
 WORKSPACE = PurePosixPath("/workspace")
 NETWORK = "training"
@@ -48,7 +60,7 @@ def stack(plan: Plan) -> Stack:
     services[RENDEZVOUS] = _rendezvous_service(plan)
     document = {
         "version": "3.8",
-        "x-swarmtrain": {"run": plan.run, "version": __version__, "config": plan.config.digest},
+        "x-swarmtrain": {"run": plan.run, "version": __version__, "config": plan.config.resolved().digest},
         "services": services,
         "networks": {NETWORK: _network(plan)},
         "configs": {key: {"file": path} for key, path in cargo.configs.items()},
@@ -92,8 +104,8 @@ class _Cargo:
         self.secrets: dict[str, str] = {}
         self.mounted: list[dict[str, Any]] = []
         self.mounted_secrets: list[dict[str, Any]] = []
-        resolved = CodeFile("config.json", plan.config.to_json().encode())
-        self._add(resolved, CONFIG_PATH, self.configs, self.mounted, _MAX_CONFIG)
+        config = plan.config.resolved()
+        self._add(CodeFile("config.json", config.to_json().encode(), config.digest), CONFIG_PATH, self.configs, self.mounted, _MAX_CONFIG)
         for item in plan.cargo.code:
             self._add(item, str(WORKSPACE / item.name), self.configs, self.mounted, _MAX_CONFIG)
         for item in plan.cargo.secrets:
@@ -141,7 +153,7 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
 
 def _rendezvous_service(plan: Plan) -> dict[str, Any]:
     service = _service(plan, "rendezvous", board_env(plan, _place(plan)))
-    service["deploy"] = _deploy(plan, ROLE_RENDEZVOUS, ["node.role==manager"], {})
+    service["deploy"] = _deploy(plan, ROLE_RENDEZVOUS, ["node.role==manager"], {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)})
     return service
 
 
@@ -178,7 +190,7 @@ def _deploy(plan: Plan, role: str, constraints: list[str], labels: dict[str, str
         "replicas": 1,
         # A virtual IP drops idle connections after 900 s.
         "endpoint_mode": "dnsrr",
-        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: plan.config.digest, **labels},
+        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: plan.config.resolved().digest, **labels},
         "placement": {"constraints": constraints},
         # Exit 0 is final; whatever else happens, the node comes back. The budget is kept by the notice board.
         "restart_policy": {"condition": "on-failure", "delay": "2s"},
@@ -206,7 +218,9 @@ def _resources(plan: Plan, node: PlannedNode) -> dict[str, Any]:
     if limits:
         resources["limits"] = limits
     if swarm.gpu is GpuMode.reserve:
-        resources["reservations"] = {"generic_resources": [{"discrete_resource_spec": {"kind": swarm.generic_resource, "value": node.slots}}]}
+        resources["reservations"] = {
+            "generic_resources": [{"discrete_resource_spec": {"kind": swarm.generic_resource, "value": node.slots}}]
+        }
     return resources
 
 
