@@ -1,0 +1,237 @@
+"""The lab as one object: bring it up, break it, look at it, take it down. Any later process finds it again by its name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swarmtrain.errors import LabError
+from swarmtrain.lab import api, engines, fabric, registry, state
+from swarmtrain.lab.checks import check_machine, check_root
+from swarmtrain.lab.state import Description
+
+DEFAULT_NAME = "lab"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One line of `lab status`. `state` is up, dead or cut; `link` is up, cut, or the rate it is held to; `pid` is the machine's init."""
+
+    node: str
+    state: str
+    role: str
+    link: str
+    engine: str
+    address: str
+    pid: int | None
+
+
+class Lab:
+    """A lab of this machine, running or not. Methods raise LabError; those that change something need root."""
+
+    def __init__(self, name: str = DEFAULT_NAME) -> None:
+        state.check_name(name)
+        self.name = name
+        self._base = state.base_directory()
+        self._directory = self._base / name
+
+    @property
+    def shared(self) -> Path:
+        """The host's view of the disk that all nodes have at /mnt/shared."""
+        return self._directory / "shared"
+
+    def up(self, nodes: int, *, engine: Path | None = None, say: Say) -> None:
+        """Bring up `nodes` engines, joined into a swarm whose manager is node0, and a registry.
+
+        `engine` is a directory that holds another dockerd and containerd. What is made is removed again if anything fails.
+        A lab of this name whose engines are all dead is removed first; one that runs with as many nodes is left as it is.
+        """
+        check_machine(engine)
+        if not 1 <= nodes <= state.MAX_NODES:
+            raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
+        state.check_directory(self._directory)
+        with state.locked(self._base):
+            if self._runs_already(nodes, say):
+                return
+            self._remove()
+            try:
+                self._make(self._describe(nodes, engine), say)
+            except BaseException:
+                say("failed or interrupted: removing what was made")
+                self._remove()
+                raise
+        self._introduce(say)
+
+    def down(self, *, keep_images: bool = False, say: Say) -> None:
+        """Remove the lab and all its data; with the last lab of this machine go the images, unless they are to be kept."""
+        check_root()
+        with state.locked(self._base):
+            found = state.read(self._directory)
+            self._remove()
+            say(f"lab {self.name}: removed" if found else f"lab {self.name}: there is none")
+            self._remove_images(keep_images, say)
+        state.remove_base_if_empty(self._base)
+
+    def status(self) -> list[NodeStatus]:
+        """Return how each node stands."""
+        check_root()
+        description = self._description()
+        wires = fabric.wires(self.name)
+        return [self._node_status(description, node, wires.get(node, "cut")) for node in description.nodes]
+
+    def kill(self, node: str, *, say: Say) -> None:
+        """Take the node's power: engine and containers are gone at once, no peer is told. Its disk stays."""
+        description = self._living(node)
+        engines.power_off(self._directory, description, node)
+        say(f"{node}: power off; the swarm notices in about 15 s. `swarmtrain lab start {node}` boots it again")
+
+    def start(self, node: str, *, say: Say) -> None:
+        """Boot a node that was killed, with its data. Returns when its engine answers and, if the manager lives, counts it as ready."""
+        description = self._known(node)
+        if engines.machine(self._directory, node).pid is not None:
+            raise LabError("runs already", place=node, hint="swarmtrain lab status")
+        engines.power_off(self._directory, description, node)  # what an engine that died by itself left behind
+        fabric.connect(description, node)
+        engines.boot(self._directory, description, node)
+        engines.wait_until_up(self._directory, node)
+        if engines.machine(self._directory, description.nodes[0]).pid is None:
+            say(f"{node}: runs again, and joins when the manager does")
+            return
+        engines.wait_until_ready(self._directory, description, [node])
+        say(f"{node}: runs again and is ready in the swarm")
+
+    def cut(self, node: str, *, say: Say) -> None:
+        """Cut the node's network: it lives on, alone."""
+        self._living(node)
+        fabric.cut(self.name, node)
+        say(f"{node}: cut off, its engine and containers run on. `swarmtrain lab heal {node}` brings the network back")
+
+    def heal(self, node: str, *, say: Say) -> None:
+        """Bring the node's network back, at full speed."""
+        self._living(node)
+        fabric.heal(self.name, node)
+        say(f"{node}: network up, full speed")
+
+    def slow(self, node: str, rate: str, *, say: Say) -> None:
+        """Hold the node's network to `rate` (100mbit, 1gbit) in both directions."""
+        self._living(node)
+        fabric.slow(self.name, node, rate)
+        say(f"{node}: network at {rate} in both directions. `swarmtrain lab heal {node}` takes that off")
+
+    def env(self) -> dict[str, str]:
+        """Return the environment that points Docker's tools at the lab's manager."""
+        return {"DOCKER_HOST": self.docker_host(self._description().nodes[0])}
+
+    def docker_host(self, node: str) -> str:
+        """Return the address of the node's engine, in DOCKER_HOST's form."""
+        self._known(node)
+        return f"unix://{engines.engine_socket(self._directory, node)}"
+
+    def enter(self, node: str) -> list[str]:
+        """Return the prefix that runs a command on the machine `node`, beside its engine."""
+        self._living(node)
+        pid = engines.machine(self._directory, node).pid
+        return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid"]
+
+    def _describe(self, nodes: int, engine: Path | None) -> Description:
+        subnet = state.choose_subnet(self.name, state.taken_subnets(self._base))
+        names = tuple(f"node{index}" for index in range(nodes))
+        return Description(self.name, subnet, names, str(engine.absolute()) if engine else None)
+
+    def _make(self, description: Description, say: Say) -> None:
+        self._directory.mkdir()
+        state.write(self._directory, description)
+        self.shared.mkdir()
+        self.shared.chmod(0o1777)
+        say(f"lab {self.name}: {len(description.nodes)} engines on {description.subnet}")
+        fabric.make(description)
+        for node in description.nodes:
+            engines.prepare(self._directory, description, node)
+            fabric.connect(description, node)
+            engines.boot(self._directory, description, node)
+        registry.start(description, self._directory)
+        engines.form_swarm(self._directory, description)
+        state.write(self._directory, replace(description, ready=True))
+
+    def _introduce(self, say: Say) -> None:
+        driver = engines.wait_until_up(self._directory, "node0")["Driver"]
+        if driver == "vfs":
+            say("storage driver vfs, since overlay does not work on this disk: images take far more space and time")
+        say(f"shared disk: {self.shared} here is /mnt/shared on every node, and is deleted by `down`")
+        say(f"registry: {registry.REGISTRY}, for images built and pushed through the lab's engines")
+        option = "" if self.name == DEFAULT_NAME else f" --name {self.name}"
+        say("next:")
+        say(f'  eval "$(swarmtrain lab env{option})"')
+        say(f"  swarmtrain image build . --tag {registry.REGISTRY}/swarmtrain:0.1 --push")
+
+    def _runs_already(self, nodes: int, say: Say) -> bool:
+        description = state.read(self._directory)
+        if not description or not description.ready:
+            return False
+        running = [node for node in description.nodes if engines.machine(self._directory, node).pid is not None]
+        if not running:
+            say(f"lab {self.name}: all its engines are dead; removing it")
+            return False
+        what = f"{len(running)} of its {len(description.nodes)} engines run"
+        if len(description.nodes) != nodes:
+            raise LabError(f"it is up already: {what}", place=f"lab {self.name}", hint=f"swarmtrain lab down --name {self.name}")
+        say(f"lab {self.name}: {what} already ({', '.join(running)}); left as it is")
+        return True
+
+    def _remove(self) -> None:
+        description = state.read(self._directory)
+        if description:
+            for node in description.nodes:
+                engines.power_off(self._directory, description, node)
+            registry.stop(self._directory)
+            fabric.remove(self.name, "fabric")
+            engines.remove_cgroups(self.name)
+        if self._directory.exists():
+            shutil.rmtree(self._directory)
+
+    def _remove_images(self, keep: bool, say: Say) -> None:
+        images = registry.store(self._base)
+        if not images.exists() or state.all_labs(self._base):
+            return
+        if keep:
+            say(f"images kept in {images} for the next lab")
+            return
+        shutil.rmtree(images)
+        say("images removed with the last lab")
+
+    def _node_status(self, description: Description, node: str, link: str) -> NodeStatus:
+        pid = engines.machine(self._directory, node).pid
+        version = ""
+        if pid is not None:
+            try:
+                version = api.request(engines.engine_socket(self._directory, node), "GET", "/version", timeout=2)["Version"]
+            except OSError:
+                version = "no answer"
+        condition = "dead" if pid is None else "cut" if link == "cut" else "up"
+        role = "manager" if node == description.nodes[0] else "worker"
+        return NodeStatus(node, condition, role, link if pid is not None else "", version, description.address(node), pid)
+
+    def _description(self) -> Description:
+        description = state.read(self._directory)
+        if description is None:
+            others = ", ".join(found.name for found in state.all_labs(self._base))
+            known = f"there is: {others}" if others else "there is none on this machine"
+            raise LabError(f"no such lab; {known}", place=f"lab {self.name}", hint="swarmtrain lab up --nodes 3")
+        return description
+
+    def _known(self, node: str) -> Description:
+        description = self._description()
+        if node not in description.nodes:
+            raise LabError(f"there is no such node; there is: {', '.join(description.nodes)}", place=f"lab {self.name} {node}")
+        return description
+
+    def _living(self, node: str) -> Description:
+        check_root()
+        description = self._known(node)
+        if engines.machine(self._directory, node).pid is None:
+            raise LabError("it is dead", place=node, hint=f"swarmtrain lab start {node}")
+        return description
