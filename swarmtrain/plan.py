@@ -17,6 +17,7 @@ from swarmtrain.config.runner import GpuMode, host_name, host_slots
 from swarmtrain.errors import PlanError, SwarmtrainError
 
 _RUN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
+_NODE_ID = re.compile(r"[a-z0-9]{25}")
 # "<run>_rendezvous" is the longest service name, and a name in DNS has at most 63 characters.
 _RUN_MAX = 63 - len("_rendezvous")
 
@@ -281,4 +282,6 @@ def _count(number: int, noun: str) -> str:
 
 def offline(hosts: Sequence[str]) -> Inventory:
     """Return the inventory that `hosts` describes, for a plan without a cluster."""
-    return Inventory("the hosts that the config lists", tuple(Machine(host=host_name(host)) for host in hosts))
+    names = [host_name(host) for host in hosts]
+    machines = tuple(Machine(host=name, id=name if _NODE_ID.fullmatch(name) else "") for name in names)
+    return Inventory("the hosts that the config lists", machines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from swarmtrain.config import Config
+from swarmtrain.errors import SwarmtrainError
 
 _WIDTH = 110
 
@@ -19,6 +21,17 @@ def template() -> str:
     """Return a config in YAML that loads, with all defaults written out and each field explained above it."""
     head = "# A swarmtrain config. Every line shows its default: delete what you do not change.\n"
     return head + _section(Config(), "")
+
+
+def write_template(path: Path, *, force: bool = False) -> None:
+    """Write the template to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError:
+        raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it") from None
+    except OSError as error:
+        raise SwarmtrainError(f"cannot be written: {error.strerror}", place=str(path)) from None
 
 
 def _section(section: BaseModel, indent: str) -> str:

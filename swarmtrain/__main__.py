@@ -1,0 +1,5 @@
+"""`python -m swarmtrain` is `swarmtrain`."""
+
+from swarmtrain.cli import main
+
+main()

@@ -1,0 +1,84 @@
+"""The command line: parse, call, print. Nothing here decides anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+from swarmtrain.errors import EXIT_ERROR, EXIT_INTERRUPTED, SwarmtrainError
+
+HELP = """Distributed PyTorch training on the machines you already have, from one YAML file.
+
+    swarmtrain init config.yml        a commented config to start from
+
+    swarmtrain lab up --nodes 3       a real swarm on this one machine
+
+    swarmtrain deploy config.yml      run it and follow it; Ctrl-C detaches, the job goes on
+
+    swarmtrain status                 how it stands
+"""
+
+
+def build() -> typer.Typer:
+    """Return the whole command line."""
+    from swarmtrain.cli import configs, image, lab, runs
+
+    app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.callback()(_root)
+    configs.register(app)
+    runs.register(app)
+    app.add_typer(image.app, name="image", help="Build the image that the nodes run, and push it to a registry.")
+    app.add_typer(lab.app, name="lab", help="A real swarm on this one Linux machine, and its faults.")
+    return app
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0 done, 1 our error, 2 usage, 3 the job failed, 130 interrupted."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        code = build()(standalone_mode=False)
+    except SwarmtrainError as error:
+        from swarmtrain.view.console import show_error
+
+        show_error(error)
+        code = error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`swarmtrain logs | head`); nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_ERROR
+    except Exception as error:  # noqa: BLE001  # click's usage errors share no public base with typer's copies of them
+        code = _usage(error)
+    sys.exit(code)
+
+
+def _usage(error: Exception) -> int:
+    show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
+    if show is None or code is None:
+        raise error
+    show()
+    return int(code)
+
+
+def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _version(value: bool) -> None:
+    if value:
+        from swarmtrain import __version__
+
+        typer.echo(f"swarmtrain {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass

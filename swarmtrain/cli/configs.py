@@ -1,0 +1,56 @@
+"""init, plan, generate: the commands that only read and write files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for command in (init, plan, generate):
+        app.command()(command)
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to write.")] = Path("config.yml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+) -> None:
+    """Write a commented config with every key and its default."""
+    from swarmtrain.config.template import write_template
+    from swarmtrain.view.console import say
+
+    write_template(path, force=force)
+    say(f"wrote {path}\nnext: swarmtrain plan {path}")
+
+
+def plan(config_file: ConfigFile, override: Overrides = [], name: Name = None, json: Json = False) -> None:  # noqa: B006  # typer's way
+    """Show who would run what, and why. Nothing is changed."""
+    from swarmtrain.config.load import load
+    from swarmtrain.launchers import plan_for, run_name
+    from swarmtrain.view.data import show
+
+    show(plan_for(load(config_file, override), name or run_name(config_file), folder=Path.cwd()), as_json=json)
+
+
+def generate(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006  # typer's way
+    name: Name = None,
+    output: Annotated[Path, typer.Option("--output", help="File to write; its configs go into generated/ beside it.")] = Path(
+        "compose/generated.yml"
+    ),
+) -> None:
+    """Write the stack file that `docker stack deploy` takes."""
+    from swarmtrain.config.load import load
+    from swarmtrain.launchers import offline_plan, run_name
+    from swarmtrain.render import compose
+    from swarmtrain.view.console import say
+
+    stack = compose.stack(offline_plan(load(config_file, override), name or run_name(config_file), folder=Path.cwd()))
+    compose.write(stack, output)
+    say(f"wrote {output}\nnext: docker stack deploy -c {output} {stack.name}")

@@ -1,0 +1,95 @@
+"""Launchers: one module for each place that a run can live in, found by name and imported on use.
+
+The functions here are what every command does with whichever launcher it is: find it, find a run, make a plan.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from swarmtrain.config import Config
+from swarmtrain.config.runner import RunnerType
+from swarmtrain.errors import EngineError, PlanError, RunNotFound
+from swarmtrain.launchers.base import Launcher
+from swarmtrain.plan import Inventory, Plan, make_plan, offline, read_cargo
+
+_REGISTRY = {
+    RunnerType.swarm: "swarmtrain.launchers.swarm:SwarmLauncher",
+    RunnerType.local: "swarmtrain.launchers.local:LocalLauncher",
+}
+
+
+def launcher(kind: RunnerType) -> Launcher:
+    """Return the launcher of this kind. Raises SwarmtrainError where it cannot work at all."""
+    module, _, name = _REGISTRY[kind].partition(":")
+    made: Launcher = getattr(importlib.import_module(module), name)()
+    return made
+
+
+def plan_for(config: Config, run: str, *, folder: Path) -> Plan:
+    """Return the plan of `run`, with the files that `config` names read from `folder`. Raises SwarmtrainError."""
+    cargo = read_cargo(config, folder)
+    return make_plan(config, inventory(config), cargo, run=run)
+
+
+def inventory(config: Config) -> Inventory:
+    """Return the machines that `config` may use; hosts of a run on this machine alone are names without a machine."""
+    runner = config.runner
+    if runner.hosts and runner.runner_type is RunnerType.local:
+        return offline(runner.hosts)
+    return launcher(runner.runner_type).inventory()
+
+
+def offline_plan(config: Config, run: str, *, folder: Path) -> Plan:
+    """Return the plan from `hosts` alone where the config lists them, so that no cluster need be in reach."""
+    cargo = read_cargo(config, folder)
+    machines = offline(config.runner.hosts) if config.runner.hosts else inventory(config)
+    return make_plan(config, machines, cargo, run=run)
+
+
+def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:
+    """Return the plan of a run that exists, with `nodes` nodes; beyond its min..max the range is widened to hold them.
+
+    Raises RunNotFound, PlanError.
+    """
+    config, cargo = found.deployed(run)
+    low, _, high = config.runner.node_range
+    runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
+    config = config.model_copy(update={"runner": runner})
+    machines = offline(runner.hosts) if runner.hosts and runner.runner_type is RunnerType.local else found.inventory()
+    return make_plan(config, machines, cargo, run=run, nodes=nodes)
+
+
+def find_run(name: str | None) -> tuple[Launcher, str]:
+    """Return the launcher of run `name` and its name; without a name, the only run there is.
+
+    Raises RunNotFound, which lists the runs there are.
+    """
+    runs: list[tuple[Launcher, str]] = []
+    unreachable: EngineError | None = None
+    for kind in _REGISTRY:
+        try:
+            found = launcher(kind)
+            runs += [(found, run) for run in found.runs()]
+        except EngineError as error:
+            unreachable = error
+    matching = [item for item in runs if name in (None, item[1])]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching and unreachable is not None and not runs:
+        raise unreachable
+    known = ", ".join(sorted(run for _, run in runs))
+    if name is not None and not matching:
+        raise RunNotFound(f"there is no run of this name; there is: {known or 'none'}", place=f"run {name}")
+    if not runs:
+        raise RunNotFound("there is no run", hint="swarmtrain deploy CONFIG starts one")
+    raise RunNotFound(f"there are several runs: {known}", hint="name the one you mean")
+
+
+def run_name(config_file: Path) -> str:
+    """Return the name of a run that was given none: that of its config file, as far as it can stand in a host name."""
+    name = "".join(char if char.isascii() and char.isalnum() else "-" for char in config_file.stem.lower()).strip("-")
+    if not name:
+        raise PlanError("makes no name for a run", place=str(config_file), hint="give it one with --name")
+    return name

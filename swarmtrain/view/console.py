@@ -1,0 +1,66 @@
+"""Talk to a person on stderr: lines of progress with a spinner on a terminal, plain lines elsewhere, errors with hints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from swarmtrain.errors import ConfigError, SwarmtrainError
+from swarmtrain.launchers.base import Finding, Say
+
+_RED, _DIM, _OFF = "\033[31m", "\033[2m", "\033[0m"
+
+
+def say(line: str) -> None:
+    """Print a line of talk."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201  # this is the place that prints
+
+
+def coloured(stream: int = 2) -> bool:
+    """Return whether the stream with this file descriptor shows colours: a terminal, and NO_COLOR unset."""
+    return os.isatty(stream) and "NO_COLOR" not in os.environ
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Say]:
+    """Give a `say` for what goes on under `title`. On a terminal the newest line spins until the next one."""
+    if not coloured():
+        say(title)
+        yield lambda line: say(f"  {line}")
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True, highlight=False)
+    with console.status(escape(title)) as status:
+        console.print(escape(title))
+
+        def step(line: str) -> None:
+            console.print(f"  {escape(line)}")
+            status.update(escape(line))
+
+        yield step
+
+
+def show_error(error: SwarmtrainError) -> None:
+    """Print `error: …` and `hint: …`; a ConfigError prints a pair for each problem."""
+    if isinstance(error, ConfigError):
+        for problem in error.problems:
+            _show(f"{error.source}: {problem}" if error.source else str(problem), problem.hint)
+    else:
+        _show(str(error), error.hint)
+
+
+def show_finding(finding: Finding) -> None:
+    """Print what a launcher's check found."""
+    text = f"{finding.place}: {finding.message}"
+    _show(text, finding.hint, word="error" if finding.fatal else "warning")
+
+
+def _show(text: str, hint: str | None, *, word: str = "error") -> None:
+    red, dim, off = (_RED, _DIM, _OFF) if coloured() else ("", "", "")
+    say(f"{red}{word}:{off} {text}")
+    if hint:
+        say(f"{dim}hint:{off} {hint}")

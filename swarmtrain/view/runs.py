@@ -1,0 +1,81 @@
+"""What a person sees of a run that comes up, is followed, or is scaled: the launcher acts, this tells."""
+
+from __future__ import annotations
+
+import time
+
+from swarmtrain import wire
+from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError
+from swarmtrain.launchers.base import Launcher, Say
+from swarmtrain.plan import Plan
+from swarmtrain.view.console import progress, say, show_finding
+from swarmtrain.view.data import show_json
+from swarmtrain.view.stream import event_line, follow
+
+_NEW_WORLD_SECONDS = 180.0
+
+
+def bring_up(place: Launcher, plan: Plan) -> None:
+    """Show the plan, check it, and make it so. Raises StackError if a check finds what would keep it from running."""
+    say(str(plan))
+    findings = place.check(plan)
+    for finding in findings:
+        show_finding(finding)
+    if fatal := sum(finding.fatal for finding in findings):
+        raise StackError(f"{fatal} of the checks failed; nothing was changed", place=f"run {plan.run}")
+    with progress(f"bringing {plan.run} up") as step:
+        place.up(plan, step)
+
+
+def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
+    """Follow `run` and return the exit code that its verdict means."""
+    say(f"following {run}; Ctrl-C detaches, the job goes on")
+    try:
+        verdict = follow(place.watch(run))
+    except KeyboardInterrupt:
+        say(f"\ndetached; {run} goes on\nhint: swarmtrain status {run} | logs -f {run} | down {run}")
+        return EXIT_INTERRUPTED
+    if as_json:
+        show_json(
+            {
+                "run": run,
+                "status": verdict.status if verdict else "gone",
+                "why": verdict.why if verdict else "",
+                "exit_code": verdict.exit_code if verdict else None,
+            }
+        )
+    if verdict is None:
+        say(f"{run} was taken down before it ended")
+        return EXIT_JOB_FAILED
+    if verdict.done:
+        say(f"{run} is done\nhint: swarmtrain down {run} removes its services; checkpoints stay")
+        return EXIT_OK
+    say(f"{run} failed with exit code {verdict.exit_code}: {verdict.why}\nhint: swarmtrain logs {run} shows everything")
+    return EXIT_JOB_FAILED
+
+
+def rescale(place: Launcher, plan: Plan) -> None:
+    """Bring a run to its new plan and return when the new world has formed. Raises StackError if none does in time."""
+    seen = len(place.events(plan.run))
+    bring_up(place, plan)
+    with progress(f"waiting for a world of {len(plan.nodes)} nodes") as step:
+        _await_world(place, plan, seen, step)
+
+
+def _await_world(place: Launcher, plan: Plan, seen: int, step: Say) -> None:
+    end = time.monotonic() + _NEW_WORLD_SECONDS
+    while time.monotonic() < end:
+        events = place.events(plan.run)
+        for event in events[seen:]:
+            line = event_line(event)
+            if line:
+                step(line)
+            if event.kind == wire.VERDICT or (event.kind == wire.WORLD and event.data.get("nodes") == len(plan.nodes)):
+                return
+        seen = max(seen, len(events))
+        time.sleep(1)
+    raise StackError(
+        f"no world of {len(plan.nodes)} nodes within {_NEW_WORLD_SECONDS:.0f} s",
+        place=f"run {plan.run}",
+        hint=f"swarmtrain status {plan.run}",
+    )
