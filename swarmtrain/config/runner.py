@@ -128,7 +128,6 @@ class RunnerConfig(Section):
     runner_type: RunnerType = Field(RunnerType.swarm, description="swarm: a Docker Swarm. local: this machine, no Docker.")
     hosts: tuple[Host, ...] | None = Field(
         None,
-        min_length=1,
         description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4'. null: the cluster's own nodes.",
     )
     nodes: int | None = Field(None, ge=1, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
@@ -154,6 +153,8 @@ class RunnerConfig(Section):
     def _counts_fit(self) -> RunnerConfig:
         if self.hosts is not None:
             names = [host_name(host) for host in self.hosts]
+            if not names:
+                raise wrong("hosts", "is empty: list at least one, or write null for the cluster's own nodes")
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise wrong("hosts", f"names {', '.join(twice)} more than once: one service runs on each node")
             if self.nodes is not None and self.nodes > len(names):

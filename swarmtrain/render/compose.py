@@ -65,6 +65,8 @@ def stack(plan: Plan) -> Stack:
         "networks": {NETWORK: _network(plan)},
         "configs": {key: {"file": path} for key, path in cargo.configs.items()},
     }
+    if volumes := sorted({source for source, _ in plan.config.runner.docker_config.docker_mounts if not source.startswith("/")}):
+        document["volumes"] = {_untemplated(volume): {} for volume in volumes}
     if cargo.secrets:
         document["secrets"] = {key: {"file": path} for key, path in cargo.secrets.items()}
     return Stack(plan.run, document, cargo.files)

@@ -1,0 +1,130 @@
+"""The stack document: the same plan gives the same bytes, and only what Swarm honours stands in it."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from swarmtrain.config.load import parse
+from swarmtrain.errors import StackError
+from swarmtrain.plan import Cargo, CodeFile, make_plan, offline
+from swarmtrain.render.compose import Stack, stack, to_yaml, write
+
+CODE = CodeFile.of("training_code.py", b"print('hello')\n")
+
+
+def made(*overrides: str, nodes: int | None = None, secrets: tuple[CodeFile, ...] = (), code: CodeFile = CODE) -> Stack:
+    config = parse(
+        "runner: {hosts: [a, b, c, d], nodes: 3, min_nodes: 1}\ntopology: {global_batch_size: 24, micro_batch_size: 2}", overrides
+    )
+    return stack(make_plan(config, offline(config.runner.hosts or ()), Cargo((code,), secrets), run="demo", nodes=nodes))
+
+
+def node(found: Stack, name: str = "node0") -> dict[str, Any]:
+    service: dict[str, Any] = found.document["services"][name]
+    return service
+
+
+def test_the_same_plan_gives_the_same_bytes() -> None:
+    assert to_yaml(made()) == to_yaml(made())
+
+
+def test_one_service_a_node_and_one_for_the_rendezvous() -> None:
+    services = made().document["services"]
+    assert list(services) == ["node0", "node1", "node2", "rendezvous"]
+    assert [service["deploy"]["placement"]["constraints"] for service in services.values()] == [
+        ["node.hostname==a"], ["node.hostname==b"], ["node.hostname==c"], ["node.role==manager"],
+    ]  # fmt: skip
+
+
+def test_scaling_leaves_the_other_services_as_they_are() -> None:
+    three, four = made().document, made(nodes=4, *()).document
+    assert four["services"].pop("node3")
+    assert four == three
+
+
+def test_a_finished_node_is_not_restarted_and_a_failed_one_is() -> None:
+    assert node(made())["deploy"]["restart_policy"]["condition"] == "on-failure"
+
+
+def test_shared_memory_is_a_tmpfs_of_whole_bytes() -> None:
+    assert node(made("runner.docker_config.shm_size=2g"))["volumes"] == [
+        {"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": 2147483648}}
+    ]
+
+
+def test_mounts_are_binds_or_volumes() -> None:
+    volumes = node(made("runner.docker_config.docker_mounts=[/srv/x, /x, cache, /c]"))["volumes"][1:]
+    assert volumes == [{"type": "bind", "source": "/srv/x", "target": "/x"}, {"type": "volume", "source": "cache", "target": "/c"}]
+
+
+def test_named_volumes_are_declared() -> None:
+    assert made("runner.docker_config.docker_mounts=[cache, /c]").document["volumes"] == {"cache": {}}
+
+
+def test_values_mean_what_they_say_in_yaml_and_in_go_templates() -> None:
+    found = made("runner.env={A: 'cost $5 {{.Node.ID}}'}")
+    assert node(found)["environment"]["A"] == 'cost $5 {{"{{"}}.Node.ID}}'
+    assert yaml.safe_load(to_yaml(found))["services"]["node0"]["environment"]["A"] == 'cost $$5 {{"{{"}}.Node.ID}}'
+
+
+def test_gpus_are_hidden_shown_or_reserved() -> None:
+    assert node(made())["environment"]["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert node(made("runner.swarm.gpu=visible"))["environment"]["NVIDIA_VISIBLE_DEVICES"] == "all"
+    reserved = node(made("runner.swarm.gpu=reserve", "runner.default_gpu_count=2"))
+    assert "NVIDIA_VISIBLE_DEVICES" not in reserved["environment"]
+    assert reserved["deploy"]["resources"]["reservations"]["generic_resources"] == [
+        {"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": 2}}
+    ]
+
+
+def test_limits_are_text_because_docker_refuses_numbers() -> None:
+    found = node(made("runner.docker_config.cpus=1.5", "runner.docker_config.memory=1g"))
+    assert found["deploy"]["resources"] == {"limits": {"cpus": "1.5", "memory": "1073741824"}}
+
+
+def test_networks() -> None:
+    assert made().document["networks"] == {"training": {"driver": "overlay", "attachable": False}}
+    jumbo = made("runner.swarm.mtu=9000", "runner.swarm.encrypted=true").document["networks"]["training"]
+    assert jumbo["driver_opts"] == {"com.docker.network.driver.mtu": "9000", "encrypted": "true"}
+    assert made("runner.swarm.network=mine").document["networks"] == {"training": {"external": True, "name": "mine"}}
+    assert made("runner.max_nodes=150").document["networks"]["training"]["ipam"] == {"config": [{"subnet": "10.128.0.0/16"}]}
+
+
+def test_labels_constrain_too() -> None:
+    found = node(made("runner.swarm.labels={rack: r1, gpu: h100}"))
+    assert found["deploy"]["placement"]["constraints"] == ["node.hostname==a", "node.labels.gpu==h100", "node.labels.rack==r1"]
+
+
+def test_a_secret_is_a_path_in_the_environment_and_a_private_file_beside_the_yaml(tmp_path: Path) -> None:
+    found = made(secrets=(CodeFile.of("WANDB_API_KEY", b"hush"),))
+    assert node(found)["environment"]["WANDB_API_KEY_FILE"] == "/run/secrets/WANDB_API_KEY"
+    assert "hush" not in to_yaml(found)
+    write(found, tmp_path / "generated.yml")
+    (secret,) = [path for path in (tmp_path / "generated").iterdir() if path.name.startswith("WANDB")]
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+def test_writing_removes_what_an_earlier_version_left_and_nothing_else(tmp_path: Path) -> None:
+    write(made(code=CodeFile.of("training_code.py", b"old")), tmp_path / "generated.yml")
+    (tmp_path / "generated" / "mine.txt").write_text("keep me")
+    found = made()
+    write(found, tmp_path / "generated.yml")
+    assert sorted(f"generated/{path.name}" for path in (tmp_path / "generated").iterdir()) == sorted([*found.files, "generated/mine.txt"])
+
+
+def test_a_file_over_swarms_limit_is_refused() -> None:
+    with pytest.raises(StackError, match="training_code.py: 1000 KiB; Swarm takes less than 1000 KiB"):
+        made(code=CodeFile.of("training_code.py", b"#" * 1024_000))
+
+
+def test_a_thousand_nodes_have_names_of_their_own() -> None:
+    config = parse(
+        f"runner: {{hosts: {[f'h{index}' for index in range(1000)]}}}\ntopology: {{global_batch_size: 1000, micro_batch_size: 1}}"
+    )
+    found = stack(make_plan(config, offline(config.runner.hosts or ()), Cargo((CODE,)), run="demo"))
+    assert len(found.document["services"]) == 1001

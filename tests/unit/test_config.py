@@ -1,0 +1,83 @@
+"""What a config means once it has been read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from pydantic import BaseModel, ValidationError
+
+from swarmtrain.config import Config
+from swarmtrain.config.load import parse
+from swarmtrain.config.template import template
+from swarmtrain.config.topology import TopologyConfig
+
+
+def test_the_template_loads_and_shows_the_defaults() -> None:
+    assert parse(template()) == Config()
+
+
+def test_the_template_explains_every_field() -> None:
+    def undescribed(model: type[BaseModel]) -> list[str]:
+        return [f"{model.__name__}.{name}" for name, field in model.model_fields.items() if not field.description]
+
+    sections = [type(getattr(Config(), name)) for name in Config.model_fields if isinstance(getattr(Config(), name), BaseModel)]
+    assert [name for section in [Config, *sections] for name in undescribed(section)] == []
+
+
+def test_json_carries_the_whole_config_and_the_same_config_gives_the_same_bytes() -> None:
+    config = parse("runner: {hosts: [a, b slots=2], docker_config: {docker_mounts: [/x, /y], memory: 2g}}\nscript: {mine: [1, {a: b}]}")
+    assert Config.from_json(config.to_json()) == config
+    assert Config.from_json(config.to_json()).to_json() == config.to_json()
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().trainer.seed = 1  # type: ignore[misc]  # that is the point
+
+
+def test_what_scaling_changes_is_not_in_what_nodes_are_given() -> None:
+    three = parse("", ["runner.nodes=3", "runner.min_nodes=1", "runner.max_nodes=4"])
+    four = parse("", ["runner.nodes=4", "runner.min_nodes=1", "runner.hosts=[a, b, c, d]"])
+    assert three.resolved().digest == four.resolved().digest
+    assert three.resolved().resolved() == three.resolved()
+    assert parse("", ["runner.nodes=3"]).resolved().digest != three.resolved().digest
+
+
+def test_a_flat_list_of_mounts_is_read_as_pairs() -> None:
+    mounts = parse("runner: {docker_config: {docker_mounts: [/a, /b, /c, /d]}}").runner.docker_config.docker_mounts
+    assert mounts == (("/a", "/b"), ("/c", "/d"))
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "derived"),
+    [
+        ({"world_size": 8, "model_parallel_size": 2}, {"data_parallel_size": 4}),
+        ({"world_size": 8, "data_parallel_size": 2}, {"model_parallel_size": 4}),
+        ({"model_parallel_size": 2, "data_parallel_size": 2}, {"world_size": 4}),
+    ],
+)
+def test_three_parallel_sizes_give_the_fourth(given_sizes: dict[str, int], derived: dict[str, int]) -> None:
+    topology = TopologyConfig(global_batch_size=8, micro_batch_size=1, **given_sizes)
+    assert {name: getattr(topology, name) for name in derived} == derived
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [
+        ({"global_batch_size": 24, "micro_batch_size": 2}, (24, 2)),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 3, "data_parallel_size": 4}, (24, 2)),
+        ({"global_batch_size": 24, "gradient_accumulation_steps": 3, "data_parallel_size": 4}, (24, 2)),
+    ],
+)
+def test_two_batch_sizes_give_the_third(sizes: dict[str, int], batch: tuple[int, int]) -> None:
+    topology = TopologyConfig(**sizes)
+    assert (topology.global_batch, topology.micro_batch) == batch
+
+
+@given(micro=some.integers(1, 8), count=some.integers(1, 64), world=some.integers(1, 40))
+def test_every_micro_batch_is_dealt_once_and_shares_differ_by_at_most_one(micro: int, count: int, world: int) -> None:
+    deal = TopologyConfig(global_batch_size=micro * count, micro_batch_size=micro).deal(world)
+    assert sum(deal) == count
+    assert len(deal) == world
+    assert max(deal) - min(deal) <= 1

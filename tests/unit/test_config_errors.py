@@ -1,0 +1,166 @@
+"""Every config error comes at once, with its key path, its line, and the nearest known key."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.config.load import load, parse
+from swarmtrain.errors import ConfigError, SwarmtrainError
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(textwrap.dedent(text), overrides)
+    return [f"{problem}{f' | {problem.hint}' if problem.hint else ''}" for problem in caught.value.problems]
+
+
+def test_all_errors_come_at_once_in_file_order() -> None:
+    assert problems(
+        """\
+        runer: {}
+        topology:
+          micro_batchsize: 3
+          global_batch_size: x
+        trainer:
+          seed: -1
+        """
+    ) == [
+        "config runer (line 1): unknown key; did you mean runner?",
+        "config topology.micro_batchsize (line 3): unknown key; did you mean micro_batch_size?",
+        'config topology.global_batch_size (line 4): must be a valid integer, not "x"',
+        "config trainer.seed (line 6): must be greater than or equal to 0, not -1",
+    ]
+
+
+def test_a_key_that_resembles_none_lists_those_there_are() -> None:
+    (problem,) = problems("data: {zzz: 1}")
+    assert problem == "config data.zzz (line 1): unknown key | known here: data_prefixes, validation_data_prefixes"
+
+
+def test_an_item_of_a_list_is_named_by_its_place() -> None:
+    assert problems("training_groups:\n- group_name: a\n  wieght_decay: 1") == [
+        "config training_groups.0.wieght_decay (line 3): unknown key; did you mean weight_decay?"
+    ]
+
+
+def test_a_key_that_stands_twice_is_refused() -> None:
+    assert problems("trainer: {seed: 1}\ntrainer: {seed: 2}") == ["config trainer (line 2): stands twice | keep one of the two"]
+
+
+def test_a_quoted_number_is_no_number_and_a_bare_word_no_string() -> None:
+    assert problems('trainer: {seed: "1"}\nrunner: {env: {A: true}}') == [
+        'config trainer.seed (line 1): must be a valid integer, not "1"',
+        "config runner.env.A (line 2): must be a valid string, not true | quote it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "config: is not YAML: did not find expected node content"),
+        ("- 1", "config: must be a mapping of keys such as runner and trainer, not a list"),
+        ("just words", "config: must be a mapping"),
+        ("a: !!python/object/apply:os.system [true]", "config: is not YAML: could not determine a constructor for the tag"),
+        ("a: &x [*x]", "config: is not YAML: nested too deeply"),
+        ("a: " + "[" * 2000 + "]" * 2000, "config: is not YAML: nested too deeply"),
+    ],
+)
+def test_what_is_no_config_is_refused_with_a_reason(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert re.sub(r" \(line \d+\)", "", str(caught.value.problems[0])).startswith(message)
+
+
+def test_an_exponent_without_a_point_is_a_number() -> None:
+    assert parse("learning_rate_scheduler: {learning_rate: 1e-4}").learning_rate_scheduler.learning_rate == 1e-4
+
+
+def test_overrides_change_values_lists_and_missing_sections() -> None:
+    config = parse(
+        "training_groups: [{group_name: a}]",
+        [
+            "trainer.seed=7",
+            "training_groups.0.weight_decay=0.5",
+            "training_groups[0].group_name=b",
+            "runner.env.NCCL_DEBUG=INFO",
+            "data.data_prefixes=[x]",
+        ],
+    )
+    assert config.trainer.seed == 7
+    assert (config.training_groups[0].group_name, config.training_groups[0].weight_decay) == ("b", 0.5)
+    assert config.runner.env == {"NCCL_DEBUG": "INFO"}
+
+
+def test_overrides_are_reported_like_the_rest() -> None:
+    assert problems("trainer: {seed: 1}", "nonsense", "trainer.seed.x=1", "trainer.sed=1", "training_groups.0.x=1") == [
+        "config: override 'nonsense' is not of the form key.path=value | -o trainer.train_iterations=100",
+        "config trainer.seed.x: override goes nowhere: trainer.seed is 1, which holds no keys",
+        "config training_groups: must be a list, not a mapping",
+        "config trainer.sed: unknown key; did you mean seed?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("topology", "problem"),
+    [
+        ({"global_batch_size": 10, "micro_batch_size": 3}, "topology.global_batch_size: 10 is no multiple of micro_batch_size 3"),
+        ({"global_batch_size": 10}, "topology: give two of"),
+        ({"micro_batch_size": 1, "gradient_accumulation_steps": 2}, "topology.gradient_accumulation_steps: needs data_parallel_size"),
+        (
+            {"pipe_parallel_size": 2, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_parallel_size: 2: pipeline parallelism is not built",
+        ),
+        (
+            {"world_size": 6, "model_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.world_size: 6 is no multiple of",
+        ),
+        (
+            {"world_size": 6, "model_parallel_size": 2, "data_parallel_size": 2, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.world_size: 6 is not model_parallel_size x pipe_parallel_size x data_parallel_size = 2 x 1 x 2",
+        ),
+        (
+            {"data_parallel_size": 2, "global_batch_size": 9, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
+            "topology.global_batch_size: 9 is not micro_batch_size x",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(topology: dict[str, int], problem: str) -> None:
+    found = problems(json.dumps({"topology": topology}))
+    assert len(found) == 1
+    assert found[0].replace(" (line 1)", "").startswith(f"config {problem}")
+
+
+@pytest.mark.parametrize(
+    ("runner", "problem"),
+    [
+        ("{hosts: [a, a]}", "runner.hosts: names a more than once"),
+        ("{hosts: [a], nodes: 2}", "runner.nodes: 2, but hosts lists only 1"),
+        ("{hosts: ['a slots=x']}", "runner.hosts.0: 'a slots=x' is not a host"),
+        ("{nodes: 2, min_nodes: 3}", "runner.min_nodes: min_nodes <= nodes <= max_nodes does not hold: 3 <= 2 <= 2"),
+        ("{nodes: 5, max_nodes: 3}", "runner.max_nodes: min_nodes <= nodes <= max_nodes does not hold: 5 <= 5 <= 3"),
+        ("{docker_config: {docker_mounts: [./x, /y]}}", "runner.docker_config.docker_mounts: ./x: a mount's source"),
+        ("{docker_config: {docker_mounts: [/x, /y, /z]}}", "runner.docker_config.docker_mounts: a flat list must have an even length"),
+        ("{docker_config: {memory: 3 apples}}", "runner.docker_config.memory: give a number of bytes"),
+        ("{env: {SWARMTRAIN_RUN: x}}", "runner.env: SWARMTRAIN_RUN: names that begin with SWARMTRAIN_ are swarmtrain's own"),
+        ("{env: {a-b: x}}", "runner.env: 'a-b' is not a variable name"),
+        ("{swarm: {network: host}}", "runner.swarm.network: host: name an overlay network"),
+        ("{runner_type: kubernetes}", "runner.runner_type: must be 'swarm' or 'local', not \"kubernetes\""),
+    ],
+)
+def test_runners_that_do_not_fit(runner: str, problem: str) -> None:
+    found = problems(f"runner: {runner}")
+    assert len(found) == 1
+    assert found[0].replace(" (line 1)", "").startswith(f"config {problem}")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "big.yml").write_bytes(b" " * 2_000_000)
+    (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\x00")
+    for name, words in {"none.yml": "no such file", "big.yml": "is 2 MB", "binary.yml": "is not text", ".": "is a folder"}.items():
+        with pytest.raises(SwarmtrainError, match=words):
+            load(tmp_path / name)

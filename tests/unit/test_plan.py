@@ -1,0 +1,120 @@
+"""A plan says who runs what and why; these tests compare what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.config.load import parse
+from swarmtrain.errors import PlanError, SwarmtrainError
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, make_plan, offline, read_cargo
+
+NODE_ID = "abcdefghijklmnopqrstuvwx0"
+
+
+def swarm(*machines: Machine) -> Inventory:
+    return Inventory("the swarm", machines)
+
+
+def plan(inventory: Inventory, *overrides: str, nodes: int | None = None) -> Plan:
+    return make_plan(
+        parse("topology: {global_batch_size: 24, micro_batch_size: 2}", overrides), inventory, Cargo(()), run="demo", nodes=nodes
+    )
+
+
+def refusal(inventory: Inventory, *overrides: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan(inventory, *overrides)
+    return str(caught.value)
+
+
+THREE = swarm(Machine("a", id="1"), Machine("b", id="2"), Machine("c", id="3"))
+
+
+def test_without_hosts_the_first_ready_nodes_are_used() -> None:
+    assert str(plan(THREE, "runner.nodes=2", "runner.min_nodes=1")) == (
+        "run demo by swarm on the swarm\n"
+        "  NODE   HOST  SLOTS  WHY\n"
+        "  node0  a     1      1 of 3 ready nodes, by name; one slot\n"
+        "  node1  b     1      2 of 3 ready nodes, by name; one slot\n"
+        "  2 nodes with 2 ranks; goes on with 1 to 2\n"
+        "  2 replicas of 1 rank (data x tensor parallel)\n"
+        "  global batch 24 = 12 micro batches of 2, 6 each"
+    )
+
+
+def test_hosts_are_taken_in_their_order_with_their_slots() -> None:
+    made = plan(THREE, "runner.hosts=[c slots=3, a, b]", "runner.nodes=2")
+    assert [(node.name, node.host, node.slots, node.constraint) for node in made.nodes] == [
+        ("node0", "c", 3, "node.hostname==c"),
+        ("node1", "a", 1, "node.hostname==a"),
+    ]
+    assert "12 micro batches of 2, 3 each" in str(made)
+
+
+def test_uneven_shares_are_said() -> None:
+    assert "12 micro batches of 2, 3 or 2 each" in str(plan(THREE, "runner.hosts=[a slots=5]"))
+
+
+def test_ids_pin_by_id() -> None:
+    machine = Machine("a", id=NODE_ID)
+    assert plan(swarm(machine, Machine("a", id="other")), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
+    assert plan(offline([NODE_ID]), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
+
+
+def test_two_machines_of_one_name_are_told_apart_by_id_or_refused() -> None:
+    twins = swarm(Machine("a", id="1"), Machine("a", id="2"))
+    assert [node.constraint for node in plan(twins, "runner.nodes=2").nodes] == ["node.id==1", "node.id==2"]
+    assert refusal(twins, "runner.hosts=[a]") == "config runner.hosts: a: 2 nodes have this host name, with the ids 1, 2"
+
+
+def test_labels_choose_nodes() -> None:
+    inventory = swarm(Machine("a", labels={"gpu": "old"}), Machine("b", labels={"gpu": "new", "x": "y"}))
+    assert [node.host for node in plan(inventory, "runner.swarm.labels={gpu: new}").nodes] == ["b"]
+    assert refusal(inventory, "runner.swarm.labels={gpu: new}", "runner.nodes=2") == (
+        "config runner.nodes: 2 nodes wanted, but the swarm has 1 that can be used (a lacks the labels)"
+    )
+
+
+def test_slots_follow_the_gpus_where_gpus_are_used() -> None:
+    inventory = swarm(Machine("a", resources={"NVIDIA-GPU": 4}))
+    assert plan(inventory, "runner.swarm.gpu=reserve").nodes[0].slots == 4
+    assert plan(inventory).nodes[0].slots == 1
+    assert plan(inventory, "runner.default_gpu_count=2").nodes[0].slots == 2
+
+
+def test_what_the_cluster_cannot_hold_is_refused() -> None:
+    assert refusal(THREE, "runner.hosts=[d]") == "config runner.hosts: d: there is no such node on the swarm; it has: a, b, c"
+    assert refusal(swarm(Machine("a", unavailable="down")), "runner.hosts=[a]") == "node a: the node is down"
+    assert "a is drained" in refusal(swarm(Machine("a", unavailable="drained")))
+    assert refusal(THREE, "runner.nodes=3", "topology.model_parallel_size=2").startswith("config topology: 3 ranks are no multiple of")
+    assert refusal(THREE, "runner.nodes=3", "topology.world_size=4") == (
+        "config topology.world_size: 4, but the slots of 3 nodes add up to 3 ranks"
+    )
+
+
+def test_scaling_overrides_the_number_of_nodes() -> None:
+    assert len(plan(THREE, "runner.nodes=1", "runner.max_nodes=3", nodes=3).nodes) == 3
+
+
+@pytest.mark.parametrize("run", ["", "Upper", "a_b", "-a", "a" * 60])
+def test_a_run_name_must_be_able_to_stand_in_a_host_name(run: str) -> None:
+    with pytest.raises(PlanError, match="must be lower-case letters"):
+        make_plan(parse(""), THREE, Cargo(()), run=run)
+
+
+def test_cargo_holds_the_script_what_travels_beside_it_and_the_secrets(tmp_path: Path) -> None:
+    for name in ("train.py", "data.py", "key"):
+        (tmp_path / name).write_text(name)
+    cargo = read_cargo(parse("runner: {script: train.py, code: [data.py], secrets: {KEY: key}}"), tmp_path)
+    assert [(item.name, item.content) for item in (*cargo.code, *cargo.secrets)] == [
+        ("train.py", b"train.py"),
+        ("data.py", b"data.py"),
+        ("KEY", b"key"),
+    ]
+
+
+def test_a_missing_file_is_named_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(SwarmtrainError, match=r"config runner\.script: .*training_code\.py: No such file"):
+        read_cargo(parse(""), tmp_path)
