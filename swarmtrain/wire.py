@@ -122,15 +122,16 @@ class BoardEnv(_Env):
 # Kinds of events, with the fields that readers may rely on.
 BOARD_UP = "board"  # run
 JOINED = "joined"  # node, host, address, interface, slots
-WORLD = "world"  # world_size, nodes, ranks: {node: [rank, …]} where known
+WORLD = "world"  # world, world_size, nodes, ranks: {node: [rank, …]}; printed once all nodes of the world are in it
+RETURNED = "returned"  # node, world: the script has returned there
 PROGRESS = "progress"  # step, steps, loss, tokens_per_second, eta_seconds, learning_rate
 EVALUATION = "evaluation"  # step, loss
 CHECKPOINT = "checkpoint"  # step, path, seconds
 RESUMED = "resumed"  # step, path
-FAILURE = "failure"  # node, rank, local_rank, exit_code or signal, error (last line), traceback
+FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), traceback; permanent: retrying is no use
 NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
 FINISHED = "finished"  # step: the trainer has made its last step and saved it
-LEFT = "left"  # node, exit_code
+LEFT = "left"  # node, exit_code; null if the node fell silent
 VERDICT = "verdict"  # status: done | failed, why, exit_code
 
 

@@ -1,0 +1,34 @@
+"""`python -m swarmtrain.entrypoint ROLE`: the one command that every launcher puts into a container.
+
+ROLE is node or rendezvous; `agent ROUND [ADDRESS]` is what a node starts for itself. All else comes by environment.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from swarmtrain.errors import EXIT_USAGE
+
+
+def main(argv: list[str]) -> int:
+    """Run the role that `argv` names and return its exit code."""
+    match argv:
+        case ["node"]:
+            from swarmtrain.entrypoint.supervisor import main as node
+
+            return node()
+        case ["rendezvous"]:
+            from swarmtrain.entrypoint.rendezvous import main as rendezvous
+
+            return rendezvous()
+        case ["agent", round, *address] if len(address) <= 1:
+            from swarmtrain.entrypoint.agent import main as agent
+
+            return agent(round, address[0] if address else None)
+        case _:
+            sys.stderr.write("usage: python -m swarmtrain.entrypoint node | rendezvous | agent ROUND [ADDRESS]" + "\n")
+            return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""torch's own elastic agent, with the settings without which it does not survive on a swarm. We write none of our own.
+
+`python -m swarmtrain.entrypoint agent ROUND [ADDRESS]`, started by the node's supervisor, one process a rendezvous round.
+Exit codes: 0 all ranks of this node returned, EXIT_PLANNED told to stop, 1 anything else (store lost, round closed …).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmtrain.board import Board
+from swarmtrain.entrypoint import rank
+from swarmtrain.errors import BoardError
+from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+_DEATHS = "torch.distributed.elastic.multiprocessing.api"
+_FOR_EVER = 1_000_000
+_RENDEZVOUS = {
+    "is_host": 0,  # the store is a service of its own; guessed by host name it would be wrong behind a service name
+    "join_timeout": 3600,  # waiting for a node that is being repaired is no failure
+    "last_call_timeout": 3,
+    "close_timeout": 10,
+    "read_timeout": 60,
+    "keep_alive_interval": 2,  # together 6 s to notice a dead node; 1 s × 2 splits a world whose nodes merely stall
+    "keep_alive_max_attempt": 3,
+}
+
+
+def main(round: str, address: str | None) -> int:
+    """Run this node's ranks in the rendezvous `round`; peers find them at `address`, None for the host name."""
+    node = NodeEnv.from_env(os.environ)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the ranks' lines pass through here
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a shared one wedges the second round
+    multiprocessing.set_forkserver_preload(["swarmtrain.entrypoint.preload"])
+    multiprocessing.forkserver.ensure_running()  # imports torch while we do
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.launcher.api import elastic_launch
+
+    logs = _logs(node)
+    logging.getLogger(_DEATHS).addHandler(DeathReporter(node, logs))
+    try:
+        elastic_launch(_config(node, round, address, logs), rank.run)()
+        return 0
+    except SignalException:
+        return EXIT_PLANNED
+    except Exception as error:  # noqa: BLE001  # whatever it is, it must be told
+        return _give_up(node, round, error)
+
+
+def _config(node: NodeEnv, round: str, address: str | None, logs: DefaultLogsSpecs) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=node.min_nodes,
+        max_nodes=node.max_nodes,
+        nproc_per_node=node.slots,
+        run_id=round,
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint=node.store,
+        rdzv_configs=dict(_RENDEZVOUS),
+        max_restarts=_FOR_EVER,  # a planned exit is a failure to torch; the budget is the board's
+        start_method="forkserver",
+        logs_specs=logs,
+        log_line_prefix_template="[rank ${rank}] ",
+        local_addr=address,
+        shutdown_timeout=shutdown_timeout(node.stop_grace),
+    )
+
+
+def shutdown_timeout(stop_grace: float) -> int:
+    """Return how many seconds the ranks get to save, less than `stop_grace`, so that we live to report the rest."""
+    return max(1, int(stop_grace - max(1.0, min(5.0, stop_grace / 5))))
+
+
+def _logs(node: NodeEnv) -> DefaultLogsSpecs:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+    class Logs(DefaultLogsSpecs):
+        """Files and prefixed console lines, as torchrun's; remembers the environment that each rank was given."""
+
+        ranks: dict[int, dict[str, str]]
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            self.ranks = envs
+            return super().reify(envs)
+
+    logs = Logs(log_dir=node.log_dir, tee=Std.ALL)
+    logs.ranks = {}
+    return logs
+
+
+class DeathReporter(logging.Handler):
+    """Posts the ranks' deaths that torch's agent logs: one killed by a signal cannot say so itself.
+
+    The board drops what the rank had already said better.
+    """
+
+    def __init__(self, node: NodeEnv, logs: Any) -> None:
+        super().__init__(logging.ERROR)
+        self.node = node
+        self.logs = logs
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not str(record.msg).startswith("failed (exitcode") or not isinstance(record.args, tuple):
+            return
+        code, local_rank = record.args[0], record.args[1]
+        if not isinstance(code, int) or not isinstance(local_rank, int) or code == EXIT_PLANNED:
+            return
+        environ = self.logs.ranks[local_rank]
+        facts = {"node": self.node.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": rank.world_key(environ)}
+        _post(self.node, Event(FAILURE, {**facts, **_cause(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))}))
+
+
+def _cause(code: int, error_file: str) -> dict[str, Any]:
+    if code < 0:
+        name = _signal_name(-code)
+        hint = " (out of memory, or killed by hand)" if name == "SIGKILL" else ""
+        return {"signal": name, "error": f"killed by {name}{hint}"}
+    try:
+        message = json.loads(Path(error_file).read_text(encoding="utf-8"))["message"]
+        return {"exit_code": code, "error": message["message"], "traceback": message["extraInfo"]["py_callstack"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"exit_code": code, "error": f"exit code {code}"}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _give_up(node: NodeEnv, round: str, error: Exception) -> int:
+    """Tell why this agent ends. A lost or closed rendezvous is no fault of the job's: the supervisor draws a new round."""
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    text = f"{type(error).__name__}: {error}"
+    sys.stderr.write(f"swarmtrain: this node's agent ended: {text}" + "\n")
+    if isinstance(error, RendezvousError):
+        _post(node, Event(NOTE, {"node": node.node, "message": f"left rendezvous round {round}: {text}"}))
+    else:
+        trace = traceback.format_exc()
+        _post(node, Event(FAILURE, {"node": node.node, "round": round, "error": text, "exit_code": 1, "traceback": trace}))
+    return 1
+
+
+def _post(node: NodeEnv, event: Event) -> None:
+    try:
+        Board(node.board).post(event)
+    except BoardError as error:
+        sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}" + "\n")

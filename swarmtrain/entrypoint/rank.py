@@ -1,0 +1,139 @@
+"""One rank: runs the user's script as torchrun would, and tells the notice board how it went.
+
+Called by torch's agent in a process forked from the forkserver. The script sees torchrun's environment
+(RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR …) and ours (SWARMTRAIN_BOARD, SWARMTRAIN_CONFIG …); it need not know us.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import multiprocessing.util
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from swarmtrain.board import Board
+from swarmtrain.errors import BoardError
+from swarmtrain.process import die_with_parent_now
+from swarmtrain.wire import EXIT_PLANNED, FAILURE, RETURNED, WORLD, Event, NodeEnv
+
+_TRACEBACK_LIMIT = 16_000
+_ERROR_LIMIT = 500
+
+
+def run() -> None:
+    """Run the script to its end. A failure is put on the board and raised again; so is any exit code but 0."""
+    die_with_parent_now()
+    node = NodeEnv.from_env(os.environ)
+    _print_by_lines()
+    _draw_own_random_numbers()
+    try:
+        if os.environ["LOCAL_RANK"] == "0":
+            _post(node, world_event(node))
+        _run_script(node)
+        if os.environ["LOCAL_RANK"] == "0":
+            _post(node, Event(RETURNED, {"node": node.node, "world": world_key(os.environ)}))
+    except SystemExit as stop:
+        code = exit_code_of(stop)
+        if code == 0:
+            return  # raised further, torch's agent would wait for ever for our return value
+        if code != EXIT_PLANNED:
+            error = stop.code if isinstance(stop.code, str) else f"exit code {code}"
+            _post(node, failure_event(node, error=error, exit_code=code))
+        raise
+    except BaseException as error:
+        text = _describe(error)
+        sys.stderr.write(text)
+        permanent = isinstance(error, SyntaxError) and error.filename == node.script
+        extra = {"permanent": True} if permanent else {}
+        _post(node, failure_event(node, error=_last_line(error), exit_code=1, traceback=text[-_TRACEBACK_LIMIT:], **extra))
+        raise
+    finally:
+        _run_exit_functions()
+
+
+def world_key(environ: Any) -> str:
+    """Name the world that this rank belongs to; the same for all its ranks, another for each world."""
+    return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+
+
+def world_event(node: NodeEnv) -> Event:
+    """Say which ranks live here; the board makes one `world` of what all nodes say."""
+    first, count = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return Event(
+        WORLD,
+        {
+            "world": world_key(os.environ),
+            "world_size": int(os.environ["WORLD_SIZE"]),
+            "nodes": int(os.environ["GROUP_WORLD_SIZE"]),
+            "ranks": {node.node: list(range(first, first + count))},
+        },
+    )
+
+
+def failure_event(node: NodeEnv, **facts: Any) -> Event:
+    """Describe the end of this rank."""
+    place = {"node": node.node, "rank": int(os.environ["RANK"]), "local_rank": int(os.environ["LOCAL_RANK"])}
+    return Event(FAILURE, {**place, "world": world_key(os.environ), **facts})
+
+
+def exit_code_of(stop: SystemExit) -> int:
+    """Return the process's exit code for `sys.exit(…)`, as the interpreter would choose it."""
+    if stop.code is None:
+        return 0
+    return stop.code & 0xFF if isinstance(stop.code, int) else 1
+
+
+def _run_script(node: NodeEnv) -> None:
+    sys.argv = [node.script, *node.script_args]
+    sys.path.insert(0, str(Path(node.script).absolute().parent))
+    runpy.run_path(node.script, run_name="__main__")
+
+
+def _post(node: NodeEnv, event: Event) -> None:
+    try:
+        Board(node.board).post(event)
+    except BoardError as error:
+        sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}" + "\n")
+
+
+def _print_by_lines() -> None:
+    """Let each line reach the log whole and at once, also where PYTHONUNBUFFERED would write it in pieces."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _draw_own_random_numbers() -> None:
+    """NumPy's global generator was seeded in the forkserver: forked ranks would all draw the same numbers."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _run_exit_functions() -> None:
+    """A forked worker leaves by os._exit, without what the script registered with atexit."""
+    atexit.unregister(multiprocessing.util._exit_function)  # type: ignore[attr-defined]  # multiprocessing calls it by itself
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _last_line(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return lines[-1][:_ERROR_LIMIT] if lines else type(error).__name__
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _below_runpy(error.__traceback__)))
+
+
+def _below_runpy(trace: TracebackType | None) -> TracebackType | None:
+    """Skip our own frames, so that the traceback begins in the user's script."""
+    while trace and trace.tb_next and (trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace

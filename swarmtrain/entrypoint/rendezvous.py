@@ -1,0 +1,125 @@
+"""The rendezvous role: holds the c10d store and serves the notice board; once a run, on a node of its own choosing.
+
+Prints each event as one line of JSON, and nothing else, on standard output: that log is what launchers read.
+Exit codes: 0 the verdict is given and everybody has heard it, 143 told to stop before (so that Swarm starts it again).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import socketserver
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict
+from typing import Any
+
+from swarmtrain.entrypoint.notices import Notices
+from swarmtrain.wire import FAILURE, RENDEZVOUS, BoardEnv, Event
+
+_REQUEST_LIMIT = 1 << 20
+_CALLER_TIMEOUT = 10.0
+_TICK = 0.2
+_TOLD_TO_STOP = 128 + signal.SIGTERM
+
+
+def main() -> int:
+    """Serve until the run is over, and return the exit code."""
+    env = BoardEnv.from_env(os.environ)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    boot = f"{int(time.time()):x}{secrets.token_hex(2)}"
+    notices = Notices(run=env.run, max_restarts=env.max_restarts, boot=boot, now=time.monotonic, publish=_print)
+    with BoardServer((env.bind, env.board_port), notices) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": _TICK}, daemon=True).start()
+        store = _open_store(env, server)
+        ended = _wait(server, stop)
+        server.shutdown()
+    del store
+    return 0 if ended else _TOLD_TO_STOP
+
+
+class BoardServer(socketserver.ThreadingTCPServer):
+    """Answers the calls of swarmtrain.board.Board: one JSON line in, one JSON line out, per connection."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, address: tuple[str, int], notices: Notices) -> None:
+        self._notices = notices
+        self._lock = threading.Lock()
+        super().__init__(address, _Caller)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what `request` asks. Raises ValueError, KeyError or TypeError if it makes no sense."""
+        with self._lock:
+            match request.pop("op"):
+                case "ping":
+                    return {}
+                case "post":
+                    self._notices.post(Event(**request))
+                    return {}
+                case "join":
+                    return asdict(self._notices.join(request["node"]))
+                case "beat":
+                    return asdict(self._notices.beat(request["node"]))
+                case "close":
+                    return asdict(self._notices.close(request["node"], request["round"]))
+                case "leave":
+                    return asdict(self._notices.leave(request["node"], int(request["exit_code"])))
+                case op:
+                    raise ValueError(f"no such operation: {op}")
+
+    def tick(self) -> bool:
+        """Let time pass; return whether the board has nothing left to do."""
+        with self._lock:
+            self._notices.tick()
+            return self._notices.ended
+
+
+class _Caller(socketserver.StreamRequestHandler):
+    timeout = _CALLER_TIMEOUT
+    server: BoardServer
+
+    def handle(self) -> None:
+        try:
+            answer = self.server.answer(json.loads(self.rfile.readline(_REQUEST_LIMIT)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+def _wait(server: BoardServer, stop: threading.Event) -> bool:
+    while not stop.is_set():
+        if server.tick():
+            return True
+        stop.wait(_TICK)
+    return False
+
+
+def _open_store(env: BoardEnv, server: BoardServer) -> object:
+    """Serve the store, bound to the same address as the board. One that cannot be served is the end of the run."""
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        # TCPStore by itself listens on every interface, and it has no authentication.
+        listener = socket.create_server((env.bind, env.store_port), backlog=1024)
+        host = "127.0.0.1" if env.bind == "0.0.0.0" else env.bind  # noqa: S104  # compared, not bound
+        port, fd = listener.getsockname()[1], listener.detach()
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+    except (ImportError, OSError, RuntimeError) as error:
+        facts = {"node": RENDEZVOUS, "error": f"cannot serve the rendezvous store: {error}", "exit_code": 1, "permanent": True}
+        server.answer({"op": "post", "kind": FAILURE, "data": {**facts, "traceback": traceback.format_exc()}, "time": time.time()})
+        return None
+
+
+def _print(event: Event) -> None:
+    sys.stdout.write(event.to_line() + "\n")
+    sys.stdout.flush()

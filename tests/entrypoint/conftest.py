@@ -1,0 +1,201 @@
+"""A run on this machine, of real supervisors and a real board, started by hand as a launcher would."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.process import start
+from swarmtrain.wire import BoardEnv, Event, NodeEnv
+
+ROOT = Path(__file__).parents[2]
+
+# A trainer in miniature: agrees on SIGTERM at each step boundary, saves, leaves with 75, goes on where it was.
+TRAIN = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from swarmtrain.board import Board
+from swarmtrain.wire import Event
+
+steps, pace, state = int(sys.argv[1]), float(sys.argv[2]), pathlib.Path(sys.argv[3])
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+step = int(state.read_text()) if state.exists() else 0
+print(f"start at {step} of world {dist.get_world_size()}", flush=True)
+dist.barrier()
+while step < steps:
+    flag = torch.tensor([len(asked), 1])
+    dist.all_reduce(flag)
+    if flag[0]:
+        print(f"saved {step}", flush=True)
+        dist.destroy_process_group()
+        sys.exit(75)
+    time.sleep(pace)
+    step += 1
+    if rank == 0:
+        state.write_text(str(step))
+        if step % 5 == 0:
+            Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step, "pid": os.getpid()}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class SmallRun:
+    """Up to a few nodes and their board. `nodes` maps a node's name to its supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.board_port, self.store_port = free_port(), free_port()
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.board: subprocess.Popen[bytes] | None = None
+        self.state = folder / "state"
+        (folder / "config.json").write_text("{}")
+
+    def start_board(self, *, max_restarts: int = 3) -> None:
+        env = BoardEnv("small", self.board_port, self.store_port, "127.0.0.1", max_restarts)
+        self.board = self._start("rendezvous", env.to_env(), self.folder / "events.jsonl")
+
+    def start_node(
+        self, number: int, script: str, *args: str, slots: int = 2, nodes: tuple[int, int] = (2, 2), stop_grace: float = 20.0
+    ) -> subprocess.Popen[bytes]:
+        path = self.folder / "script.py"
+        path.write_text(script)
+        env = NodeEnv(
+            run="small",
+            node=f"node{number}",
+            slots=slots,
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            board=f"127.0.0.1:{self.board_port}",
+            store=f"127.0.0.1:{self.store_port}",
+            config=str(self.folder / "config.json"),
+            script=str(path),
+            script_args=args,
+            secrets={},
+            stop_grace=stop_grace,
+            log_dir=str(self.folder / f"log{number}"),
+        )
+        self.nodes[env.node] = self._start("node", {**env.to_env(), "OMP_NUM_THREADS": "1"}, self.log(number))
+        return self.nodes[env.node]
+
+    def train(self, number: int, *, steps: int, pace: float = 0.05, slots: int = 2, nodes: tuple[int, int] = (2, 2)) -> None:
+        """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk."""
+        self.start_node(number, TRAIN, str(steps), str(pace), str(self.state), slots=slots, nodes=nodes)
+
+    def log(self, number: int) -> Path:
+        return self.folder / f"node{number}.log"
+
+    def output(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("node*.log")))
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        path = self.folder / "events.jsonl"
+        parsed = [Event.from_line(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [event for event in parsed if event and kind in (None, event.kind)]
+
+    def until(self, kind: str, *, count: int = 1, timeout: float = 60.0, where: Callable[[Event], bool] = lambda _: True) -> Event:
+        """Wait for the `count`-th event of `kind`; fail with everything printed so far if it does not come."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            found = [event for event in self.events(kind) if where(event)]
+            if len(found) >= count:
+                return found[count - 1]
+            time.sleep(0.05)
+        pytest.fail(f"no {kind} within {timeout:g} s\n{self.transcript()}")
+
+    def finish(self, *, timeout: float = 60.0) -> dict[str, int]:
+        """Wait for all processes to end by themselves, and return their exit codes."""
+        assert self.board
+        everybody = {**self.nodes, "board": self.board}
+        end = time.monotonic() + timeout
+        try:
+            return {name: process.wait(max(0.1, end - time.monotonic())) for name, process in everybody.items()}
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not finished within {timeout:g} s\n{self.transcript()}")
+
+    def transcript(self) -> str:
+        return "\n".join(event.to_line() for event in self.events()) + "\n" + self.output()
+
+    def descendants(self, number: int) -> dict[int, str]:
+        """Return the living processes under a node's supervisor, by pid, with their command lines."""
+        parents, found = _processes(), {self.nodes[f"node{number}"].pid: ""}
+        for _ in range(5):
+            found.update({pid: command for pid, (parent, command) in parents.items() if parent in found})
+        return {pid: command for pid, command in found.items() if command}
+
+    def agent(self, number: int) -> int:
+        return next(pid for pid, command in self.descendants(number).items() if "entrypoint agent" in command)
+
+    def ranks(self, number: int) -> list[int]:
+        children, agent = self.descendants(number), self.agent(number)
+        forkserver = next(pid for pid, (parent, command) in _processes().items() if parent == agent and "forkserver" in command)
+        return sorted(pid for pid, (parent, _) in _processes().items() if parent == forkserver and pid in children)
+
+    def close(self) -> None:
+        for process in [*self.nodes.values(), *([self.board] if self.board else [])]:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    def _start(self, role: str, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as out:
+            errors = out if role == "node" else subprocess.DEVNULL
+            command = [sys.executable, "-m", "swarmtrain.entrypoint", role]
+            return start(command, env=env, cwd=ROOT, stdout=out, stderr=errors, new_session=True)
+
+
+def _processes() -> dict[int, tuple[int, str]]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(entry.name)] = (parent, (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def small_run(tmp_path: Path) -> Iterator[SmallRun]:
+    run = SmallRun(tmp_path)
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def gone() -> Callable[[list[int]], None]:
+    """Wait for processes to be dead; fail if one lives on."""
+
+    def wait(pids: list[int], timeout: float = 5.0) -> None:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and any(alive(pid) for pid in pids):
+            time.sleep(0.05)
+        left = [pid for pid in pids if alive(pid)]
+        assert not left, f"still alive: {left}"
+
+    return wait
+
+

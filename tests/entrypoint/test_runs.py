@@ -1,0 +1,158 @@
+"""Whole runs on this machine: real boards, supervisors, agents and gloo ranks, killed in every way that happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from swarmtrain.wire import EXIT_PLANNED
+
+Gone = Callable[[list[int]], None]
+
+
+def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_verdict(small_run: Any) -> None:
+    script = (
+        "import atexit, os, random, sys, numpy, torch.distributed as dist\n"
+        "dist.init_process_group('gloo'); out = [None] * 4\n"
+        "dist.all_gather_object(out, (os.environ['RANK'], float(numpy.random.rand())))\n"
+        "atexit.register(print, 'atexit ran')\n"
+        "print('world of', len(out), sys.argv[1:], len({draw for _, draw in out}), 'draws', os.environ['SWARMTRAIN_RUN'])\n"
+        "print('on stderr', file=sys.stderr)\n"
+        "dist.destroy_process_group(); sys.exit()\n"
+    )
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.start_node(number, script, "--lr", "1 2")
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+
+    world = small_run.events("world")[-1].data
+    assert (world["world_size"], world["nodes"]) == (4, 2)
+    assert sorted(sum(world["ranks"].values(), [])) == [0, 1, 2, 3]
+    assert sorted(world["ranks"]) == ["node0", "node1"]
+    assert {event.data["interface"] for event in small_run.events("joined")} == {"lo"}
+    assert [(event.data["status"], event.data["exit_code"]) for event in small_run.events("verdict")] == [("done", 0)]
+    assert sorted((event.data["node"], event.data["exit_code"]) for event in small_run.events("left")) == [("node0", 0), ("node1", 0)]
+    for rank in range(4):
+        assert f"[rank {rank}] world of 4 ['--lr', '1 2'] 4 draws small\n" in small_run.output()
+        assert f"[rank {rank}] on stderr\n" in small_run.output()
+        assert f"[rank {rank}] atexit ran\n" in small_run.output()
+
+
+def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any) -> None:
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.train(number, steps=60)
+    small_run.until("progress")
+    os.kill(small_run.ranks(1)[1], signal.SIGKILL)
+    failure = small_run.until("failure", where=lambda event: "signal" in event.data).data
+    assert (failure["node"], failure["local_rank"], failure["signal"]) == ("node1", 1, "SIGKILL")
+    assert failure["rank"] == small_run.events("world")[0].data["ranks"]["node1"][1]
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert len(small_run.events("world")) == 2
+    assert small_run.events("verdict")[0].data["status"] == "done"
+
+
+def test_a_killed_agent_takes_its_ranks_along_and_comes_back(small_run: Any, gone: Gone) -> None:
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.train(number, steps=60)
+    small_run.until("progress")
+    family = list(small_run.descendants(0))
+    os.kill(small_run.agent(0), signal.SIGKILL)
+    gone(family)
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert any(event.data.get("node") == "node0" and event.data.get("signal") == "SIGKILL" for event in small_run.events("failure"))
+    assert small_run.events("verdict")[0].data["status"] == "done"
+
+
+def test_a_killed_supervisor_leaves_no_orphan_and_its_successor_joins(small_run: Any, gone: Gone) -> None:
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.train(number, steps=60)
+    small_run.until("progress")
+    family = list(small_run.descendants(1))
+    small_run.nodes["node1"].kill()
+    gone(family)
+    small_run.train(1, steps=60)
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+
+
+def test_the_board_dies_and_the_nodes_meet_again_on_its_successor(small_run: Any) -> None:
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.train(number, steps=60)
+    small_run.until("progress")
+    small_run.board.kill()
+    small_run.board.wait()
+    time.sleep(1.0)
+    small_run.start_board()
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert len({event.data["world"].partition("/")[0] for event in small_run.events("world")}) == 2
+    assert small_run.events("verdict")[0].data["status"] == "done"
+
+
+def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
+    script = (
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if os.environ['RANK'] == '3': raise RuntimeError('the loss is purple')\n"
+        "dist.barrier()\n"
+    )
+    small_run.start_board(max_restarts=2)
+    for number in (0, 1):
+        small_run.start_node(number, script)
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    verdict = small_run.events("verdict")[0].data
+    ranks = small_run.events("world")[-1].data["ranks"]
+    node = next(name for name in ranks if 3 in ranks[name])
+    assert verdict["status"] == "failed"
+    assert verdict["why"].startswith(f"{node} rank 3: RuntimeError: the loss is purple;")
+    assert verdict["exit_code"] == 1
+    causes = [event.data for event in small_run.events("failure") if "purple" in event.data["error"]]
+    assert len(causes) == 3
+    assert causes[0]["traceback"].splitlines()[1].endswith("script.py\", line 3, in <module>")
+    assert "[rank 3] RuntimeError: the loss is purple\n" in small_run.output()
+
+
+def test_a_node_that_can_never_work_ends_the_run_at_once(small_run: Any) -> None:
+    small_run.start_board()
+    small_run.start_node(0, "import this is no python", nodes=(1, 1), slots=1)
+    assert small_run.finish() == {"node0": 0, "board": 0}
+    verdict = small_run.events("verdict")[0].data
+    assert verdict["why"].startswith("node0 rank 0: SyntaxError: invalid syntax")
+
+
+def test_sigterm_reaches_the_ranks_which_save_and_the_node_asks_to_come_back(small_run: Any, gone: Gone) -> None:
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.train(number, steps=200)
+    small_run.until("progress")
+    family = list(small_run.descendants(0)) + list(small_run.descendants(1))
+    for supervisor in small_run.nodes.values():
+        supervisor.terminate()
+    assert [supervisor.wait(20) for supervisor in small_run.nodes.values()] == [EXIT_PLANNED, EXIT_PLANNED]
+    gone(family)
+    saved = small_run.state.read_text()
+    assert small_run.output().count(f"saved {saved}\n") == 4
+    assert not small_run.events("failure")
+    assert [event.data["exit_code"] for event in small_run.events("left")] == [EXIT_PLANNED, EXIT_PLANNED]
+    small_run.board.terminate()
+    assert small_run.board.wait(10) == 143
+
+
+def test_a_third_node_joins_and_no_step_is_lost(small_run: Any) -> None:
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.train(number, steps=120, slots=1, nodes=(1, 3))
+    small_run.until("progress", where=lambda event: event.data["step"] >= 10)
+    small_run.train(2, steps=120, slots=1, nodes=(1, 3))
+    world = small_run.until("world", where=lambda event: event.data["nodes"] == 3)
+    assert sorted(world.data["ranks"]) == ["node0", "node1", "node2"]
+    assert small_run.finish() == {"node0": 0, "node1": 0, "node2": 0, "board": 0}
+    starts = [line for line in small_run.output().splitlines() if "of world 3" in line]
+    saves = [int(line.split()[-1]) for line in small_run.output().splitlines() if "saved" in line]
+    assert len(starts) == 3
+    assert {f"start at {max(saves)} of world 3"} == {line.partition("] ")[2] for line in starts}
