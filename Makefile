@@ -1,0 +1,57 @@
+# make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
+# make test    everything, with the time of each suite
+# make check   format, lint, types, architecture, unit tests, docs: under a minute
+# Each target installs what it needs, is safe to repeat, and works in a fresh clone.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test check format clean system install install-train install-test
+
+demo: system install
+	@VENV=$(VENV) TORCH=$(TORCH) MAKE="$(MAKE)" sh examples/demo.sh
+
+test: system install-test
+	@$(BIN)/python tests/suites.py $(SUITES)
+
+check: install-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tests/suites.py fast
+
+format: install-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# What the lab needs from the system. Without root, or without apt, the lab says itself what is missing.
+system:
+	@sh requirements/system.sh
+
+install: $(VENV)/.installed
+install-train: $(VENV)/.installed-train
+install-test: $(VENV)/.installed-test
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml requirements/pins.txt
+	$(PIP) install -c requirements/pins.txt -e .
+	@touch $@
+
+$(VENV)/.installed-train: $(VENV)/.installed
+	$(PIP) install $(TORCH)
+	$(PIP) install -c requirements/pins.txt -e .[train]
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-train
+	$(PIP) install -c requirements/pins.txt -e .[train,test]
+	@touch $@
+
+clean:
+	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find swarmtrain tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""Run the suites one after the other and print the time of each. `python tests/suites.py [NAME …]`; `fast` needs no torch and no lab.
+
+With CI=true a skipped test fails the run: a machine that is to prove something must be able to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+SUITES = {
+    "fast": ["unit", "golden", "architecture", "docs"],
+    "entrypoint": ["entrypoint"],
+    "trainer": ["trainer"],
+    "launchers": ["launchers"],
+    "lab": ["lab"],
+}
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(SUITES)
+    if unknown := [name for name in names if name not in SUITES]:
+        print(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}", file=sys.stderr)
+        return 2
+    rows, totals, failed = [], {"passed": 0, "failed": 0, "skipped": 0}, False
+    for name in names:
+        started = time.monotonic()
+        code, counts = run(name)
+        totals = {key: totals[key] + counts.get(key, 0) for key in totals}
+        seconds = time.monotonic() - started
+        skipped_in_ci = bool(counts.get("skipped")) and os.environ.get("CI") == "true"
+        failed |= code != 0 or skipped_in_ci
+        verdict = "FAILED" if code else "FAILED: nothing may be skipped here" if skipped_in_ci else "ok"
+        rows.append(f"{name:12} {seconds:7.1f} s  {', '.join(f'{count} {word}' for word, count in counts.items()):40} {verdict}")
+    print("\n" + "\n".join(rows))
+    print(f"{totals['passed']} passed, {totals['failed'] + failed * (not totals['failed'])} failed, {totals['skipped']} skipped")
+    return int(failed)
+
+
+def run(name: str) -> tuple[int, dict[str, int]]:
+    """Run a suite, showing its output as it comes, and return its exit code and counts."""
+    folders = [str(ROOT / folder) for folder in SUITES[name] if (ROOT / folder).exists()]
+    print(f"\n--- {name}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "--durations=5", *folders], cwd=ROOT.parent, stdout=subprocess.PIPE, text=True)
+    last = ""
+    for line in process.stdout or ():
+        print(line, end="", flush=True)
+        last = line if _COUNT.search(line) else last
+    counts: dict[str, int] = {}
+    for number, word in _COUNT.findall(last):
+        key = "failed" if word.startswith("error") else word
+        counts[key] = counts.get(key, 0) + int(number)
+    return process.wait(), counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
