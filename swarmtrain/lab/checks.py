@@ -38,7 +38,9 @@ def check_machine(engine: Path | None) -> None:
         raise LabError("a lab needs Linux's namespaces, and this is not Linux", place="lab", hint="run it in a Linux virtual machine")
     check_root()
     if engine and not os.access(engine / "dockerd", os.X_OK):
-        raise LabError(f"{engine} holds no program dockerd", place="lab --engine", hint="give the directory that holds dockerd and containerd")
+        raise LabError(
+            f"{engine} holds no program dockerd", place="lab --engine", hint="give the directory that holds dockerd and containerd"
+        )
     missing = [program for program in _PROGRAMS if not shutil.which(program, path=search_path(engine))]
     if missing:
         packages = ", ".join(sorted({_PROGRAMS[program] for program in missing}))

@@ -1,0 +1,42 @@
+"""`swarmtrain image`: the image that the nodes run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarmtrain import images
+from swarmtrain.launchers.engine import Engine
+
+app = typer.Typer(no_args_is_help=True)
+
+_SILENCE = 1800.0  # seconds that the engine may take over one step without a word: unpacking gigabytes
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+@app.command()
+def build(
+    tag: Annotated[str, typer.Option("--tag", "-t", help="Such as registry.lab:5000/swarmtrain:0.1.")],
+    context: Annotated[Path, typer.Argument(help="The directory of training_code.py and the Dockerfile.")] = Path(),
+    base: Annotated[str | None, typer.Option("--base", help="The image to start from, with Python 3.11.")] = None,
+    push: Annotated[bool, typer.Option("--push", help="Push it to the registry that the tag names.")] = False,
+) -> None:
+    """Build the image, without network once the wheels are here; print its tag."""
+    engine = Engine(timeout=_SILENCE)
+    images.build(engine.client, context, tag, base=base, say=_say)
+    if push:
+        images.push(engine.client, tag, say=_say)
+    typer.echo(tag)
+
+
+@app.command()
+def push(tag: Annotated[str, typer.Argument(help="An image that the engine has.")]) -> None:
+    """Push an image to the registry that its tag names; print what to pin it to."""
+    engine = Engine(timeout=_SILENCE)
+    images.push(engine.client, tag, say=_say)
+    typer.echo(images.pin(engine, tag).reference)

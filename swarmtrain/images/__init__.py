@@ -1,0 +1,13 @@
+"""The image that the nodes run: built from wheels that lie ready, pushed, and pinned to what the registry holds.
+
+An engine is handed in as docker-py's low-level client. Its errors, and those of the HTTP library below it, are OSErrors,
+so that nothing here needs to import docker.
+"""
+
+from __future__ import annotations
+
+from swarmtrain.images.build import build
+from swarmtrain.images.pin import Pinned, pin
+from swarmtrain.images.push import push
+
+__all__ = ["Pinned", "build", "pin", "push"]
