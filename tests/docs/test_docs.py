@@ -65,3 +65,11 @@ def test_commands_in_the_docs_exist() -> None:
     }
     unknown = [line for line in used if not any(line == name or line.startswith(f"{name} ") for name in known) and "--" not in line.split()[1]]
     assert unknown == []
+
+
+def test_the_generated_reference_is_current() -> None:
+    import runpy
+
+    folder = ROOT / "docs" / "reference"
+    pages = runpy.run_path(str(folder / "generate.py"))["PAGES"]
+    assert [page for page, text in pages.items() if (folder / page).read_text() != text()] == [], "python docs/reference/generate.py"

@@ -1,0 +1,74 @@
+"""Write docs/reference/cli.md and config.md from the code. `python docs/reference/generate.py`; a test fails when they are stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from pydantic import BaseModel
+from typer.core import TyperGroup
+
+from swarmtrain.cli import build
+from swarmtrain.config import Config
+from swarmtrain.config.training_groups import TrainingGroupConfig
+
+HERE = Path(__file__).parent
+
+
+def cli() -> str:
+    """Return the page of commands, each with its arguments and options."""
+    head = "# Command line\n\nMade from the code by `docs/reference/generate.py`. RUN is optional: without it, the only run there is.\n"
+    return head + "".join(_command(name, command) for name, command in _commands("swarmtrain", typer.main.get_command(build())))
+
+
+def config() -> str:
+    """Return the page of config keys, each with its default and what it is."""
+    head = "# Config\n\nMade from the code by `docs/reference/generate.py`. `swarmtrain init` writes the same as a file to start from.\n"
+    sections = {name: getattr(Config(), name) for name in Config.model_fields}
+    pages = [_section(name, Config.model_fields[name].description or "", value) for name, value in sections.items() if isinstance(value, BaseModel)]
+    groups = _section("training_groups", "Parameters that are trained in a way of their own, a list of:", TrainingGroupConfig(group_name="…"))
+    free = f"\n## script\n\n{Config.model_fields['script'].description}\n"
+    return head + "".join(pages) + groups + free
+
+
+def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(command, TyperGroup):
+        for word, found in command.commands.items():
+            yield from _commands(f"{name} {word}", found)
+    else:
+        yield name, command
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = " ".join(str(item.metavar or item.name.upper()) for item in command.params if item.param_type_name == "argument")
+    options = [item for item in command.params if item.param_type_name == "option"]
+    rows = "".join(f"| `{', '.join([*item.opts, *item.secondary_opts])}` | {item.help or ''} |\n" for item in options)
+    table = f"\n| option | what it does |\n| --- | --- |\n{rows}" if rows else ""
+    return f"\n## `{name}{f' {arguments}' if arguments else ''}`\n\n{command.help.strip()}\n{table}"
+
+
+def _section(name: str, description: str, section: BaseModel) -> str:
+    rows = "".join(_rows("", section))
+    return f"\n## {name}\n\n{description}\n\n| key | default | what it is |\n| --- | --- | --- |\n{rows}"
+
+
+def _rows(prefix: str, section: BaseModel) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _rows(f"{prefix}{name}.", value)
+        else:
+            yield f"| `{prefix}{name}` | `{_default(value)}` | {field.description} |\n"
+
+
+def _default(value: Any) -> str:
+    return "null" if value is None else "[]" if value == () else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+PAGES = {"cli.md": cli, "config.md": config}
+
+if __name__ == "__main__":
+    for page, text in PAGES.items():
+        (HERE / page).write_text(text())
