@@ -130,7 +130,7 @@ CHECKPOINT = "checkpoint"  # step, path, seconds
 RESUMED = "resumed"  # step, path
 FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), traceback; permanent: retrying is no use
 NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
-FINISHED = "finished"  # step: the trainer has made its last step and saved it
+FINISHED = "finished"  # step, and loss_before, loss_after, baseline if known: the last step is made and saved
 LEFT = "left"  # node, exit_code; null if the node fell silent
 VERDICT = "verdict"  # status: done | failed, why, exit_code
 

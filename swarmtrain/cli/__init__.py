@@ -41,7 +41,7 @@ def main() -> NoReturn:
     """Run the command line and exit: 0 done, 1 our error, 2 usage, 3 the job failed, 130 interrupted."""
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        code = build()(standalone_mode=False)
+        code = build()(prog_name="swarmtrain", standalone_mode=False)
     except SwarmtrainError as error:
         from swarmtrain.view.console import show_error
 

@@ -66,6 +66,15 @@ def _failure(data: dict[str, Any]) -> str:
     return f"{who} failed with {how}{f': {error}' if error else ''}"
 
 
+def _finished(data: dict[str, Any]) -> str:
+    line = f"finished at step {data.get('step')}"
+    if (before := data.get("loss_before")) is not None and (after := data.get("loss_after")) is not None:
+        line += f": held-out loss {before:.2f} → {after:.2f}"
+    if (baseline := data.get("baseline")) is not None:
+        line += f", against {baseline:.2f} of a table of byte pairs"
+    return line
+
+
 _EVENTS: dict[str, Callable[[dict[str, Any]], str]] = {
     wire.JOINED: lambda data: f"{data.get('node')} is here, at {data.get('address')} by {data.get('interface')}",
     wire.WORLD: lambda data: f"a world of {data.get('world_size')} ranks on {data.get('nodes')} nodes has formed",
@@ -74,5 +83,6 @@ _EVENTS: dict[str, Callable[[dict[str, Any]], str]] = {
     wire.CHECKPOINT: lambda data: f"saved step {data.get('step')} in {duration(data.get('seconds', 0))}: {data.get('path')}",
     wire.FAILURE: _failure,
     wire.NOTE: lambda data: f"{data.get('node', 'trainer')}: {data.get('message')}",
+    wire.FINISHED: _finished,
     wire.VERDICT: lambda data: f"{data.get('status')}: {data.get('why')}",
 }
