@@ -1,0 +1,56 @@
+"""What crosses between launcher and nodes survives the crossing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from swarmtrain.wire import PROGRESS, BoardEnv, Event, NodeEnv
+
+NODE = NodeEnv(
+    run="demo",
+    node="node0",
+    slots=2,
+    min_nodes=1,
+    max_nodes=4,
+    board="rendezvous:29501",
+    store="rendezvous:29500",
+    config="/etc/swarmtrain/config.json",
+    script="/workspace/training_code.py",
+    script_args=("--x", "a b", "$HOME {{}}"),
+    secrets={"KEY": "/run/secrets/KEY"},
+    stop_grace=90.0,
+    log_dir="/tmp/swarmtrain",
+)
+
+
+def test_a_nodes_environment_comes_back_as_it_was() -> None:
+    assert NodeEnv.from_env({"PATH": "/bin", **NODE.to_env()}) == NODE
+    board = BoardEnv(run="demo", board_port=1, store_port=2, bind="0.0.0.0", max_restarts=3)  # noqa: S104  # a value, nothing listens
+    assert BoardEnv.from_env(board.to_env()) == board
+
+
+@given(args=some.lists(some.text()).map(tuple), script=some.text())
+def test_any_text_crosses(args: tuple[str, ...], script: str) -> None:
+    sent = replace(NODE, script_args=args, script=script)
+    assert NodeEnv.from_env(sent.to_env()) == sent
+
+
+def test_a_missing_or_malformed_variable_is_named() -> None:
+    env = NODE.to_env()
+    with pytest.raises(ValueError, match="SWARMTRAIN_SLOTS is malformed"):
+        NodeEnv.from_env({**env, "SWARMTRAIN_SLOTS": "two"})
+    del env["SWARMTRAIN_BOARD"]
+    with pytest.raises(ValueError, match="SWARMTRAIN_BOARD is not set"):
+        NodeEnv.from_env(env)
+
+
+def test_events_are_lines_and_other_lines_are_no_events() -> None:
+    event = Event(PROGRESS, {"step": 3, "loss": 2.5}, time=1.25)
+    assert Event.from_line(event.to_line()) == event
+    assert "\n" not in Event(PROGRESS, {"error": "two\nlines"}).to_line()
+    for line in ("", "hello", "{}", '{"event": 1', '{"event": "x"}'):
+        assert Event.from_line(line) is None
