@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from swarmtrain.board import Board
 from swarmtrain.entrypoint import rank
@@ -51,7 +51,7 @@ def main(round: str, address: str | None) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     logs = _logs(node)
-    logging.getLogger(_DEATHS).addHandler(DeathReporter(node, logs))
+    _log_plainly(DeathReporter(node, logs))
     try:
         elastic_launch(_config(node, round, address, logs), rank.run)()
         return 0
@@ -102,6 +102,34 @@ def _logs(node: NodeEnv) -> DefaultLogsSpecs:
     logs = Logs(log_dir=node.log_dir, tee=Std.ALL)
     logs.ranks = {}
     return logs
+
+
+def _log_plainly(deaths: DeathReporter) -> None:
+    """Keep torch's own log handler out of this process.
+
+    To print an exception it imports the compiler, seconds of work in the middle of a recovery; and a SIGTERM that arrives
+    meanwhile is raised inside the handler, which prints it and goes on: this agent would never end.
+    """
+    for name in ("torch", "torch.distributed"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [_Lines()]
+        logger.propagate = False
+    logger = logging.getLogger(_DEATHS)
+    logger.handlers[:] = [deaths]
+    logger.propagate = False  # the rank has printed its traceback already
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """Prints to standard error, and lets the exception through by which torch learns that it is to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging names it
+        if type(sys.exc_info()[1]).__name__ == "SignalException":
+            raise  # noqa: PLE0704  # called from an except block
+        super().handleError(record)
 
 
 class DeathReporter(logging.Handler):

@@ -197,5 +197,3 @@ def gone() -> Callable[[list[int]], None]:
         assert not left, f"still alive: {left}"
 
     return wait
-
-

@@ -30,7 +30,7 @@ def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_verdic
 
     world = small_run.events("world")[-1].data
     assert (world["world_size"], world["nodes"]) == (4, 2)
-    assert sorted(sum(world["ranks"].values(), [])) == [0, 1, 2, 3]
+    assert sorted(rank for ranks in world["ranks"].values() for rank in ranks) == [0, 1, 2, 3]
     assert sorted(world["ranks"]) == ["node0", "node1"]
     assert {event.data["interface"] for event in small_run.events("joined")} == {"lo"}
     assert [(event.data["status"], event.data["exit_code"]) for event in small_run.events("verdict")] == [("done", 0)]
@@ -113,7 +113,7 @@ def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
     assert verdict["exit_code"] == 1
     causes = [event.data for event in small_run.events("failure") if "purple" in event.data["error"]]
     assert len(causes) == 3
-    assert causes[0]["traceback"].splitlines()[1].endswith("script.py\", line 3, in <module>")
+    assert causes[0]["traceback"].splitlines()[1].endswith('script.py", line 3, in <module>')
     assert "[rank 3] RuntimeError: the loss is purple\n" in small_run.output()
 
 
