@@ -216,9 +216,9 @@ class Notices:
         if event.data.get("permanent"):
             self._cause = cause
             self._give_up("this does not get better by trying again")
-        elif self._finishing() and self._world and cause.world == self._world.key:
+        elif self._world and cause.world == self._world.key and self._world.finished - {identity[1]}:
             self._cause = cause
-            self._fail_unfinished(_name(event.data))
+            self._fail_unfinished("")
         else:
             self._count(cause)
 
@@ -257,7 +257,8 @@ class Notices:
 
     def _fail_unfinished(self, what: str) -> None:
         first = min(self._world.finished) if self._world else ""
-        self._give_up(f"{what} after {first} had finished, so this world cannot form again", lead=not self._cause)
+        reason = f"{first} had finished by then, so this world cannot form again"
+        self._give_up(f"{what}; {reason}" if what else reason, lead=bool(what))
 
     def _give_up(self, reason: str | None = None, *, lead: bool = False) -> None:
         data = self._cause.data if self._cause else {}

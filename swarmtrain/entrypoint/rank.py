@@ -36,16 +36,13 @@ def run() -> None:
         if os.environ["LOCAL_RANK"] == "0":
             _post(node, world_event(node))
         _run_script(node)
-        if os.environ["LOCAL_RANK"] == "0":
-            _post(node, Event(RETURNED, {"node": node.node, "world": world_key(os.environ)}))
     except SystemExit as stop:
         code = exit_code_of(stop)
-        if code == 0:
-            return  # raised further, torch's agent would wait for ever for our return value
-        if code != EXIT_PLANNED:
+        if code not in (0, EXIT_PLANNED):
             error = stop.code if isinstance(stop.code, str) else f"exit code {code}"
             _post(node, failure_event(node, error=error, exit_code=code))
-        raise
+        if code:
+            raise  # raised with 0, torch's agent would wait for ever for our return value
     except BaseException as error:
         text = _describe(error)
         sys.stderr.write(text)
@@ -55,6 +52,8 @@ def run() -> None:
         raise
     finally:
         _run_exit_functions()
+    if os.environ["LOCAL_RANK"] == "0":
+        _post(node, Event(RETURNED, {"node": node.node, "world": world_key(os.environ)}))
 
 
 def world_key(environ: Any) -> str:

@@ -78,12 +78,12 @@ class Supervisor:
         orders = self.board.join(self.node.node)
         while orders.verdict is None:
             code = self._train(orders.round, route)
+            if code == EXIT_OK:
+                break
             if self.stopping:
                 raise _ToldToStop
-            if code == EXIT_OK:
-                self._leave(EXIT_OK)
-                return EXIT_OK
             orders = self._next(orders.round)
+        self.stopping = True  # a signal that comes now is too late to change anything
         self._leave(EXIT_OK)
         return EXIT_OK
 
