@@ -89,7 +89,11 @@ class ProcessError(SwarmtrainError):
 
 
 class EngineError(SwarmtrainError):
-    """A Docker engine cannot be reached, or refused what it was asked."""
+    """A Docker engine cannot be reached, or refused what it was asked; `status` is then its HTTP status."""
+
+    def __init__(self, message: str, *, place: str | None = None, hint: str | None = None, status: int | None = None) -> None:
+        super().__init__(message, place=place, hint=hint)
+        self.status = status
 
 
 class ImageError(SwarmtrainError):

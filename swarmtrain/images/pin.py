@@ -36,7 +36,13 @@ def pin(engine: Registry, image: str) -> Pinned:
             f"its registry does not have it, or cannot be reached: {error.message}", place=f"image {image}", hint=hint
         ) from None
     platforms = tuple((entry["architecture"], entry["os"]) for entry in found.get("Platforms") or [])
-    return Pinned(f"{untagged(image)}@{found['Descriptor']['digest']}", platforms)
+    return Pinned(image if "@" in image else f"{tagged(image)}@{found['Descriptor']['digest']}", platforms)
+
+
+def tagged(image: str) -> str:
+    """Return `image` as Docker's own tools write it: without the default registry, and with the default tag."""
+    short = image.removeprefix("docker.io/").removeprefix("library/")
+    return short if untagged(short) != short else f"{short}:latest"
 
 
 def untagged(image: str) -> str:

@@ -1,0 +1,212 @@
+"""The one place that speaks to a Docker engine: its HTTP API as values, its errors as EngineError with a next step.
+
+Requests go through docker-py's low-level client, for its transports (socket, TCP with TLS, SSH), contexts and registry
+logins; bodies are our own, because docker-py's builders lack fields that services need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from swarmtrain.errors import EngineError
+
+if TYPE_CHECKING:
+    from docker import APIClient
+    from requests import Response
+
+_DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
+_STREAM_HEADER = 8
+_LAB = 'eval "$(swarmtrain lab env)" points to a lab on this machine'
+# What the engine says when it cannot act for a swarm, and what to do about it.
+_NO_SWARM = (
+    (
+        "Worker nodes can't be used",
+        "this engine is a worker of its swarm, and only managers answer",
+        "point DOCKER_HOST to a manager, or there: docker node promote THIS_NODE",
+    ),
+    ("not a swarm manager", "this engine is in no swarm", f"docker swarm init makes one; {_LAB}"),
+    (
+        "does not have a leader",
+        "the swarm has lost most of its managers and can change nothing; containers run on",
+        "start the managers that are down",
+    ),
+    ("needs to be unlocked", "the swarm is locked since its engine was restarted", "docker swarm unlock"),
+)
+
+
+class Engine:
+    """A Docker engine: the one that DOCKER_HOST names, else that of the docker CLI's context. Safe to use from several threads."""
+
+    def __init__(self, address: str | None = None, *, timeout: float = 60.0) -> None:
+        """Connect. `timeout` in seconds bounds each request. Raises EngineError if no engine answers."""
+        self.address = address or os.environ.get("DOCKER_HOST") or _DEFAULT_ADDRESS
+        self._timeout = timeout
+        self.client = self._connect(address)
+        """docker-py's low-level client, for building and pushing images. It raises its own errors."""
+
+    def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        """Return the JSON that the engine answers. Raises EngineError."""
+        return self._request("GET", path, params).json()
+
+    def listing(self, path: str, **filters: str) -> list[dict[str, Any]]:
+        """Return the objects at `path` that pass `filters`. Raises EngineError."""
+        params = {"filters": json.dumps({key: [value] for key, value in filters.items()})} if filters else None
+        found: list[dict[str, Any]] = self.get(path, params) or []
+        return found
+
+    def post(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any:
+        """Send `body` as JSON; with `image`, the login for its registry goes along. Raises EngineError."""
+        headers = {"Content-Type": "application/json", **(self._login(image) if image else {})}
+        response = self._request("POST", path, params, data=json.dumps(body), headers=headers)
+        return response.json() if response.content else None
+
+    def delete(self, path: str) -> bool:
+        """Remove what is at `path`; False if it was gone already. Raises EngineError."""
+        try:
+            self._request("DELETE", path)
+        except EngineError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def distribution(self, image: str) -> Any:
+        """Return what the image's registry says of it: its descriptor with the digest, and its platforms. Raises EngineError."""
+        return self._request("GET", f"/distribution/{image}/json", headers=self._login(image)).json()
+
+    def frames(self, path: str, params: Mapping[str, str]) -> LogStream:
+        """Open the log at `path`. Raises EngineError."""
+        return LogStream(self._request("GET", path, params, stream=True))
+
+    def _connect(self, address: str | None) -> APIClient:
+        import docker
+        import requests
+
+        try:
+            if address:
+                return docker.APIClient(base_url=address, timeout=int(self._timeout), use_ssh_client=True)
+            if "DOCKER_HOST" not in os.environ:
+                self.address = _context_address() or self.address
+            return docker.from_env(timeout=int(self._timeout), use_ssh_client=True).api
+        except (docker.errors.DockerException, requests.RequestException, OSError, ValueError) as error:
+            raise _unreachable(error, self.address) from None
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None = None,
+        *,
+        data: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        stream: bool = False,
+    ) -> Response:
+        import docker
+        import requests
+
+        client = self.client
+        try:
+            # A followed log may be silent for hours, so that only connecting to it is bounded.
+            timeout = (self._timeout, None) if stream else self._timeout
+            response = client.request(
+                method,
+                f"{client.base_url}/v{client.api_version}{path}",
+                params=params,
+                data=data,
+                headers=dict(headers or {}),
+                stream=stream,
+                timeout=timeout,
+            )
+        except (requests.RequestException, docker.errors.DockerException, OSError) as error:
+            raise _unreachable(error, self.address) from None
+        if response.status_code >= 400:
+            raise _refused(response, f"{method} {path}")
+        return response
+
+    def _login(self, image: str) -> dict[str, str]:
+        from docker import auth
+        from docker.errors import DockerException
+
+        try:
+            registry, _ = auth.resolve_repository_name(image)
+            header = auth.get_config_header(self.client, registry)
+        except DockerException as error:
+            raise EngineError(f"the login for its registry cannot be read: {error}", place=f"image {image}", hint="docker login") from None
+        return {"X-Registry-Auth": header.decode() if isinstance(header, bytes) else header} if header else {}
+
+
+class LogStream:
+    """A multiplexed log. Iterate it for its lines; `close` from any thread ends the iteration."""
+
+    def __init__(self, response: Response) -> None:
+        self._response = response
+        self._closed = False
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (1 for stdout or 2 for stderr, bytes). Ends when the engine ends the log or the connection breaks."""
+        import urllib3
+
+        try:
+            while len(header := self._response.raw.read(_STREAM_HEADER)) == _STREAM_HEADER:
+                stream, length = struct.unpack(">BxxxL", header)
+                yield stream, self._response.raw.read(length)
+        except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError):
+            # AttributeError and ValueError are what reading from a socket looks like that another thread closed.
+            return
+
+    def close(self) -> None:
+        """End the stream; a reader that waits for its next line is woken."""
+        from docker.errors import DockerException
+        from docker.types import CancellableStream
+
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            CancellableStream(iter(()), self._response).close()
+        except (DockerException, OSError, AttributeError):
+            self._response.close()
+
+
+def _context_address() -> str | None:
+    from docker.context import ContextAPI
+    from docker.errors import DockerException
+
+    try:
+        context = ContextAPI.get_current_context()
+    except (DockerException, OSError, ValueError):
+        return None
+    host: str | None = context.Host if context else None
+    return None if host is None else host.replace("http+unix://", "unix://")
+
+
+def _refused(response: Response, request: str) -> EngineError:
+    try:
+        message = str(response.json()["message"]).strip()
+    except (ValueError, KeyError, TypeError):
+        message = response.text.strip() or response.reason
+    for fragment, reason, hint in _NO_SWARM:
+        if fragment in message:
+            return EngineError(reason, hint=hint, status=response.status_code)
+    return EngineError(f"the engine refused {request}: {message}", status=response.status_code)
+
+
+def _unreachable(error: BaseException, address: str) -> EngineError:
+    place = f"Docker engine at {address}"
+    causes = list(_causes(error))
+    if any(isinstance(cause, PermissionError) for cause in causes):
+        return EngineError("no permission to use its socket", place=place, hint="sudo usermod -aG docker $USER, then log in again")
+    if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
+        return EngineError("no engine answers", place=place, hint=f"systemctl start docker, or set DOCKER_HOST; {_LAB}")
+    reason = next((str(cause) for cause in reversed(causes) if str(cause)), type(error).__name__)
+    return EngineError(f"no engine answers: {reason}", place=place, hint=f"docker -H {address} info shows the same; is DOCKER_HOST right?")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

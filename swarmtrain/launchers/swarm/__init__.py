@@ -1,0 +1,169 @@
+"""The Swarm launcher: a plan becomes a stack of services, one for each node, on the swarm that DOCKER_HOST points to.
+
+All it knows it reads from the swarm: whoever reaches a manager can go on where somebody else left off, and a stack that
+plain `docker stack deploy` started is as good as one of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from swarmtrain.config import Config
+from swarmtrain.errors import StackError
+from swarmtrain.images import pin
+from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import checks, logs, observe, removal
+from swarmtrain.launchers.swarm.deploy import apply
+from swarmtrain.launchers.swarm.follow import follow
+from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
+from swarmtrain.launchers.swarm.settle import known_tasks, settle
+from swarmtrain.launchers.swarm.specs import Specs, specs
+from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
+from swarmtrain.render.compose import WORKSPACE, stack
+from swarmtrain.wire import CONFIG_PATH, LABEL_HOSTS, RENDEZVOUS, VERDICT, Event, Verdict
+
+
+class SwarmLauncher:
+    """Implements swarmtrain.launchers.base.Launcher; see there for what each method promises."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Connect to the engine at `address`, or to the one that docker itself would use. Raises EngineError."""
+        self._engine = Engine(address)
+        self._up_since: dict[str, float] = {}
+
+    def inventory(self) -> Inventory:
+        return observe.inventory(self._engine)
+
+    def check(self, plan: Plan) -> list[Finding]:
+        found = checks.findings(self._engine, plan)
+        if any(finding.fatal for finding in found):
+            return found
+        return [*found, *checks.network_findings(self._specs(plan), observe.observe(self._engine, plan.run))]
+
+    def changes(self, plan: Plan) -> list[Step]:
+        """Return what `up` would do, in order; each step prints itself. Raises ImageError, StackError, EngineError."""
+        services = observe.services(self._engine, plan.run)
+        if checks.foreign(services):
+            found = checks.foreign_finding(plan.run)
+            raise StackError(found.message, place=found.place, hint=found.hint)
+        return reconcile(self._specs(plan), observe.observe(self._engine, plan.run), self._ended(services, plan.run))
+
+    def up(self, plan: Plan, say: Say) -> None:
+        steps = self.changes(plan)
+        first = not observe.services(self._engine, plan.run)
+        self._up_since[plan.run] = time.time()
+        old = known_tasks(self._engine, plan.run)
+        if not steps:
+            say(f"{plan.run} is as it should be: nothing to do")
+            return
+        try:
+            apply(self._engine, plan.run, steps, say)
+            settle(self._engine, plan.run, old, say)
+        except BaseException:
+            if first:
+                say("failed or interrupted: removing what was made")
+                removal.take_down(self._engine, plan.run, say)
+            raise
+
+    def deployed(self, run: str) -> tuple[Config, Cargo]:
+        services = observe.run_services(self._engine, run)
+        nodes = [service for service in services if service.is_node]
+        if not nodes:
+            raise StackError("it has no nodes, only what an unfinished removal left", place=f"run {run}", hint=f"swarmtrain down {run}")
+        container = nodes[0].spec["TaskTemplate"]["ContainerSpec"]
+        files = {item["File"]["Name"]: item for item in container.get("Configs", [])}
+        config = Config.from_json(self._content(files.pop(CONFIG_PATH)["ConfigID"]).decode())
+        board = observe.board(services, run)
+        hosts = json.loads(board.spec["Labels"].get(LABEL_HOSTS, "null")) if board else None
+        runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
+        code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items()]
+        # The script comes first, the files beside it in the config's order, as a plan from the files themselves has them.
+        order = [runner.script.name, *(path.name for path in runner.code)]
+        cargo = Cargo(
+            tuple(
+                CodeFile(name, self._content(item["ConfigID"]), _digest(item["ConfigName"]))
+                for name, item in sorted(code, key=lambda pair: order.index(pair[0]))
+            ),
+            tuple(CodeFile(item["File"]["Name"], b"", _digest(item["SecretName"])) for item in container.get("Secrets", [])),
+        )
+        return config.model_copy(update={"runner": runner}), cargo
+
+    def runs(self) -> list[str]:
+        return observe.runs(self._engine)
+
+    def tasks(self, run: str) -> list[TaskState]:
+        services = observe.run_services(self._engine, run)
+        found, hosts = observe.tasks(self._engine, run), observe.hosts(self._engine)
+        return [observe.task_state(_short(service, run), found, service, hosts) for service in services]
+
+    def events(self, run: str) -> list[Event]:
+        return self._events(observe.run_services(self._engine, run), run)
+
+    def watch(self, run: str) -> Iterator[Update]:
+        observe.run_services(self._engine, run)
+        return follow(self._engine, run, since=self._up_since.get(run, time.time()))
+
+    def logs(self, run: str, *, follow: bool, tail: int | None = None) -> Iterator[LogLine]:
+        services = observe.run_services(self._engine, run)
+        return self._follow_lines(run, tail) if follow else self._lines(services, run, tail)
+
+    def stop(self, run: str, say: Say) -> None:
+        removal.stop(self._engine, run, observe.run_services(self._engine, run), say)
+
+    def down(self, run: str, say: Say) -> None:
+        there = observe.observe(self._engine, run)
+        if there.empty or checks.foreign(list(there.services.values())):
+            raise observe.not_found(self._engine, run)
+        removal.take_down(self._engine, run, say)
+
+    def _specs(self, plan: Plan) -> Specs:
+        wanted = stack(plan)
+        images = {service["image"] for service in wanted.document["services"].values()}
+        return specs(wanted, {image: pin(self._engine, image) for image in images})
+
+    def _ended(self, services: list[observe.Service], run: str) -> Ended | None:
+        """Return the run's verdict if its board has spoken it and left."""
+        board = observe.board(services, run)
+        task = observe.newest(observe.tasks(self._engine, run), board.id) if board and board.replicas else None
+        if task is None or not task.over or task.desired != "shutdown":
+            return None
+        verdicts = [Verdict(**event.data) for event in self._events(services, run) if event.kind == VERDICT]
+        return Ended(failed=not verdicts[-1].done, why=verdicts[-1].why) if verdicts else Ended(failed=True, why="its notice board is gone")
+
+    def _events(self, services: list[observe.Service], run: str) -> list[Event]:
+        board = observe.board(services, run)
+        if board is None:
+            return []
+        old = observe.replaced(observe.tasks(self._engine, run), board.id)
+        lines = [(line.event(), line.task) for line in logs.read(self._engine, board, RENDEZVOUS)]
+        # A run that was started again after its verdict has that one in its log still.
+        return [event for event, task in lines if event is not None and not (event.kind == VERDICT and task in old)]
+
+    def _lines(self, services: list[observe.Service], run: str, tail: int | None) -> Iterator[LogLine]:
+        with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
+            found = list(pool.map(lambda service: logs.read(self._engine, service, _short(service, run), tail=tail), services))
+        for line in heapq.merge(*found, key=lambda line: line.time):
+            if line.event() is None:
+                yield line.log_line()
+
+    def _follow_lines(self, run: str, tail: int | None) -> Iterator[LogLine]:
+        for update in follow(self._engine, run, since=None, tail=tail):
+            if isinstance(update, LogLine):
+                yield update
+
+    def _content(self, config: str) -> bytes:
+        return base64.b64decode(self._engine.get(f"/configs/{config}")["Spec"]["Data"])
+
+
+def _short(service: observe.Service, run: str) -> str:
+    return service.name.removeprefix(f"{run}_")
+
+
+def _digest(name: str) -> str:
+    return name.rpartition("-")[2]

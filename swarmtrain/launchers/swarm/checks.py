@@ -1,0 +1,103 @@
+"""What stands in the way of a plan on this swarm, found by asking the managers only."""
+
+from __future__ import annotations
+
+import re
+
+from swarmtrain.config.runner import GpuMode
+from swarmtrain.errors import ImageError, StackError
+from swarmtrain.images import pin
+from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import observe
+from swarmtrain.launchers.swarm.reconcile import check_networks
+from swarmtrain.launchers.swarm.specs import Specs
+from swarmtrain.plan import Machine, Plan
+from swarmtrain.wire import LABEL_RUN
+
+# The first engine that does not reject tasks with reserved GPUs after any change of their node.
+_GPU_ENGINE = (25, 0, 3)
+# These refuse an image that the node has if the registry answers "unauthorized".
+_BROKEN_PULL = ((29, 6, 0), (29, 6, 2))
+
+
+def findings(engine: Engine, plan: Plan) -> list[Finding]:
+    """Return what stands in the way of `plan`. Raises EngineError if the managers cannot be asked."""
+    machines = observe.inventory(engine).machines
+    used = [machine for node in plan.nodes for machine in machines if node.host in (machine.host, machine.id)]
+    return [*_foreign(engine, plan), *_image(engine, plan), *_managers(machines), *_resources(plan, used), *_versions(plan, used)]
+
+
+def network_findings(specs: Specs, there: observe.Observed) -> list[Finding]:
+    """Return what keeps the stack's networks from being used as they are."""
+    try:
+        check_networks(specs, there)
+    except StackError as error:
+        return [Finding(error.place or "network", error.message, error.hint)]
+    return []
+
+
+def foreign(services: list[observe.Service]) -> bool:
+    """Say whether these services are a stack that is no run of ours."""
+    return bool(services) and not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services)
+
+
+def foreign_finding(run: str) -> Finding:
+    """Return what to say of a stack that took the run's name."""
+    return Finding(f"run {run}", "a stack of this name exists that is no run of swarmtrain", "give the run another name: --name")
+
+
+def _foreign(engine: Engine, plan: Plan) -> list[Finding]:
+    if not foreign(observe.services(engine, plan.run)):
+        return []
+    return [foreign_finding(plan.run)]
+
+
+def _image(engine: Engine, plan: Plan) -> list[Finding]:
+    try:
+        pin(engine, plan.config.runner.docker_config.docker_container)
+    except ImageError as error:
+        return [Finding(error.place or "image", error.message, error.hint)]
+    return []
+
+
+def _managers(machines: tuple[Machine, ...]) -> list[Finding]:
+    managers = [machine for machine in machines if machine.manager]
+    if any(not machine.unavailable for machine in managers):
+        return []
+    states = ", ".join(f"{machine.host} is {machine.unavailable}" for machine in managers)
+    hint = f"docker node update --availability active {managers[0].host}"
+    return [Finding("rendezvous", f"it runs on a manager, and none takes containers: {states}", hint)]
+
+
+def _resources(plan: Plan, used: list[Machine]) -> list[Finding]:
+    swarm = plan.config.runner.swarm
+    if swarm.gpu is not GpuMode.reserve:
+        return []
+    slots = {node.host: node.slots for node in plan.nodes}
+    return [
+        Finding(
+            f"node {machine.host}",
+            f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are wanted",
+            'list them as "node-generic-resources" in its /etc/docker/daemon.json, or set fewer slots',
+        )
+        for machine in used
+        if machine.resources.get(swarm.generic_resource, 0) < slots.get(machine.host, 0)
+    ]
+
+
+def _versions(plan: Plan, used: list[Machine]) -> list[Finding]:
+    found = []
+    for machine in used:
+        version = _version(machine.engine)
+        if plan.config.runner.swarm.gpu is GpuMode.reserve and version < _GPU_ENGINE:
+            message = f"engine {machine.engine} may reject tasks that reserve GPUs whenever the node changes"
+            found.append(Finding(f"node {machine.host}", message, "update it to 25.0.3, or set runner.swarm.gpu to visible", fatal=False))
+        if _BROKEN_PULL[0] <= version <= _BROKEN_PULL[1]:
+            message = f"engine {machine.engine} rejects images that it has, if their registry wants a login"
+            found.append(Finding(f"node {machine.host}", message, "update it to 29.7", fatal=False))
+    return found
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])

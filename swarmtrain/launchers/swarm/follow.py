@@ -1,0 +1,156 @@
+"""Everything that happens to a run as one stream: lines of all nodes, states of their tasks, events of the notice board."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.base import TaskState, Update
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import observe
+from swarmtrain.launchers.swarm.logs import Line, Reader
+from swarmtrain.launchers.swarm.observe import Service, Task
+from swarmtrain.launchers.swarm.record import Record
+from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
+
+# Lines that wait this long together are put in the order of their times.
+_WINDOW = 0.2
+_POLL = 1.0
+# After the verdict, for lines that are still on their way.
+_TRAIL = 1.0
+# A run without a verdict has ended when for so long nothing of it was to run any more.
+_OVER = 5.0
+_MANAGER_PATIENCE = 120.0
+# Readers wait when the consumer is that far behind.
+_QUEUE = 50_000
+
+
+def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = None) -> Iterator[Update]:
+    """Yield what happens to `run` until its verdict or its removal: the board's lines from the start, the nodes' from `since`.
+
+    `since` is in seconds since the epoch, None for all there is; `tail` bounds the lines of each node from before now.
+    Raises EngineError if the managers do not answer for two minutes.
+    """
+    follower = _Follower(engine, run, since, tail)
+    try:
+        yield from follower.updates()
+    finally:
+        follower.close()
+
+
+class _Follower:
+    def __init__(self, engine: Engine, run: str, since: float | None, tail: int | None) -> None:
+        self._engine, self._run, self._since, self._tail = engine, run, since, tail
+        self._lines: queue.Queue[Line] = queue.Queue(_QUEUE)
+        self._readers: dict[str, Reader] = {}
+        self._states: dict[str, TaskState] = {}
+        self._hosts: dict[str, str] = {}
+        self._record = Record(run)
+        self._old_boards: frozenset[str] = frozenset()
+        self._gone = False
+        self._over_since: float | None = None
+        self._answered = time.monotonic()
+
+    def updates(self) -> Iterator[Update]:
+        """Poll, read, and stop when there is nothing more to come."""
+        next_poll = 0.0
+        verdict_at: float | None = None
+        while True:
+            if time.monotonic() >= next_poll:
+                yield from self._poll()
+                next_poll = time.monotonic() + _POLL
+            batch = self._batch()
+            for line in batch:
+                update = self._update(line)
+                if update is not None:
+                    yield update
+                    if isinstance(update, Event) and update.kind == VERDICT:
+                        verdict_at = time.monotonic()
+            if not batch and self._done(verdict_at):
+                return
+
+    def close(self) -> None:
+        """End all readers and close the record."""
+        for reader in self._readers.values():
+            reader.close()
+        self._record.close()
+
+    def _batch(self) -> list[Line]:
+        """Return the lines of the next moment, in the order of their times."""
+        lines = []
+        end = time.monotonic() + _WINDOW
+        while (left := end - time.monotonic()) > 0:
+            try:
+                lines.append(self._lines.get(timeout=left))
+            except queue.Empty:
+                break
+        lines.sort(key=lambda line: line.time)
+        for line in lines:
+            self._record.add(line)
+        self._record.flush()
+        return lines
+
+    def _update(self, line: Line) -> Update | None:
+        event = line.event()
+        if event is None:
+            return line.log_line()
+        # A run that was started again after its verdict has that one in its log still.
+        stale = event.kind == VERDICT and line.task in self._old_boards
+        return None if stale else event
+
+    def _done(self, verdict_at: float | None) -> bool:
+        now = time.monotonic()
+        if verdict_at is not None:
+            return now - verdict_at > _TRAIL
+        return self._gone or (self._over_since is not None and now - self._over_since > _OVER)
+
+    def _poll(self) -> list[TaskState]:
+        try:
+            services = observe.services(self._engine, self._run)
+            found = observe.tasks(self._engine, self._run)
+            if not self._hosts or any(task.node not in self._hosts for task in found if task.node):
+                self._hosts = observe.hosts(self._engine)
+        except EngineError:
+            if time.monotonic() - self._answered > _MANAGER_PATIENCE:
+                raise
+            return []
+        self._answered = time.monotonic()
+        self._gone = not services
+        self._remember_board(services, found)
+        self._read_new(services)
+        self._notice_end(services, found)
+        return self._changes(services, found)
+
+    def _remember_board(self, services: list[Service], found: list[Task]) -> None:
+        board = observe.board(services, self._run)
+        if board is not None:
+            self._old_boards = observe.replaced(found, board.id)
+
+    def _read_new(self, services: list[Service]) -> None:
+        for service in services:
+            if service.id not in self._readers:
+                node = self._short(service)
+                whole = node == RENDEZVOUS
+                reader = Reader(
+                    self._engine, service, node, self._lines, since=None if whole else self._since, tail=None if whole else self._tail
+                )
+                self._readers[service.id] = reader
+                reader.start()
+
+    def _notice_end(self, services: list[Service], found: list[Task]) -> None:
+        newest = [observe.newest(found, service.id) for service in services if service.replicas]
+        over = all(task is not None and task.over and task.desired in ("shutdown", "remove") for task in newest)
+        self._over_since = (self._over_since or time.monotonic()) if over else None
+
+    def _changes(self, services: list[Service], found: list[Task]) -> list[TaskState]:
+        states = [observe.task_state(self._short(service), found, service, self._hosts) for service in services]
+        present = {state.node for state in states}
+        removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
+        changed = [state for state in states if self._states.get(state.node) != state]
+        self._states = {state.node: state for state in states}
+        return [*changed, *removed]
+
+    def _short(self, service: Service) -> str:
+        return service.name.removeprefix(f"{self._run}_")

@@ -1,0 +1,171 @@
+"""The logs of services: read once, or followed by a thread that reconnects and repeats nothing.
+
+Swarm sends a service's log task by task and cuts lines at 16 KiB; a follow ends when the manager goes away and then
+starts again from a time, not from a line. Here lines are whole, and each comes once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.base import LogLine
+from swarmtrain.launchers.engine import Engine, LogStream
+from swarmtrain.launchers.swarm.observe import Service, gone
+from swarmtrain.wire import RENDEZVOUS, Event
+
+_RANK = re.compile(r"\[rank (\d+)\] ?")
+_LINE = re.compile(r"(?P<time>\d{4}-\d\d-\d\dT\S+Z) (?P<details>\S*) ?(?P<text>.*)", re.DOTALL)
+_TASK = "com.docker.swarm.task.id="
+_RETRY = 1.0
+# Clocks of nodes differ, and lines of one service's tasks may come from several nodes.
+_OVERLAP = 60.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a service's log: when (as Docker writes it, so that text order is time order), by which task, and what."""
+
+    node: str
+    time: str
+    task: str
+    text: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the epoch; 0 for a line without a time."""
+        return datetime.fromisoformat(self.time).timestamp() if self.time else 0.0
+
+    def event(self) -> Event | None:
+        """Return the board's event that the line is, if it is one."""
+        return Event.from_line(self.text) if self.node == RENDEZVOUS else None
+
+    def log_line(self) -> LogLine:
+        """Return the line with its rank, if a rank wrote it."""
+        match = _RANK.match(self.text)
+        text = self.text[match.end() :] if match else self.text
+        return LogLine(self.node, text, int(match[1]) if match else None, self.seconds)
+
+
+def read(engine: Engine, service: Service, node: str, *, tail: int | None = None) -> list[Line]:
+    """Return what the swarm still has of the service's log, in the order of time; the last `tail` lines. Raises EngineError."""
+    stream = engine.frames(f"/services/{service.id}/logs", _params(tail=tail))
+    lines = sorted(_lines(stream, node), key=lambda line: line.time)
+    return lines if tail is None else lines[max(0, len(lines) - tail) :]
+
+
+class Reader(threading.Thread):
+    """Follows one service's log into a queue, until it is closed or the service is gone."""
+
+    def __init__(
+        self, engine: Engine, service: Service, node: str, into: queue.Queue[Line], *, since: float | None, tail: int | None
+    ) -> None:
+        super().__init__(name=f"logs of {node}", daemon=True)
+        self._engine, self._service, self._node, self._into = engine, service, node, into
+        self._since, self._tail = since, tail
+        self._once = Once()
+        self._closing = threading.Event()
+        self._stream: LogStream | None = None
+
+    def run(self) -> None:
+        """Read, and read on after each interruption."""
+        while not self._closing.is_set():
+            try:
+                params = _params(follow=True, since=self._since, tail=self._tail)
+                self._stream = self._engine.frames(f"/services/{self._service.id}/logs", params)
+            except EngineError as error:
+                if gone(error):
+                    return
+            else:
+                self._read(self._stream)
+            self._closing.wait(_RETRY)
+            self._once.again()
+
+    def close(self) -> None:
+        """End the thread; a line that it has read already is still in the queue."""
+        self._closing.set()
+        if self._stream is not None:
+            self._stream.close()
+
+    def _read(self, stream: LogStream) -> None:
+        for line in _lines(stream, self._node):
+            if self._once.is_new(line):
+                self._hand_over(line)
+                self._since, self._tail = max(self._since or 0.0, line.seconds - _OVERLAP), None
+            if self._closing.is_set():
+                stream.close()
+                return
+
+    def _hand_over(self, line: Line) -> None:
+        """Wait for room in the queue, but not for a consumer that has left."""
+        while not self._closing.is_set():
+            with contextlib.suppress(queue.Full):
+                self._into.put(line, timeout=1)
+                return
+
+
+class Once:
+    """Tells new lines from those that come again after a reconnect; a task's lines come in the order of time."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+        self._texts: dict[str, Counter[str]] = {}
+        self._again: dict[str, Counter[str]] = {}
+
+    def again(self) -> None:
+        """Expect lines that were there before."""
+        self._again = {task: texts.copy() for task, texts in self._texts.items()}
+
+    def is_new(self, line: Line) -> bool:
+        """Say whether the line was not there before, and remember it."""
+        last = self._last.get(line.task, "")
+        if line.time < last:
+            return False
+        if line.time > last:
+            self._last[line.task], self._texts[line.task] = line.time, Counter()
+            self._again.pop(line.task, None)
+        elif self._again.get(line.task, Counter())[line.text] > 0:
+            self._again[line.task][line.text] -= 1
+            return False
+        self._texts[line.task][line.text] += 1
+        return True
+
+
+def _params(*, follow: bool = False, since: float | None = None, tail: int | None = None) -> dict[str, str]:
+    params = {"stdout": "1", "stderr": "1", "timestamps": "1", "details": "1"}
+    if follow:
+        params["follow"] = "1"
+    if since is not None:
+        params["since"] = f"{since:.9f}"
+    if tail is not None:
+        params["tail"] = str(tail)
+    return params
+
+
+def _lines(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[Line]:
+    """Put the pieces of long lines together again: all but the last lack the line's end."""
+    pieces: dict[tuple[str, int], Line] = {}
+    for stream, data in frames:
+        text = data.decode(errors="replace")
+        match = _LINE.fullmatch(text)
+        line = Line(node, match["time"], _task(match["details"]), match["text"]) if match else Line(node, "", "", text)
+        key = (line.task, stream)
+        begun = pieces.pop(key, None)
+        if begun is not None:
+            line = Line(node, begun.time, begun.task, begun.text + line.text)
+        if line.text.endswith("\n") or not line.task:
+            yield Line(node, line.time, line.task, line.text.rstrip("\r\n"))
+        else:
+            pieces[key] = line
+    yield from pieces.values()
+
+
+def _task(details: str) -> str:
+    return next((item.removeprefix(_TASK) for item in details.split(",") if item.startswith(_TASK)), "")

@@ -1,0 +1,229 @@
+"""What is there: a stack's services, networks, configs, secrets and tasks, found by their label, and the swarm's nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.launchers.base import TaskState
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.plan import Inventory, Machine
+from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS, ROLE_NODE
+
+# States after which a task never runs again; the others lead to running, or are it.
+FINAL = frozenset({"complete", "shutdown", "failed", "rejected", "remove", "orphaned"})
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service as the swarm has it; `version` guards an update against another that came first."""
+
+    id: str
+    version: int
+    spec: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.spec["Name"])
+
+    @property
+    def replicas(self) -> int:
+        return int(self.spec["Mode"].get("Replicated", {}).get("Replicas", 0))
+
+    @property
+    def is_node(self) -> bool:
+        return bool(self.spec.get("Labels", {}).get(LABEL_ROLE) == ROLE_NODE)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One start of a service's container."""
+
+    id: str
+    service: str
+    """The service's id."""
+    node: str
+    state: str
+    desired: str
+    reason: str
+    exit_code: int | None
+    created: str
+
+    @property
+    def over(self) -> bool:
+        """Nothing of it runs, and nothing will."""
+        return self.state in FINAL
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the swarm has under one stack's label, by full name. `network_ids` names all networks of the swarm."""
+
+    stack: str
+    services: Mapping[str, Service]
+    networks: Mapping[str, dict[str, Any]]
+    configs: Mapping[str, str]
+    secrets: Mapping[str, str]
+    network_ids: Mapping[str, str]
+
+    @property
+    def empty(self) -> bool:
+        return not (self.services or self.networks or self.configs or self.secrets)
+
+    def short(self, service: Service) -> str:
+        """Return the service's name in the document: node0."""
+        return service.name.removeprefix(f"{self.stack}_")
+
+
+def observe(engine: Engine, stack: str) -> Observed:
+    """Return what there is of `stack`. Raises EngineError."""
+    label = f"{LABEL_STACK}={stack}"
+    networks = engine.listing("/networks")
+    return Observed(
+        stack=stack,
+        services={service.name: service for service in services(engine, stack)},
+        networks={item["Name"]: item for item in networks if (item.get("Labels") or {}).get(LABEL_STACK) == stack},
+        configs={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/configs", label=label)},
+        secrets={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/secrets", label=label)},
+        network_ids={item["Id"]: item["Name"] for item in networks},
+    )
+
+
+def services(engine: Engine, stack: str) -> list[Service]:
+    """Return the services of `stack`, nodes first, by number. Raises EngineError."""
+    found = [
+        Service(item["ID"], item["Version"]["Index"], item["Spec"]) for item in engine.listing("/services", label=f"{LABEL_STACK}={stack}")
+    ]
+    return sorted(found, key=lambda service: (not service.is_node, natural(service.name)))
+
+
+def run_services(engine: Engine, run: str) -> list[Service]:
+    """Return the services of `run`, nodes first. Raises RunNotFound if there is no such run, or it is no run of ours."""
+    found = services(engine, run)
+    if not any(LABEL_RUN in service.spec.get("Labels", {}) for service in found):
+        raise not_found(engine, run)
+    return found
+
+
+def not_found(engine: Engine, run: str) -> RunNotFound:
+    """Return the error for a run that is not there, which lists those that are."""
+    known = ", ".join(runs(engine)) or "none"
+    message = f"there is no such run on the swarm at {engine.address}; there is: {known}"
+    return RunNotFound(message, place=f"run {run}", hint="docker stack ls")
+
+
+def runs(engine: Engine) -> list[str]:
+    """Return the stacks whose services carry our label, sorted. Raises EngineError."""
+    found = engine.listing("/services", label=LABEL_RUN)
+    return sorted({item["Spec"]["Labels"].get(LABEL_STACK, "") for item in found} - {""})
+
+
+def tasks(engine: Engine, stack: str) -> list[Task]:
+    """Return all tasks of `stack` that the swarm still knows, oldest first; those of removed services too. Raises EngineError."""
+    found = [_task(item) for item in engine.listing("/tasks", label=f"{LABEL_STACK}={stack}")]
+    return sorted(found, key=lambda task: task.created)
+
+
+def _task(item: dict[str, Any]) -> Task:
+    status = item.get("Status", {})
+    container = status.get("ContainerStatus") or {}
+    return Task(
+        id=item["ID"],
+        service=item.get("ServiceID", ""),
+        node=item.get("NodeID", ""),
+        state=status.get("State", "new"),
+        desired=item.get("DesiredState", ""),
+        reason=status.get("Err", ""),
+        exit_code=container.get("ExitCode") if status.get("State") in ("failed", "complete") else None,
+        created=item["CreatedAt"],
+    )
+
+
+def newest(found: list[Task], service: str) -> Task | None:
+    """Return the newest task of the service with this id."""
+    return next((task for task in reversed(found) if task.service == service), None)
+
+
+def replaced(found: list[Task], service: str) -> frozenset[str]:
+    """Return the ids of the service's tasks that a newer one has taken over from."""
+    return frozenset([task.id for task in found if task.service == service][:-1])
+
+
+def task_state(observed_name: str, found: list[Task], service: Service, hosts: Mapping[str, str]) -> TaskState:
+    """Return how `service` stands, in Swarm's words; while a task waits to start, the reason is why the one before it ended."""
+    task = newest(found, service.id)
+    host = service.spec.get("Labels", {}).get("swarmtrain.host", "")
+    if task is None or (service.replicas == 0 and task.over):
+        return TaskState(observed_name, host, "stopped" if service.replicas == 0 else "new")
+    reason = task.reason
+    if not reason and not task.over and task.state != "running":
+        before = [other for other in found if other.service == service.id and other.id != task.id and other.reason]
+        reason = f"starts again after: {before[-1].reason}" if before else ""
+    return TaskState(observed_name, hosts.get(task.node, host), task.state, reason, task.exit_code)
+
+
+def hosts(engine: Engine) -> dict[str, str]:
+    """Return the host name of each node id. Raises EngineError."""
+    return {node["ID"]: node["Description"]["Hostname"] for node in engine.listing("/nodes")}
+
+
+def down_nodes(engine: Engine) -> dict[str, str]:
+    """Return the host names, by id, of nodes that do not answer the managers. Raises EngineError."""
+    return {node["ID"]: node["Description"]["Hostname"] for node in engine.listing("/nodes") if node["Status"]["State"] == "down"}
+
+
+def inventory(engine: Engine) -> Inventory:
+    """Return the swarm's nodes by name, node2 before node10. Raises EngineError."""
+    machines = sorted((_machine(node) for node in engine.listing("/nodes")), key=lambda machine: (natural(machine.host), machine.id))
+    count = f"{len(machines)} node{'' if len(machines) == 1 else 's'}"
+    return Inventory(f"the swarm of {count} at {engine.address}", tuple(machines))
+
+
+def _machine(node: dict[str, Any]) -> Machine:
+    description = node["Description"]
+    return Machine(
+        host=description["Hostname"],
+        id=node["ID"],
+        address=node["Status"].get("Addr", ""),
+        manager=node["Spec"]["Role"] == "manager",
+        unavailable=_unavailable(node),
+        labels=node["Spec"].get("Labels") or {},
+        resources=_resources(description.get("Resources", {}).get("GenericResources") or []),
+        engine=description.get("Engine", {}).get("EngineVersion", ""),
+    )
+
+
+def _unavailable(node: dict[str, Any]) -> str:
+    if node["Status"]["State"] != "ready":
+        return str(node["Status"]["State"])
+    return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")
+
+
+def _resources(generic: list[dict[str, Any]]) -> dict[str, int]:
+    """Count named resources (one entry each, as GPUs by UUID) and add up discrete ones."""
+    counts: dict[str, int] = {}
+    for item in generic:
+        named, discrete = item.get("NamedResourceSpec"), item.get("DiscreteResourceSpec")
+        if named:
+            counts[named["Kind"]] = counts.get(named["Kind"], 0) + 1
+        if discrete:
+            counts[discrete["Kind"]] = counts.get(discrete["Kind"], 0) + int(discrete["Value"])
+    return counts
+
+
+def natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a key that sorts the numbers in a name as numbers."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def board(found: list[Service], stack: str) -> Service | None:
+    """Return the rendezvous service."""
+    return next((service for service in found if service.name == f"{stack}_{RENDEZVOUS}"), None)
+
+
+def gone(error: EngineError) -> bool:
+    """Say whether the engine answered that there is no such thing."""
+    return error.status == 404

@@ -1,0 +1,125 @@
+"""Taking a stack down, or only its containers, and returning when it is really so.
+
+`docker stack rm` returns while tasks still stop and the network is still in use, which is why a deploy right after it
+fails. Here each kind of thing is gone before the next is touched; whatever an earlier attempt left is taken along.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from swarmtrain.errors import EngineError, StackError
+from swarmtrain.launchers.base import Say
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import observe
+from swarmtrain.launchers.swarm.deploy import side_by_side, update
+from swarmtrain.launchers.swarm.observe import Service
+from swarmtrain.wire import LABEL_STACK
+
+_POLL = 0.3
+_SAY_EVERY = 5.0
+# On top of the stop grace: Swarm waits 2 s before it signals, and its reapers take a moment.
+_MARGIN = 60.0
+_NETWORK_PATIENCE = 60.0
+
+
+def take_down(engine: Engine, stack: str, say: Say) -> None:
+    """Remove all that is labelled as of `stack` and return when it is gone. Raises StackError if it will not go in time."""
+    services = observe.services(engine, stack)
+    grace = max((_grace(service) for service in services), default=0.0)
+    # The nodes first: ranks that save on their way out still talk to the board.
+    nodes = [service for service in services if service.is_node]
+    _remove_services(engine, stack, nodes, grace, say)
+    _remove_services(engine, stack, [service for service in services if not service.is_node], grace, say)
+    _await(f"containers of {stack} on {engine.address}", _MARGIN + grace, say, lambda: _containers(engine, stack))
+    there = observe.observe(engine, stack)
+    for name, network in there.networks.items():
+        _remove_network(engine, network["Id"], name, say)
+    for kind, found in (("configs", there.configs), ("secrets", there.secrets)):
+        for item in found.values():
+            engine.delete(f"/{kind}/{item}")
+    _await(f"what is left of {stack}", _MARGIN, say, lambda: _left(engine, stack))
+
+
+def _remove_services(engine: Engine, stack: str, services: list[Service], grace: float, say: Say) -> None:
+    if not services:
+        return
+    say(f"removing {', '.join(service.name for service in services)}")
+    side_by_side(lambda service: engine.delete(f"/services/{service.id}"), services)
+    ids = {service.id for service in services}
+    _await("their containers", grace + _MARGIN, say, lambda: _tasks(engine, stack, ids, say))
+
+
+def stop(engine: Engine, stack: str, services: list[Service], say: Say) -> None:
+    """Set the services' replicas to 0, the nodes first, and return when no container runs. Raises StackError, EngineError."""
+    for group in ([service for service in services if service.is_node], [service for service in services if not service.is_node]):
+        running = [service for service in group if service.replicas]
+        if running:
+            say(f"stopping {', '.join(service.name for service in running)}")
+            side_by_side(lambda service: _to_zero(engine, service), running)
+        ids = {service.id for service in group}
+        grace = max((_grace(service) for service in group), default=0.0)
+        _await("their containers", grace + _MARGIN, say, lambda ids=ids: _tasks(engine, stack, ids, say))  # type: ignore[misc]
+
+
+def _to_zero(engine: Engine, service: Service) -> None:
+    update(engine, service.id, service.version, {**service.spec, "Mode": {"Replicated": {"Replicas": 0}}})
+
+
+def _grace(service: Service) -> float:
+    container = service.spec["TaskTemplate"].get("ContainerSpec", {})
+    return float(container.get("StopGracePeriod", 10 * 10**9)) / 1e9
+
+
+def _tasks(engine: Engine, stack: str, services: set[str], say: Say) -> list[str]:
+    """Return the services' tasks whose containers may still run. A node that is down cannot tell, and is not waited for."""
+    running = [task for task in observe.tasks(engine, stack) if task.service in services and task.node and not task.over]
+    if not running:
+        return []
+    down = observe.down_nodes(engine)
+    hosts = observe.hosts(engine)
+    lost = sorted({down[task.node] for task in running if task.node in down})
+    waiting = [f"{task.state} on {hosts.get(task.node, task.node)}" for task in running if task.node not in down]
+    if lost and not waiting:
+        say(f"{', '.join(lost)} is down: what runs there is removed when it comes back")
+    return waiting
+
+
+def _containers(engine: Engine, stack: str) -> list[str]:
+    found = engine.get("/containers/json", {"all": "1", "filters": f'{{"label": ["{LABEL_STACK}={stack}"]}}'})
+    return [item["Names"][0].lstrip("/") for item in found]
+
+
+def _remove_network(engine: Engine, id: str, name: str, say: Say) -> None:
+    """Remove a network, again while Swarm still counts a task that is gone among its users."""
+    say(f"removing network {name}")
+    end = time.monotonic() + _NETWORK_PATIENCE
+    while True:
+        try:
+            engine.delete(f"/networks/{id}")
+            return
+        except EngineError as error:
+            if time.monotonic() > end:
+                hint = "remove what uses it, and repeat"
+                raise StackError(f"cannot be removed: {error.message}", place=f"network {name}", hint=hint) from None
+        time.sleep(_POLL)
+
+
+def _left(engine: Engine, stack: str) -> list[str]:
+    there = observe.observe(engine, stack)
+    return [*there.services, *there.networks, *there.configs, *there.secrets]
+
+
+def _await(what: str, patience: float, say: Say, left: Callable[[], list[str]]) -> None:
+    """Return when nothing is `left`. Raises StackError after `patience` seconds."""
+    begun = told = time.monotonic()
+    while waiting := left():
+        now = time.monotonic()
+        if now - begun > patience:
+            message = f"{what}: still there after {patience:.0f} s: {', '.join(waiting)}"
+            raise StackError(message, hint="repeat it; docker node ls shows nodes that hang")
+        if now - told > _SAY_EVERY:
+            told = now
+            say(f"waiting for {what}: {', '.join(waiting)}")
+        time.sleep(_POLL)

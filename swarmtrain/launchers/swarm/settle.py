@@ -1,0 +1,119 @@
+"""Waiting until a stack runs: what each service waits for in Swarm's own words, and when waiting is of no use.
+
+A task that no node can take at the moment is shown and then left to wait: a node may come back. A task that the node
+itself refuses (no such image, no such folder) again and again is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from swarmtrain.errors import StackError
+from swarmtrain.launchers.base import Say, TaskState
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import observe
+from swarmtrain.launchers.swarm.observe import Service, Task
+
+_POLL = 0.5
+_REMIND = 15.0
+# After these many seconds without any change, what is merely pending is left to itself; pulling an image may take long.
+_PENDING_PATIENCE = 20.0
+_START_PATIENCE = 1800.0
+# What a node says when it cannot start a container, how often it may, and what to do about it.
+_NO_FOLDER = "make the folder on every node, or mount a disk there that all nodes share"
+_HOPELESS = (
+    ("bind source path does not exist", 2, _NO_FOLDER),
+    ("source path not found", 2, _NO_FOLDER),
+    ("No such image", 2, "docker pull IMAGE on that node shows why; a registry without TLS must be in its engine's insecure-registries"),
+    ("executable file not found", 2, "the image needs python3 and swarmtrain in it: swarmtrain image build makes one from any base image"),
+)
+_OTHERWISE = (5, "docker service ps shows every attempt; docker events on that node shows more")
+
+
+@dataclass
+class _Watch:
+    """What was told already, and when something last changed."""
+
+    old: frozenset[str]
+    told: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
+    reminded: float = field(default_factory=time.monotonic)
+
+
+def known_tasks(engine: Engine, stack: str) -> frozenset[str]:
+    """Return the ids of the tasks that are there before anything is changed: their failures are not this deploy's."""
+    return frozenset(task.id for task in observe.tasks(engine, stack))
+
+
+def settle(engine: Engine, stack: str, old: frozenset[str], say: Say) -> None:
+    """Return when every service of `stack` runs, has run, or waits for a node that is not there.
+
+    Raises StackError, with the node's reason, for a service that cannot be started.
+    """
+    watch = _Watch(old)
+    hosts = observe.hosts(engine)
+    while True:
+        services = observe.services(engine, stack)
+        found = observe.tasks(engine, stack)
+        _raise_if_hopeless(stack, services, [task for task in found if task.id not in old], hosts)
+        states = [observe.task_state(service.name.removeprefix(f"{stack}_"), found, service, hosts) for service in services]
+        waiting = [state for state in states if not _settled(state)]
+        _tell(states, watch, say)
+        if not waiting or _patience_is_over(waiting, watch, say):
+            return
+        time.sleep(_POLL)
+
+
+def _settled(state: TaskState) -> bool:
+    # A container that ran and failed is the job's own affair: the notice board keeps the budget for that.
+    return state.state in ("running", "complete", "stopped", "failed") or state.reason.startswith("starts again after: task: non-zero exit")
+
+
+def _tell(states: list[TaskState], watch: _Watch, say: Say) -> None:
+    for state in states:
+        line = _line(state)
+        if watch.told.get(state.node) != line:
+            watch.told[state.node] = line
+            watch.moved = watch.reminded = time.monotonic()
+            say(line)
+
+
+def _line(state: TaskState) -> str:
+    where = f" on {state.host}" if state.host else ""
+    return f"{state.node}{where}: {state.state}{f', {state.reason}' if state.reason else ''}"
+
+
+def _patience_is_over(waiting: list[TaskState], watch: _Watch, say: Say) -> bool:
+    now = time.monotonic()
+    names = "; ".join(_line(state) for state in waiting)
+    pending = all(state.state in ("new", "allocated", "pending") for state in waiting)
+    if (pending and now - watch.moved > _PENDING_PATIENCE) or now - watch.began > _START_PATIENCE:
+        say(f"left waiting: {names}")
+        return True
+    if now - watch.reminded > _REMIND:
+        watch.reminded = now
+        say(f"still waiting for: {names}")
+    return False
+
+
+def _raise_if_hopeless(stack: str, services: list[Service], new: list[Task], hosts: dict[str, str]) -> None:
+    complaints = []
+    hints = []
+    for service in services:
+        refused = [task for task in new if task.service == service.id and _refused(task)]
+        if not refused:
+            continue
+        reason = refused[-1].reason
+        limit, hint = next(((limit, hint) for words, limit, hint in _HOPELESS if words.lower() in reason.lower()), _OTHERWISE)
+        if len(refused) >= limit:
+            complaints.append(f"{service.name.removeprefix(f'{stack}_')} on {hosts.get(refused[-1].node, 'no host')}: {reason}")
+            hints.append(hint)
+    if complaints:
+        raise StackError("cannot be started: " + "; ".join(complaints), place=f"run {stack}", hint=hints[0])
+
+
+def _refused(task: Task) -> bool:
+    """Tell a container that could not be started from one that ran and failed."""
+    return task.state == "rejected" or (task.state == "failed" and task.reason.startswith("starting container failed"))
