@@ -1,0 +1,21 @@
+"""The trainer: a library that training_code.py calls, in the order in which a page of it reads.
+
+    runtime     this rank's surroundings: config, world, device
+    data        token files, samples, their order
+    model       a decoder-only transformer
+    parallel    one mesh; tensor parallel within a replica, data parallel between them
+    optim       AdamW, groups, schedules, clipping
+    loop        train(): steps, held-out losses, checkpoints, leaving when asked
+    checkpoint, metrics, guard      what the loop uses
+"""
+
+from __future__ import annotations
+
+from swarmtrain.trainer import runtime
+from swarmtrain.trainer.data.samples import Samples
+from swarmtrain.trainer.loop import Result, train
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import parallelize
+
+__all__ = ["Optimizer", "Result", "Samples", "Transformer", "parallelize", "runtime", "train"]

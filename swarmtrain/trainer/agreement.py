@@ -1,0 +1,63 @@
+"""How ranks come to the same mind: small collectives over the CPU, and values that rank 0 decides for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from swarmtrain.errors import SwarmtrainError
+
+T = TypeVar("T")
+
+
+def barrier() -> None:
+    """Return when every rank has come here."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def totals(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the sums of `values` over the ranks of `group` (default: all), in float64."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, group=group)
+    return [float(value) for value in tensor]
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's `value`, by rank, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def by_first_rank(decide: Callable[[], T]) -> T:
+    """Run `decide` on rank 0 and return its value on every rank. A SwarmtrainError raised there is raised on every rank."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = decide()
+        except SwarmtrainError as error:
+            answer[1] = error.message, error.place, error.hint, type(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        message, place, hint, kind = answer[1]
+        raise kind(message, place=place, hint=hint)
+    value: T = answer[0]
+    return value
+
+
+def by_every_rank(act: Callable[[], T]) -> list[T]:
+    """Run `act` on every rank and return all values, by rank. A SwarmtrainError on any rank is raised on every rank."""
+    mine: tuple[T | None, Any] = (None, None)
+    try:
+        mine = act(), None
+    except SwarmtrainError as error:
+        mine = None, (error.message, error.place, error.hint, type(error))
+    answers = gather(mine)
+    for _, failure in answers:
+        if failure is not None:
+            message, place, hint, kind = failure
+            raise kind(message, place=place, hint=hint)
+    return [value for value, _ in answers]  # type: ignore[misc]  # a value of None is T's own None here

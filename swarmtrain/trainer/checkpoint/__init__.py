@@ -1,0 +1,185 @@
+"""Checkpoints: save and restore model and optimizer, whole or not at all, in any world's topology.
+
+    storage     tensor bytes, behind torch's distributed checkpoint
+    manifest    everything else, as JSON, with hashes
+    stage       written aside, moved in by rename; what stands in save_dir
+    fence       one world at a time can commit
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+import swarmtrain
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer import agreement
+from swarmtrain.trainer.checkpoint import fence, manifest, stage
+from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.storage import Reader, Writer
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    loss_before: float | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, as one world sees them. All methods are called by all ranks together."""
+
+    def __init__(self, here: Runtime, model: ParallelModel, optimizer: Optimizer, data: str, note: Note) -> None:
+        """Claim save_dir for this world. `data` is the training data's fingerprint; `note` is told of checkpoints that are passed over.
+
+        Raises CheckpointError if save_dir cannot be written.
+        """
+        self._here, self._model, self._optimizer, self._data, self._note = here, model, optimizer, data, note
+        self.save_dir = here.config.trainer.save_dir
+        self.saved: int | None = None
+        """Step of the newest checkpoint that this world has written or read."""
+        self.token = agreement.by_first_rank(self._claim)
+
+    def restore(self) -> tuple[Progress, Path | None]:
+        """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer.
+
+        Return how far it had come and where it is; a fresh Progress and None if there is none.
+        Raises CheckpointError if it belongs to another model or other data.
+        """
+        load_dir = self._here.config.trainer.load_dir
+        for folder in (self.save_dir, load_dir):
+            found = self._newest_valid(folder) if folder else None
+            if found:
+                path, content = found
+                progress = self._progress(path, content, foreign=folder is not self.save_dir)
+                self._load(path, content)
+                self._optimizer.set_step(content.step)
+                self.saved = content.step if folder is self.save_dir else None
+                return progress, path
+        return Progress(), None
+
+    def save(self, progress: Progress) -> tuple[Path, float]:
+        """Write a checkpoint into save_dir, which must be set. Return its path and the seconds that took.
+
+        Raises CheckpointError if it cannot be written, TrainingError if a newer world has taken over.
+        """
+        begun = time.monotonic()
+        save_dir = self.save_dir
+        if save_dir is None:
+            raise ValueError("save() without trainer.save_dir")
+        folder = agreement.by_first_rank(lambda: _told(save_dir, lambda: stage.begin(save_dir, progress.step, self.token)))
+        writer = Writer(folder, self._here.rank)
+        try:
+            dcp.save(self._tensors(), storage_writer=writer)
+        except CheckpointException as error:  # a BaseException, so nobody else would catch it
+            raise CheckpointError(_first_reason(error), place=f"config trainer.save_dir {save_dir}") from None
+        parts = agreement.gather(writer.files)
+        path = agreement.by_first_rank(lambda: _told(save_dir, lambda: self._commit(save_dir, folder, progress, writer, parts)))
+        self.saved = progress.step
+        return path, time.monotonic() - begun
+
+    def _claim(self) -> int:
+        if self.save_dir is None:
+            return 0
+        return fence.claim(self.save_dir, max((content.token for _, content in stage.newest_first(self.save_dir)), default=0))
+
+    def _commit(self, save_dir: Path, folder: Path, progress: Progress, writer: Writer, parts: list[dict[str, dict[str, object]]]) -> Path:
+        mesh, config = self._model.mesh, self._here.config
+        content = Manifest(
+            token=self.token,
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            loss_before=progress.loss_before,
+            data=self._data,
+            random={"seed": config.trainer.seed, "derived_from": ["seed", "step", "micro batch"]},
+            topology={"world_size": self._here.size, "data_parallel_size": mesh.data_size, "model_parallel_size": mesh.tensor_size},
+            files={name: file for part in parts for name, file in part.items()},
+            tensors=writer.tensors,
+            config=config.model_dump(mode="json"),
+            versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
+        )
+        path = stage.commit(save_dir, folder, content)
+        stage.prune(save_dir, config.trainer.keep_checkpoints, self.token)
+        return path
+
+    def _newest_valid(self, folder: Path) -> tuple[Path, Manifest] | None:
+        for path, text in agreement.by_first_rank(lambda: self._candidates(folder)):
+            content = Manifest.from_text(text, str(path))
+            mine = sorted(content.files)[self._here.rank :: self._here.size]
+            reasons = [reason for reason in agreement.gather(_reason(path, content, mine)) if reason]
+            if not reasons:
+                return path, content
+            self._note(f"passed over {path}: {reasons[0]}")
+        return None
+
+    def _candidates(self, folder: Path) -> list[tuple[Path, str]]:
+        for path, content in stage.known(folder):
+            if isinstance(content, CheckpointError):
+                self._note(f"passed over {path}: {content.message}")
+        return [(path, content.to_text()) for path, content in stage.newest_first(folder)]
+
+    def _progress(self, path: Path, content: Manifest, *, foreign: bool) -> Progress:
+        if content.data == self._data:
+            return Progress(content.step, content.consumed_samples, content.loss_before)
+        if foreign:
+            return Progress(content.step, 0, None)
+        raise CheckpointError("was trained on other data", place=str(path), hint="choose another trainer.save_dir, or bring the data back")
+
+    def _load(self, path: Path, content: Manifest) -> None:
+        tensors = self._tensors()
+        found = {name: tuple(entry["size"]) for name, entry in content.tensors.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if different := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
+            name = min(different, key=lambda name: (not name.startswith("model/"), name))
+            raise CheckpointError(
+                f"is of another model: {name} is {found.get(name, 'missing')} there and {wanted.get(name, 'missing')} here ({len(different)} differ)",
+                place=str(path),
+                hint="make transformer_architecture what it was, or choose another trainer.save_dir",
+            )
+        try:
+            dcp.load(tensors, storage_reader=Reader(path, content.tensors))
+        except CheckpointException as error:  # a BaseException, so nobody else would catch it
+            raise CheckpointError(_first_reason(error), place=str(path)) from None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all that is saved, as whole (distributed) tensors that share memory with what trains."""
+        shards = self._model.shards
+        whole = {f"model/{name}": shards.whole(name, parameter.detach()) for name, parameter in self._model.parameters.items()}
+        for key, tensor in self._optimizer.moments().items():
+            whole[f"optimizer/{key}"] = shards.whole(key.partition("/")[2], tensor)
+        return whole
+
+
+def _told(save_dir: Path, act: Callable[[], Path]) -> Path:
+    try:
+        return act()
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename}"
+        raise CheckpointError(reason, place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?") from None
+
+
+def _reason(path: Path, content: Manifest, names: list[str]) -> str | None:
+    try:
+        manifest.verify(path, content, names)
+    except CheckpointError as error:
+        return error.message
+    return None
+
+
+def _first_reason(error: CheckpointException) -> str:
+    rank, (reason, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {reason}"

@@ -1,0 +1,104 @@
+"""How a checkpoint comes to stand in save_dir: written aside, and moved in whole by one rename."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer.checkpoint import fence, manifest
+from swarmtrain.trainer.checkpoint.manifest import Manifest
+
+_SEEN_WITHIN = 10.0
+
+
+def path(save_dir: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` stands once it is whole."""
+    return save_dir / f"step-{step:08}"
+
+
+def begin(save_dir: Path, step: int, token: int) -> Path:
+    """Make and return an empty folder to write the checkpoint of `step` into. Raises OSError."""
+    folder = save_dir / f".step-{step:08}.world-{token}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(save_dir: Path, folder: Path, content: Manifest) -> Path:
+    """Turn `folder`, complete but for its manifest, into the checkpoint of its step, and return its new path.
+
+    Raises TrainingError if a newer world has taken over, CheckpointError if a part is not there, OSError.
+    """
+    _await_parts(folder, content)
+    with (folder / manifest.NAME).open("x") as file:
+        file.write(content.to_text())
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+    target = path(save_dir, content.step)
+    fence.check(save_dir, content.token)
+    if target.exists():
+        # An older world's, or torn: this world has come past it, so it is worth less than what replaces it.
+        remove(target)
+    folder.rename(target)
+    _sync(save_dir)
+    return target
+
+
+def known(save_dir: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
+    """Yield every checkpoint folder in `save_dir` with its manifest, or with what is wrong with that."""
+    for folder in sorted(save_dir.glob("step-*")) if save_dir.is_dir() else []:
+        try:
+            yield folder, manifest.read(folder)
+        except CheckpointError as error:
+            yield folder, error
+
+
+def newest_first(save_dir: Path) -> list[tuple[Path, Manifest]]:
+    """Return the checkpoints that have a sound manifest, by (token, step), newest first."""
+    sound = [(folder, content) for folder, content in known(save_dir) if isinstance(content, Manifest)]
+    return sorted(sound, key=lambda pair: (pair[1].token, pair[1].step), reverse=True)
+
+
+def prune(save_dir: Path, keep: int, token: int) -> None:
+    """Remove all but the `keep` newest checkpoints, and what worlds before `token` left half written."""
+    kept = {folder for folder, _ in newest_first(save_dir)[:keep]}
+    for folder in save_dir.glob("step-*"):
+        if folder not in kept:
+            remove(folder)
+    for folder in save_dir.glob(".step-*.world-*"):
+        if int(folder.name.rpartition("-")[2]) < token:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove the checkpoint `folder`; it is out of sight before its first file goes. Raises OSError."""
+    aside = folder.with_name(f".{folder.name}.removed-{time.time_ns()}")
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _await_parts(folder: Path, content: Manifest) -> None:
+    """A network disk may show another node's file late. Raises CheckpointError if it does not within seconds."""
+    deadline = time.monotonic() + _SEEN_WITHIN
+    for name, wanted in content.files.items():
+        while not (folder / name).is_file() or (folder / name).stat().st_size != wanted["size"]:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{name}, written by another node, is not to be seen here",
+                    place=f"config trainer.save_dir {folder.parent}",
+                    hint="save_dir must be a disk that all nodes share",
+                )
+            time.sleep(0.1)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

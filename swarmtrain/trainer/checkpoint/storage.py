@@ -1,0 +1,143 @@
+"""Storage for torch's distributed checkpoint: raw tensor bytes in one file a rank, everything else as JSON.
+
+torch's own file format keeps its metadata, and each tensor's frame, as pickles, which can run code when read. Here its
+planners divide and reshard as usual, but what they write and read goes through this writer and reader: nothing is
+pickled, nothing is unpickled, and entries that are not tensors are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from swarmtrain.errors import CheckpointError
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
+
+
+class Writer(StorageWriter):
+    """Writes this rank's part into `folder`. Afterwards `files` has its size and SHA-256, and on rank 0 `tensors` the index of all parts."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.name = f"part-{rank:05}.bin"
+        self.files: dict[str, dict[str, Any]] = {}
+        self.tensors: dict[str, Any] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        staged = [(item.index, _staged(planner.resolve_data(item), item.type)) for item in plan.items]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(staged) if staged else [])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for part in results for result in part}
+        self.tensors = {name: _describe(name, entry, places) for name, entry in metadata.state_dict_metadata.items()}
+
+    def _write(self, staged: list[tuple[MetadataIndex, Tensor]]) -> list[WriteResult]:
+        digest, offset, results = hashlib.sha256(), 0, []
+        with (self.folder / self.name).open("xb") as file:
+            for index, tensor in staged:
+                data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                file.write(data)
+                digest.update(data)
+                results.append(WriteResult(index, len(data), (self.name, offset)))
+                offset += len(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.files = {self.name: {"size": offset, "sha256": digest.hexdigest()}}
+        return results
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads tensors from the parts in `folder`, found through `tensors`, the index that a Writer made."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the index makes no sense."""
+        self.folder = folder
+        self._places: dict[MetadataIndex, tuple[str, int, torch.dtype, torch.Size]] = {}
+        entries = {}
+        try:
+            for name, entry in tensors.items():
+                dtype = _DTYPES[entry["dtype"]]
+                chunks = [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in entry["chunks"]]
+                entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
+                for chunk, place in zip(chunks, entry["chunks"], strict=True):
+                    self._places[MetadataIndex(name, chunk.offsets)] = (Path(place["file"]).name, int(place["offset"]), dtype, chunk.sizes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"its index makes no sense: {error!r}", place=str(folder)) from None
+        self._metadata = Metadata(entries)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._read(item))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem) -> Tensor:
+        name, offset, dtype, sizes = self._places[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+        data = bytearray(sizes.numel() * dtype.itemsize)
+        with (self.folder / name).open("rb") as file:
+            file.seek(offset)
+            if file.readinto(data) != len(data):
+                raise CheckpointError(f"{name} ends too early", place=str(self.folder))
+        tensor = torch.frombuffer(data, dtype=dtype).view(sizes)
+        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dimension, start, length)
+        return tensor
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _staged(data: Any, kind: WriteItemType) -> Tensor:
+    """Return `data` in memory of its own, ready to be written while training goes on."""
+    if kind is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
+        raise CheckpointError("holds something that is no tensor")
+    return data.detach().cpu().contiguous()
+
+
+def _describe(name: str, entry: Any, places: Mapping[MetadataIndex, tuple[str, int]]) -> dict[str, Any]:
+    chunks = []
+    for chunk in entry.chunks:
+        file, offset = places[MetadataIndex(name, chunk.offsets)]
+        chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset})
+    return {"dtype": str(entry.properties.dtype).removeprefix("torch."), "size": list(entry.size), "chunks": chunks}

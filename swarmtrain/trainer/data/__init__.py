@@ -1,0 +1,1 @@
+"""Token files, samples, and the order in which they come."""

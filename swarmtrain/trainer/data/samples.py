@@ -1,0 +1,101 @@
+"""Samples: windows of `sequence_length` tokens and the same shifted by one, over one or several token files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data import order
+from swarmtrain.trainer.data.memory_map import MemoryMap, Tokens
+from swarmtrain.trainer.data.order import Ids
+from swarmtrain.trainer.model.transformer import IGNORE
+
+_PROBE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: ids of its samples in order, and how many tokens of it count in the loss."""
+
+    ids: Ids
+    tokens: int
+
+    def dealt(self, shares: Sequence[int], replica: int, micro_batch: int) -> list[tuple[int, Ids]]:
+        """Return the micro batches of `replica`, with their numbers in the whole step. Empty if it gets none."""
+        first = sum(shares[:replica])
+        return [(number, self.ids[number * micro_batch : (number + 1) * micro_batch]) for number in range(first, first + shares[replica])]
+
+
+class Samples:
+    """Token files as a list of samples. The last window of each file may be short; it is filled up with IGNORE."""
+
+    def __init__(self, prefixes: Sequence[Path], sequence_length: int, vocab_size: int, seed: int) -> None:
+        """Open the files. Raises TrainingError if there is none, or one has no sample."""
+        if not prefixes:
+            raise TrainingError("names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files")
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.maps = [MemoryMap(prefix) for prefix in prefixes]
+        lengths = [max(0, len(part.tokens) - 1) for part in self.maps]
+        if 0 in lengths:
+            raise TrainingError(f"{prefixes[lengths.index(0)]}: has fewer than two tokens", place="config data")
+        self._targets = lengths
+        self._ends = np.cumsum([-(-length // sequence_length) for length in lengths])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def batch(self, position: int, count: int) -> Batch:
+        """Return the batch of `count` samples from global `position` on."""
+        ids = order.samples(position, count, len(self), self.seed)
+        return Batch(ids, sum(self._valid(int(sample)) for sample in ids))
+
+    def load(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the samples `ids`: two int64 tensors (samples, sequence_length).
+
+        Raises TrainingError for a token outside the vocabulary.
+        """
+        inputs = np.zeros((len(ids), self.sequence_length), dtype=np.int64)
+        targets = np.full((len(ids), self.sequence_length), IGNORE, dtype=np.int64)
+        for row, sample in enumerate(ids):
+            window = self._window(int(sample))
+            inputs[row, : len(window) - 1] = window[:-1]
+            targets[row, : len(window) - 1] = window[1:]
+        if inputs.size and max(inputs.max(), targets.max()) >= self.vocab_size:
+            raise TrainingError(f"token {max(inputs.max(), targets.max())} in the data", place="config transformer_architecture.vocab_size", hint=f"{self.vocab_size} is too small")
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of one sample in which nothing counts."""
+        shape = (1, self.sequence_length)
+        return torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of sizes and of the first and last MiB of each file: enough to tell that two nodes or two runs read other data."""
+        digest = hashlib.sha256(str(self.sequence_length).encode())
+        for part in self.maps:
+            digest.update(f"{part.tokens.dtype} {len(part.tokens)}".encode())
+            digest.update(part.tokens[:_PROBE].tobytes())
+            digest.update(part.tokens[-_PROBE:].tobytes())
+        return digest.hexdigest()[:16]
+
+    def _place(self, sample: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self._ends, sample, side="right"))
+        return part, (sample - (int(self._ends[part - 1]) if part else 0)) * self.sequence_length
+
+    def _valid(self, sample: int) -> int:
+        part, start = self._place(sample)
+        return min(self.sequence_length, self._targets[part] - start)
+
+    def _window(self, sample: int) -> Tokens:
+        part, start = self._place(sample)
+        return self.maps[part].tokens[start : start + self.sequence_length + 1]

@@ -1,0 +1,69 @@
+"""The stop flag, and patience with peers.
+
+SIGTERM asks a rank to leave, and it leaves only when all ranks have agreed on the step. The handler must do nothing but set a flag, since it runs between any two lines of the training loop. Ranks see the
+signal up to seconds apart, so the flag goes into the sums that ranks exchange anyway (loop.py).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from swarmtrain.trainer.runtime import set_patience
+
+_STEPS = 3
+_LEAST, _MOST = 10.0, 25.0
+
+
+class StopFlag:
+    """While entered, SIGTERM sets `raised` and does nothing else."""
+
+    def __init__(self) -> None:
+        self.raised = False
+        self._before: Any = signal.SIG_DFL
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, self._raise)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self.raised = True
+
+
+class Patience:
+    """How long a collective waits for a peer: half an hour at first, some steps' worth once it is known how long a step takes.
+
+    A killed peer is noticed at once, a stopped one only when this runs out. It stays below the 30 s after which torchrun
+    kills ranks that were asked to leave, since a rank that waits cannot see SIGTERM.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self._steps: list[float] = []
+        self._seconds: float | None = None
+
+    def step_took(self, seconds: float) -> None:
+        """Note the duration of a step; the third one settles the patience."""
+        if self._seconds is None:
+            self._steps.append(seconds)
+            if len(self._steps) == _STEPS:
+                median = sorted(self._steps)[_STEPS // 2]
+                # Ranks may settle on different values: each waits for its own.
+                self._seconds = min(max(_LEAST, 20 * median), max(_MOST, 5 * median))
+                set_patience(self._seconds, self._groups)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Wait for peers without hurry in the body, in which one may write to a slow disk."""
+        set_patience(None, self._groups)
+        yield
+        if self._seconds is not None:
+            set_patience(self._seconds, self._groups)

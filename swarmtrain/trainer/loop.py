@@ -1,0 +1,103 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import agreement
+from swarmtrain.trainer.checkpoint import Checkpoints, Progress
+from swarmtrain.trainer.data.samples import Samples
+from swarmtrain.trainer.guard import Patience, StopFlag
+from swarmtrain.trainer.metrics import Report
+from swarmtrain.trainer.metrics.files import AuditFile
+from swarmtrain.trainer.metrics.profile import Profile
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.trainer.step import asked_to_leave, held_out_loss, make_step
+from swarmtrain.wire import EXIT_PLANNED
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a finished run ended: held-out losses in nats per token, None without held-out data."""
+
+    step: int
+    loss_before: float | None
+    loss_after: float | None
+
+
+def train(
+    here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, held_out: Samples | None, facts: Mapping[str, Any] | None = None
+) -> Result:
+    """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
+
+    `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM), all save
+    the same step and raise SystemExit(EXIT_PLANNED).
+    Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
+    """
+    config, last = here.config.trainer, here.config.trainer.train_iterations
+    with Report(here) as report, StopFlag() as stop:
+        _check_same_data(here, data, held_out)
+        checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
+        progress, path = checkpoints.restore()
+        report.begins(progress.step, path)
+        patience, profile = Patience(model.mesh.groups), Profile(here)
+        audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
+        loss = None
+        if asked_to_leave(stop):
+            _leave(checkpoints, progress, report, patience)
+        while True:
+            done = progress.step >= last
+            if done or _due(progress.step, config.save_interval):
+                _save(checkpoints, progress, report, patience)
+            if held_out and (done or progress.loss_before is None or _due(progress.step, config.eval_interval)):
+                loss = held_out_loss(here, model, held_out, None if done else stop)
+                if loss is None:
+                    _leave(checkpoints, progress, report, patience)
+                report.evaluated(progress.step, loss)
+                progress = replace(progress, loss_before=loss if progress.loss_before is None else progress.loss_before)
+            if done:
+                break
+            profile.before_step()
+            begun = time.monotonic()
+            made = make_step(here, model, optimizer, data, progress.consumed_samples, progress.step + 1, stop)
+            patience.step_took(time.monotonic() - begun)
+            profile.after_step()
+            progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
+            audit.write(made.number, made.samples, made.loss)
+            report.step(made.number, made.tokens, made.loss, made.gradient_norm, made.learning_rate)
+            if made.asked_to_leave and made.number < last:
+                _leave(checkpoints, progress, report, patience)
+        report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **(facts or {})})
+        return Result(progress.step, progress.loss_before, loss)
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return step > 0 and interval is not None and step % interval == 0
+
+
+def _save(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> None:
+    if checkpoints.save_dir is None or checkpoints.saved == progress.step:
+        return
+    with patience.suspended():
+        path, seconds = checkpoints.save(progress)
+    report.saved(progress.step, path, seconds)
+
+
+def _leave(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> NoReturn:
+    if progress.step:
+        _save(checkpoints, progress, report, patience)
+    report.leaves(progress.step)
+    raise SystemExit(EXIT_PLANNED)
+
+
+def _check_same_data(here: Runtime, data: Samples, held_out: Samples | None) -> None:
+    prints = agreement.gather((here.node, data.fingerprint, held_out.fingerprint if held_out else ""))
+    for node, *others in prints:
+        if others != list(prints[0][1:]):
+            raise TrainingError(f"{node} has other data than {prints[0][0]}", place="config data", hint="prepare it from the same source on every node")

@@ -1,0 +1,116 @@
+"""What rank 0 tells the world: log lines, events on the notice board, metrics.jsonl, W&B. On other ranks all of it is silent."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from swarmtrain import wire
+from swarmtrain.trainer.metrics.board import Poster
+from swarmtrain.trainer.metrics.files import MetricsFile
+from swarmtrain.trainer.metrics.speed import Speed
+from swarmtrain.trainer.metrics.wandb_run import WandbRun
+from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.wire import Event
+
+LOG = logging.getLogger("swarmtrain")
+_FLUSH = 10.0
+
+
+class Report:
+    """One world's report. Use it as a context manager, so that what must not be lost is sent before the process ends."""
+
+    def __init__(self, here: Runtime) -> None:
+        self._here = here
+        self._steps = here.config.trainer.train_iterations
+        self._poster = Poster(here.board) if here.first and here.board else None
+        self._sinks: list[MetricsFile | WandbRun] = []
+        self._speed = Speed()
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._sinks:
+            sink.close()
+        if self._poster:
+            self._poster.close(_FLUSH)
+
+    def begins(self, step: int, path: Path | None) -> None:
+        """Training goes on after `step`, from the checkpoint at `path` (None: from nothing). Raises TrainingError if a sink cannot be opened."""
+        if not self._here.first:
+            return
+        if path:
+            LOG.info("goes on after step %d, from %s", step, path)
+            self._post(wire.RESUMED, step=step, path=str(path))
+        config = self._here.config
+        folder = config.logger.log_dir or config.trainer.save_dir
+        if folder:
+            self._sinks.append(MetricsFile(folder, step))
+        if config.logger.use_wandb:
+            self._sinks.append(WandbRun(self._here, folder or Path.cwd()))
+        self._speed = Speed()
+
+    def step(self, step: int, tokens: int, loss: float, gradient_norm: float, learning_rate: float) -> None:
+        """An optimizer step is done."""
+        if not self._here.first:
+            return
+        self._speed.step(tokens)
+        speed, eta = self._speed.tokens_per_second, self._speed.eta(self._steps - step)
+        values = {"loss": loss, "learning_rate": learning_rate, "tokens_per_second": round(speed, 1)}
+        self._write({"step": step, **values, "gradient_norm": gradient_norm})
+        if self._poster:
+            self._poster.progress(Event(wire.PROGRESS, {"step": step, "steps": self._steps, **values, "eta_seconds": round(eta, 1)}))
+        if step % self._here.config.logger.log_interval == 0 or step == self._steps:
+            LOG.info(
+                "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  eta %s",
+                len(str(self._steps)),
+                step,
+                self._steps,
+                loss,
+                learning_rate,
+                gradient_norm,
+                f"{speed:,.0f}",
+                timedelta(seconds=round(eta)),
+            )
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss after `step` has been measured, in nats per token."""
+        if self._here.first:
+            LOG.info("step %*d/%d  held-out loss %.4f", len(str(self._steps)), step, self._steps, loss)
+            self._write({"step": step, "held_out_loss": loss})
+            self._post(wire.EVALUATION, step=step, loss=loss)
+
+    def saved(self, step: int, path: Path, seconds: float) -> None:
+        """A checkpoint stands at `path`."""
+        if self._here.first:
+            LOG.info("step %*d/%d  saved %s in %.2f s", len(str(self._steps)), step, self._steps, path, seconds)
+            self._post(wire.CHECKPOINT, step=step, path=str(path), seconds=round(seconds, 3))
+
+    def note(self, message: str) -> None:
+        """Something that a person should know."""
+        if self._here.first:
+            LOG.warning("%s", message)
+            self._post(wire.NOTE, node=self._here.node, message=message)
+
+    def leaves(self, step: int) -> None:
+        """All ranks leave after `step`, as they were asked to."""
+        if self._here.first:
+            LOG.info("asked to leave: stops after step %d", step)
+
+    def finished(self, step: int, values: dict[str, Any]) -> None:
+        """The last step is done and saved."""
+        self._post(wire.FINISHED, step=step, **values)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            if isinstance(sink, MetricsFile):
+                sink.write(values)
+            else:
+                sink.log(values)
+
+    def _post(self, kind: str, **data: Any) -> None:
+        if self._poster:
+            self._poster.post(Event(kind, data))

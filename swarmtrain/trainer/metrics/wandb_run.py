@@ -1,0 +1,92 @@
+"""Weights & Biases, behind logger.use_wandb. Its service being away never stops training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.config import Config
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.runtime import Runtime
+
+LOG = logging.getLogger("swarmtrain")
+SECRET = "WANDB_API_KEY"
+_PATIENCE = 30
+
+
+class WandbRun:
+    """One run at W&B, the same over every restart."""
+
+    def __init__(self, here: Runtime, folder: Path) -> None:
+        """Start it, or take it up again; its files are kept in `folder`.
+
+        Raises TrainingError if wandb is not installed, or if it is to be online and has no key.
+        """
+        try:
+            import wandb
+        except ImportError:
+            raise TrainingError("wandb is not installed", place="config logger.use_wandb", hint="pip install wandb, in the image too") from None
+        key = here.secret(SECRET)
+        offline = here.config.logger.wandb_offline or os.environ.get("WANDB_MODE") == "offline"
+        if not offline and not key:
+            raise TrainingError(
+                "has no key", place="config logger.use_wandb", hint=f"runner.secrets: {{{SECRET}: path/of/a/file}}, or logger.wandb_offline: true"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = None
+        for mode in ["offline"] if offline else ["online", "offline"]:
+            try:
+                self._run = wandb.init(mode=mode, **_options(wandb, here, folder, key if mode == "online" else None))
+                self._run.define_metric("*", step_metric="step")
+                return
+            except Exception as error:  # whatever its client raises: a service that is away must not stop training
+                LOG.warning("wandb %s: %s", mode, str(error).replace(key, "***") if key else error)
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Report `values`, one of which is `step`."""
+        self._try("log", values)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._try("finish")
+
+    def _try(self, method: str, *arguments: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            getattr(self._run, method)(*arguments)
+        except Exception as error:  # as above
+            LOG.warning("wandb gives up: %s", error)
+            self._run = None
+
+
+def _options(wandb: Any, here: Runtime, folder: Path, key: str | None) -> dict[str, Any]:
+    logger = here.config.logger
+    return {
+        "project": logger.wandb_project,
+        "entity": logger.wandb_team,
+        "group": logger.wandb_group,
+        "name": here.run,
+        "id": _id(here.config, here.run, folder),
+        "resume": "allow",
+        "dir": str(folder),
+        "config": here.config.model_dump(mode="json"),
+        "settings": wandb.Settings(
+            api_key=key, base_url=logger.wandb_host, init_timeout=_PATIENCE, console="off", silent=True, disable_git=True, disable_code=True
+        ),
+    }
+
+
+def _id(config: Config, run: str, folder: Path) -> str:
+    """Return the run's id, made at its first start and kept beside its checkpoints."""
+    path = (config.trainer.save_dir or folder) / "wandb-id"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        name = f"{re.sub(r'[^A-Za-z0-9-]+', '-', run)[:40]}-{secrets.token_hex(4)}"
+        path.write_text(name + "\n")
+        return name

@@ -1,0 +1,65 @@
+"""Training groups: which parameter is trained how. Every parameter is in exactly one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swarmtrain.config import Config
+from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.config.training_groups import TrainingGroupConfig
+from swarmtrain.errors import TrainingError
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters, by name, that share weight decay and schedule."""
+
+    name: str
+    parameters: tuple[str, ...]
+    weight_decay: float
+    schedule: LearningRateSchedulerConfig
+
+
+def divide(names: Sequence[str], config: Config) -> list[Group]:
+    """Divide the parameters `names` into the config's groups; without any, into one of all with a group's default weight decay.
+
+    Raises TrainingError for a group that matches nothing, and for parameters in several groups or in none, naming them.
+    """
+    wanted = config.training_groups or (TrainingGroupConfig(group_name="all"),)
+    groups = [
+        Group(
+            group.group_name,
+            tuple(name for name in names if _matches(group, name)),
+            group.weight_decay,
+            group.learning_rate_scheduler or config.learning_rate_scheduler,
+        )
+        for group in wanted
+    ]
+    owners = {name: [group.name for group in groups if name in group.parameters] for name in names}
+    if empty := [group.name for group in groups if not group.parameters]:
+        raise _wrong(f"no parameter is in {_list(empty)}", names)
+    if shared := {name: inside for name, inside in owners.items() if len(inside) > 1}:
+        name, inside = next(iter(shared.items()))
+        raise _wrong(f"{_list(shared)}: in more than one group ({name} in {' and '.join(inside)})", names)
+    if lost := [name for name, inside in owners.items() if not inside]:
+        raise _wrong(f"{_list(lost)}: in no group", names)
+    return groups
+
+
+def _matches(group: TrainingGroupConfig, name: str) -> bool:
+    included = group.parameters_include is None or any(re.search(pattern, name) for pattern in group.parameters_include)
+    return included and not any(re.search(pattern, name) for pattern in group.parameters_exclude)
+
+
+def _list(names: Iterable[str]) -> str:
+    names = list(names)
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _wrong(message: str, names: Sequence[str]) -> TrainingError:
+    return TrainingError(message, place="config training_groups", hint=f"parameters are named like {_list(names)}")

@@ -1,0 +1,51 @@
+"""The one DeviceMesh: who shares layers with whom (tensor), and who holds the same parameters (data)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks as a rectangle, data x tensor, tensor innermost so that neighbours share layers."""
+
+    device_mesh: DeviceMesh
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    tensor_size: int
+    shares: tuple[int, ...]
+    """Micro batches that each replica takes in a step."""
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same parameters as this one."""
+        return self.device_mesh.get_group("data")
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """Ranks that share this rank's layers."""
+        return self.device_mesh.get_group("tensor")
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """All process groups in use."""
+        return dist.distributed_c10d._get_default_group(), self.data_group, self.tensor_group
+
+
+def build(here: Runtime) -> Mesh:
+    """Return the mesh of this world. Raises TrainingError if the world's size does not fit the topology."""
+    topology = here.config.topology
+    try:
+        shares = topology.deal(here.size)
+    except ValueError as error:
+        raise TrainingError(str(error), place="config topology", hint="add or remove ranks until it is") from None
+    shape = (len(shares), topology.tensor)
+    device_mesh = init_device_mesh(here.device.type, shape, mesh_dim_names=("data", "tensor"))
+    return Mesh(device_mesh, device_mesh.get_local_rank("data"), shape[0], device_mesh.get_local_rank("tensor"), shape[1], shares)

@@ -1,0 +1,202 @@
+"""A rank's surroundings: its config, place in the world, device, process group, seeds.
+
+    with runtime.start(config) as here:
+        with here.local_first():
+            ...                     one rank of each node first, then the others
+
+Works under torchrun and its elastic agent, and alone: without torchrun's environment the world is this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from swarmtrain.config import Config
+from swarmtrain.config.load import load
+from swarmtrain.errors import SwarmtrainError, TrainingError
+from swarmtrain.trainer import agreement
+
+LOG = logging.getLogger("swarmtrain")
+_PATIENCE = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank knows of its surroundings."""
+
+    config: Config
+    rank: int
+    size: int
+    """Ranks in the world."""
+    local_rank: int
+    device: torch.device
+    run: str
+    """Name of the run."""
+    node: str
+    board: str | None
+    """host:port of the notice board, if there is one."""
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Name of a secret to the path of its file."""
+
+    @property
+    def first(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    @contextmanager
+    def local_first(self) -> Iterator[None]:
+        """Run the body on local rank 0 of each node, then on the others: the first prepares, the others find it done."""
+        if self.local_rank:
+            agreement.barrier()
+        yield
+        if not self.local_rank:
+            agreement.barrier()
+
+    def secret(self, name: str) -> str | None:
+        """Return the secret `name`, or None if this run has none of that name. Raises TrainingError if its file is unreadable."""
+        if name not in self.secrets:
+            return None
+        try:
+            return Path(self.secrets[name]).read_text().strip()
+        except OSError as error:
+            raise TrainingError(f"{error.filename}: {error.strerror}", place=f"secret {name}") from None
+
+
+def read_config(argv: Sequence[str]) -> Config:
+    """Return the config of this run: the launcher's (SWARMTRAIN_CONFIG) if it left one, else the YAML file `argv[0]`,
+    changed by `argv[1:]`, each `-o` or `key.path=value`.
+
+    Raises SwarmtrainError if there is none, ConfigError if it is wrong.
+    """
+    path = os.environ.get("SWARMTRAIN_CONFIG")
+    if path:
+        return Config.from_json(Path(path).read_text())
+    if not argv:
+        raise SwarmtrainError("no config", hint="name one: python training_code.py examples/quickstart.yml")
+    return load(argv[0], [argument for argument in argv[1:] if argument != "-o"])
+
+
+@contextmanager
+def start(config: Config) -> Iterator[Runtime]:
+    """Join the world that the environment describes, and leave it at the end.
+
+    Raises TrainingError if the world's size does not fit the config's topology.
+    """
+    environ = os.environ
+    rank, size, local_rank = (int(environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    _log(config, rank)
+    device = _device(local_rank)
+    _be_deterministic(device)
+    here = Runtime(
+        config,
+        rank,
+        size,
+        local_rank,
+        device,
+        run=environ.get("SWARMTRAIN_RUN", "local"),
+        node=environ.get("SWARMTRAIN_NODE", "node0"),
+        board=environ.get("SWARMTRAIN_BOARD") or None,
+        secrets=json.loads(environ.get("SWARMTRAIN_SECRETS") or "{}"),
+    )
+    _join(here)
+    try:
+        yield here
+    except SystemExit:
+        dist.destroy_process_group()
+        raise
+    # After any other exception the process dies with its sockets: taking the group down in order could wait for a dead peer.
+    dist.destroy_process_group()
+
+
+def seed(*parts: object) -> None:
+    """Seed every generator of random numbers from `parts`: the same parts, the same numbers, whatever came before."""
+    value = derived_seed(*parts)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+def derived_seed(*parts: object) -> int:
+    """Return a number below 2^63 that is a hash of `parts`."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def set_patience(seconds: float | None, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Set how long a collective of `groups` may wait for a peer before it raises. None: half an hour."""
+    timeout = _PATIENCE if seconds is None else timedelta(seconds=seconds)
+    for group in groups:
+        # torch has no public call for this; without it a stopped peer is noticed after 30 minutes.
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _join(here: Runtime) -> None:
+    backend = "cpu:gloo,cuda:nccl" if here.device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    dist.init_process_group(backend, store=_store(here), rank=here.rank, world_size=here.size, timeout=_PATIENCE)
+
+
+def _store(here: Runtime) -> dist.Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: dist.Store = dist.TCPStore(address, port, here.size, is_master=here.first and not agents_own, timeout=_PATIENCE)
+    if agents_own and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # torchrun --standalone and static rendezvous keep one store over all attempts, in which the keys of the last
+        # attempt would be found. With a single agent its restart count tells attempts apart; with several it differs.
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise TrainingError(
+            f"local rank {local_rank}, but this node shows {torch.cuda.device_count()} GPUs", hint="runner.hosts: give it as many slots as GPUs"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _be_deterministic(device: torch.device) -> None:
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module property unknown to its stub
+
+
+def _log(config: Config, rank: int) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    LOG.handlers[:] = [handler]
+    LOG.propagate = False
+    LOG.setLevel(config.logger.log_level.upper() if rank == 0 else logging.WARNING)
+    sys.excepthook = _brief
+
+
+def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, SwarmtrainError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(f"error: {error}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)

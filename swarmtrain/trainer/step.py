@@ -1,0 +1,109 @@
+"""One optimizer step, and one held-out loss: the passes of this rank's micro batches, and what ranks exchange about them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import agreement
+from swarmtrain.trainer.data.order import Ids
+from swarmtrain.trainer.data.samples import Samples
+from swarmtrain.trainer.guard import StopFlag
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime, seed
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step has come to, the same on every rank but for `samples`."""
+
+    number: int
+    """The first is 1."""
+    samples: tuple[int, ...]
+    """Ids of the samples that this rank's replica had."""
+    tokens: int
+    """Tokens that counted, all replicas together."""
+    loss: float
+    """Mean over these tokens, in nats."""
+    gradient_norm: float
+    learning_rate: float
+    asked_to_leave: bool
+    """True if any rank has been."""
+
+
+def make_step(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, position: int, number: int, stop: StopFlag) -> Step:
+    """Make optimizer step `number` with the global batch that begins at `position`.
+
+    Raises TrainingError if the loss is no longer a number.
+    """
+    topology, mesh = here.config.topology, model.mesh
+    batch = data.batch(position, topology.global_batch)
+    mine = batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch)
+    summed = torch.zeros((), dtype=torch.float64, device=here.device)
+    # A replica without a micro batch makes one empty pass: it has nothing to add, but the others' sums need its part.
+    for left, (micro, ids) in reversed(list(enumerate(reversed(mine or [(0, None)])))):
+        seed(here.config.trainer.seed, number, micro)
+        with model.replicated.no_sync() if left else nullcontext():
+            loss = _loss(here, model.replicated, data, ids)
+            (loss / batch.tokens).backward()
+        summed += loss.detach()
+    gradient_norm, learning_rate = optimizer.step(number)
+    loss_sum, asked = _exchange(model, [float(summed)], stop)
+    mean = loss_sum[0] / batch.tokens
+    if not mean < float("inf"):
+        raise TrainingError(
+            f"the loss of step {number} is {mean}", hint="lower learning_rate_scheduler.learning_rate; the newest checkpoint is from before this"
+        )
+    samples = tuple(int(sample) for _, ids in mine for sample in ids)
+    return Step(number, samples, batch.tokens, mean, gradient_norm, learning_rate, asked)
+
+
+@torch.no_grad()
+def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: StopFlag | None) -> float | None:
+    """Return the mean loss, in nats per token, over the first `eval_iterations` global batches of `data`.
+
+    None if `stop` is given and any rank has been asked to leave meanwhile.
+    """
+    topology, mesh = here.config.topology, model.mesh
+    loss, tokens = 0.0, 0
+    count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
+    for position in range(0, count, topology.global_batch):
+        batch = data.batch(position, topology.global_batch)
+        summed = torch.zeros((), dtype=torch.float64, device=here.device)
+        for _, ids in batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch):
+            summed += _loss(here, model.local, data, ids)
+        sums, asked = _exchange(model, [float(summed)], stop)
+        if asked:
+            return None
+        loss, tokens = loss + sums[0], tokens + batch.tokens
+    return loss / tokens
+
+
+def asked_to_leave(stop: StopFlag) -> bool:
+    """Return, on every rank alike, whether any rank has been asked to leave."""
+    return agreement.totals([stop.raised])[0] > 0
+
+
+def _exchange(model: ParallelModel, values: list[float], stop: StopFlag | None) -> tuple[list[float], bool]:
+    """Return the sums of `values` over replicas, and whether any rank has been asked to leave."""
+    counts = model.mesh.tensor_rank == 0  # ranks that share layers have the same loss
+    *sums, asked = agreement.totals([*(value * counts for value in values), bool(stop and stop.raised)])
+    return sums, asked > 0
+
+
+def _loss(here: Runtime, model: torch.nn.Module, data: Samples, ids: Ids | None) -> Tensor:
+    inputs, targets = data.empty() if ids is None else data.load(ids)
+    with _autocast(here):
+        loss: Tensor = model(inputs.to(here.device, non_blocking=True), targets.to(here.device, non_blocking=True))
+    return loss
+
+
+def _autocast(here: Runtime) -> AbstractContextManager[object]:
+    enabled = here.config.transformer_architecture.precision is Precision.bfloat16
+    return torch.autocast(here.device.type, torch.bfloat16, enabled=enabled)
