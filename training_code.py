@@ -1,8 +1,8 @@
 """What is trained. torchrun starts this file once a rank; yours to edit.
 
-    swarmtrain deploy examples/quickstart.yml                   on a Docker Swarm
-    python training_code.py examples/quickstart.yml             here, in one process
-    torchrun --nproc-per-node 2 training_code.py examples/quickstart.yml
+swarmtrain deploy examples/quickstart.yml                   on a Docker Swarm
+python training_code.py examples/quickstart.yml             here, in one process
+torchrun --nproc-per-node 2 training_code.py examples/quickstart.yml
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def main() -> None:
         held_out = Samples(config.data.validation_data_prefixes, shape.sequence_length, shape.vocab_size, seed)
         model = parallelize(Transformer(shape, seed), here)
         optimizer = Optimizer(model, config)
-        result = train(here, model, optimizer, data, held_out, facts)
+        result = train(here, model, optimizer, data, held_out, facts=facts)
         if here.first:
             baseline = f"; a byte-bigram table: {facts['baseline']:.2f}" if facts else ""
-            print(f"held-out loss {result.loss_before:.2f} → {result.loss_after:.2f} nats per byte{baseline}", flush=True)
+            print(f"held-out loss {result.loss_before:.2f} → {result.loss_after:.2f} nats per byte{baseline}", flush=True)  # noqa: T201  # the one line a person waits for
 
 
 if __name__ == "__main__":

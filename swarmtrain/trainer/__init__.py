@@ -1,12 +1,12 @@
 """The trainer: a library that training_code.py calls, in the order in which a page of it reads.
 
-    runtime     this rank's surroundings: config, world, device
-    data        token files, samples, their order
-    model       a decoder-only transformer
-    parallel    one mesh; tensor parallel within a replica, data parallel between them
-    optim       AdamW, groups, schedules, clipping
-    loop        train(): steps, held-out losses, checkpoints, leaving when asked
-    checkpoint, metrics, guard      what the loop uses
+runtime     this rank's surroundings: config, world, device
+data        token files, samples, their order
+model       a decoder-only transformer
+parallel    one mesh; tensor parallel within a replica, data parallel between them
+optim       AdamW, groups, schedules, clipping
+loop        train(): steps, held-out losses, checkpoints, leaving when asked
+checkpoint, metrics, guard      what the loop uses
 """
 
 from __future__ import annotations

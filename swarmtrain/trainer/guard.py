@@ -1,7 +1,8 @@
 """The stop flag, and patience with peers.
 
-SIGTERM asks a rank to leave, and it leaves only when all ranks have agreed on the step. The handler must do nothing but set a flag, since it runs between any two lines of the training loop. Ranks see the
-signal up to seconds apart, so the flag goes into the sums that ranks exchange anyway (loop.py).
+SIGTERM asks a rank to leave, and it leaves only when all ranks have agreed on the step. The handler must do nothing but
+set a flag, since it runs between any two lines of the training loop. Ranks see the signal up to seconds apart, so the
+flag goes into the sums that ranks exchange anyway (step.py).
 """
 
 from __future__ import annotations

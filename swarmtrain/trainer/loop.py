@@ -32,7 +32,7 @@ class Result:
 
 
 def train(
-    here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, held_out: Samples | None, facts: Mapping[str, Any] | None = None
+    here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, held_out: Samples | None, *, facts: Mapping[str, Any]
 ) -> Result:
     """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
 
@@ -65,7 +65,7 @@ def train(
                 break
             profile.before_step()
             begun = time.monotonic()
-            made = make_step(here, model, optimizer, data, progress.consumed_samples, progress.step + 1, stop)
+            made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
             patience.step_took(time.monotonic() - begun)
             profile.after_step()
             progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
@@ -73,7 +73,7 @@ def train(
             report.step(made.number, made.tokens, made.loss, made.gradient_norm, made.learning_rate)
             if made.asked_to_leave and made.number < last:
                 _leave(checkpoints, progress, report, patience)
-        report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **(facts or {})})
+        report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})
         return Result(progress.step, progress.loss_before, loss)
 
 
@@ -100,4 +100,6 @@ def _check_same_data(here: Runtime, data: Samples, held_out: Samples | None) -> 
     prints = agreement.gather((here.node, data.fingerprint, held_out.fingerprint if held_out else ""))
     for node, *others in prints:
         if others != list(prints[0][1:]):
-            raise TrainingError(f"{node} has other data than {prints[0][0]}", place="config data", hint="prepare it from the same source on every node")
+            raise TrainingError(
+                f"{node} has other data than {prints[0][0]}", place="config data", hint="prepare it from the same source on every node"
+            )

@@ -170,7 +170,8 @@ def _device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise TrainingError(
-            f"local rank {local_rank}, but this node shows {torch.cuda.device_count()} GPUs", hint="runner.hosts: give it as many slots as GPUs"
+            f"local rank {local_rank}, but this node shows {torch.cuda.device_count()} GPUs",
+            hint="runner.hosts: give it as many slots as GPUs",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -197,6 +198,4 @@ def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType
     if not isinstance(error, SwarmtrainError):
         sys.__excepthook__(kind, error, trace)
         return
-    print(f"error: {error}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+    sys.stderr.write(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -37,7 +38,9 @@ class Step:
     """True if any rank has been."""
 
 
-def make_step(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, position: int, number: int, stop: StopFlag) -> Step:
+def make_step(
+    here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, *, position: int, number: int, stop: StopFlag
+) -> Step:
     """Make optimizer step `number` with the global batch that begins at `position`.
 
     Raises TrainingError if the loss is no longer a number.
@@ -47,19 +50,19 @@ def make_step(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: S
     mine = batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch)
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     # A replica without a micro batch makes one empty pass: it has nothing to add, but the others' sums need its part.
-    for left, (micro, ids) in reversed(list(enumerate(reversed(mine or [(0, None)])))):
+    passes: Sequence[tuple[int, Ids | None]] = mine or [(0, None)]
+    for micro, ids in passes:
         seed(here.config.trainer.seed, number, micro)
-        with model.replicated.no_sync() if left else nullcontext():
+        with nullcontext() if micro == passes[-1][0] else model.replicated.no_sync():
             loss = _loss(here, model.replicated, data, ids)
-            (loss / batch.tokens).backward()
+            torch.autograd.backward(loss / batch.tokens)
         summed += loss.detach()
     gradient_norm, learning_rate = optimizer.step(number)
     loss_sum, asked = _exchange(model, [float(summed)], stop)
     mean = loss_sum[0] / batch.tokens
     if not mean < float("inf"):
-        raise TrainingError(
-            f"the loss of step {number} is {mean}", hint="lower learning_rate_scheduler.learning_rate; the newest checkpoint is from before this"
-        )
+        hint = "lower learning_rate_scheduler.learning_rate; the newest checkpoint is from before this step"
+        raise TrainingError(f"the loss of step {number} is {mean}", hint=hint)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
     return Step(number, samples, batch.tokens, mean, gradient_norm, learning_rate, asked)
 

@@ -1,9 +1,9 @@
 """Checkpoints: save and restore model and optimizer, whole or not at all, in any world's topology.
 
-    storage     tensor bytes, behind torch's distributed checkpoint
-    manifest    everything else, as JSON, with hashes
-    stage       written aside, moved in by rename; what stands in save_dir
-    fence       one world at a time can commit
+storage     tensor bytes, behind torch's distributed checkpoint
+manifest    everything else, as JSON, with hashes
+stage       written aside, moved in by rename; what stands in save_dir
+fence       one world at a time can commit
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ class Checkpoints:
         wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if different := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
             name = min(different, key=lambda name: (not name.startswith("model/"), name))
+            there, here = found.get(name, "missing"), wanted.get(name, "missing")
             raise CheckpointError(
-                f"is of another model: {name} is {found.get(name, 'missing')} there and {wanted.get(name, 'missing')} here ({len(different)} differ)",
+                f"is of another model: {name} is {there} there and {here} here; {len(different)} differ",
                 place=str(path),
                 hint="make transformer_architecture what it was, or choose another trainer.save_dir",
             )

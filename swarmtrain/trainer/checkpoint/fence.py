@@ -13,7 +13,10 @@ from swarmtrain.errors import CheckpointError, TrainingError
 
 
 def claim(save_dir: Path, at_least: int) -> int:
-    """Take and return the lowest free token above `at_least` and above all taken ones. Raises CheckpointError if save_dir cannot be written."""
+    """Take and return the lowest free token above `at_least` and above all taken ones.
+
+    Raises CheckpointError if save_dir cannot be written.
+    """
     folder = save_dir / "fence"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +29,9 @@ def claim(save_dir: Path, at_least: int) -> int:
                 token += 1
     except OSError as error:
         raise CheckpointError(
-            f"cannot be written: {error.strerror}", place=f"config trainer.save_dir {save_dir}", hint="the user that trains needs write access to it"
+            f"cannot be written: {error.strerror}",
+            place=f"config trainer.save_dir {save_dir}",
+            hint="the user that trains needs write access to it",
         ) from None
 
 

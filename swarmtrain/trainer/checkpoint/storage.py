@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner, StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -27,7 +33,10 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32,
 
 
 class Writer(StorageWriter):
-    """Writes this rank's part into `folder`. Afterwards `files` has its size and SHA-256, and on rank 0 `tensors` the index of all parts."""
+    """Writes this rank's part into `folder`.
+
+    Afterwards `files` has its size and SHA-256, and on rank 0 `tensors` the index of all parts.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -49,7 +58,7 @@ class Writer(StorageWriter):
         digest, offset, results = hashlib.sha256(), 0, []
         with (self.folder / self.name).open("xb") as file:
             for index, tensor in staged:
-                data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                data = tensor.reshape(-1).view(torch.uint8).numpy().data
                 file.write(data)
                 digest.update(data)
                 results.append(WriteResult(index, len(data), (self.name, offset)))
@@ -79,7 +88,7 @@ class Reader(StorageReader):
         """Raises CheckpointError if the index makes no sense."""
         self.folder = folder
         self._places: dict[MetadataIndex, tuple[str, int, torch.dtype, torch.Size]] = {}
-        entries = {}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         try:
             for name, entry in tensors.items():
                 dtype = _DTYPES[entry["dtype"]]

@@ -1,8 +1,8 @@
 """Token files of Aleph Alpha's Scaling, memory-mapped: a prefix P stands for three files.
 
-    P.bin          the tokens of all documents, one after another
-    P.idx          for each document two integers: its first token and its length, in tokens
-    P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234}
+P.bin          the tokens of all documents, one after another
+P.idx          for each document two integers: its first token and its length, in tokens
+P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234}
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class MemoryMap:
             self.tokens: Tokens = np.memmap(_file(prefix, "bin"), dtype=self.meta["dtype"], mode="r")
             index: Tokens = np.memmap(_file(prefix, "idx"), dtype=self.meta["index_dtype"], mode="r")
         except FileNotFoundError as error:
-            raise TrainingError(f"{error.filename}: no such file", place="config data", hint="paths are relative to the folder the run is in") from None
+            raise TrainingError(
+                f"{error.filename}: no such file", place="config data", hint="paths are relative to the folder the run is in"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{prefix}: is no memory-mapped token file: {error}", place="config data") from None
         self.documents: Tokens = index.reshape(-1, 2)

@@ -39,7 +39,9 @@ class Samples:
     def __init__(self, prefixes: Sequence[Path], sequence_length: int, vocab_size: int, seed: int) -> None:
         """Open the files. Raises TrainingError if there is none, or one has no sample."""
         if not prefixes:
-            raise TrainingError("names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files")
+            raise TrainingError(
+                "names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files"
+            )
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.seed = seed
@@ -70,7 +72,11 @@ class Samples:
             inputs[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
         if inputs.size and max(inputs.max(), targets.max()) >= self.vocab_size:
-            raise TrainingError(f"token {max(inputs.max(), targets.max())} in the data", place="config transformer_architecture.vocab_size", hint=f"{self.vocab_size} is too small")
+            raise TrainingError(
+                f"token {max(inputs.max(), targets.max())} in the data",
+                place="config transformer_architecture.vocab_size",
+                hint=f"{self.vocab_size} is too small",
+            )
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def empty(self) -> tuple[Tensor, Tensor]:

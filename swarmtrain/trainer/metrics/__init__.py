@@ -39,7 +39,10 @@ class Report:
             self._poster.close(_FLUSH)
 
     def begins(self, step: int, path: Path | None) -> None:
-        """Training goes on after `step`, from the checkpoint at `path` (None: from nothing). Raises TrainingError if a sink cannot be opened."""
+        """Training goes on after `step`, from the checkpoint at `path` (None: from nothing).
+
+        Raises TrainingError if a sink cannot be opened.
+        """
         if not self._here.first:
             return
         if path:

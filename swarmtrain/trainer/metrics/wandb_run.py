@@ -14,7 +14,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
-SECRET = "WANDB_API_KEY"
+KEY = "WANDB_API_KEY"
 _PATIENCE = 30
 
 
@@ -22,28 +22,32 @@ class WandbRun:
     """One run at W&B, the same over every restart."""
 
     def __init__(self, here: Runtime, folder: Path) -> None:
-        """Start it, or take it up again; its files are kept in `folder`.
+        """Start it, or take it up again. Its files are kept in `folder`.
 
         Raises TrainingError if wandb is not installed, or if it is to be online and has no key.
         """
         try:
             import wandb
         except ImportError:
-            raise TrainingError("wandb is not installed", place="config logger.use_wandb", hint="pip install wandb, in the image too") from None
-        key = here.secret(SECRET)
+            raise TrainingError(
+                "wandb is not installed", place="config logger.use_wandb", hint="pip install wandb, in the image too"
+            ) from None
+        key = here.secret(KEY)
         offline = here.config.logger.wandb_offline or os.environ.get("WANDB_MODE") == "offline"
         if not offline and not key:
             raise TrainingError(
-                "has no key", place="config logger.use_wandb", hint=f"runner.secrets: {{{SECRET}: path/of/a/file}}, or logger.wandb_offline: true"
+                "has no key",
+                place="config logger.use_wandb",
+                hint=f"runner.secrets: {{{KEY}: path/of/a/file}}, or logger.wandb_offline: true",
             )
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = None
         for mode in ["offline"] if offline else ["online", "offline"]:
             try:
-                self._run = wandb.init(mode=mode, **_options(wandb, here, folder, key if mode == "online" else None))
+                self._run = wandb.init(**_options(wandb, here, folder, mode, key))
                 self._run.define_metric("*", step_metric="step")
                 return
-            except Exception as error:  # whatever its client raises: a service that is away must not stop training
+            except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
                 LOG.warning("wandb %s: %s", mode, str(error).replace(key, "***") if key else error)
 
     def log(self, values: dict[str, Any]) -> None:
@@ -59,14 +63,15 @@ class WandbRun:
             return
         try:
             getattr(self._run, method)(*arguments)
-        except Exception as error:  # as above
+        except Exception as error:  # noqa: BLE001  # as above
             LOG.warning("wandb gives up: %s", error)
             self._run = None
 
 
-def _options(wandb: Any, here: Runtime, folder: Path, key: str | None) -> dict[str, Any]:
+def _options(wandb: Any, here: Runtime, folder: Path, mode: str, key: str | None) -> dict[str, Any]:
     logger = here.config.logger
     return {
+        "mode": mode,
         "project": logger.wandb_project,
         "entity": logger.wandb_team,
         "group": logger.wandb_group,
@@ -76,7 +81,13 @@ def _options(wandb: Any, here: Runtime, folder: Path, key: str | None) -> dict[s
         "dir": str(folder),
         "config": here.config.model_dump(mode="json"),
         "settings": wandb.Settings(
-            api_key=key, base_url=logger.wandb_host, init_timeout=_PATIENCE, console="off", silent=True, disable_git=True, disable_code=True
+            api_key=key if mode == "online" else None,
+            base_url=logger.wandb_host,
+            init_timeout=_PATIENCE,
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
         ),
     }
 

@@ -8,8 +8,8 @@ which modules are made nor on how the model is divided afterwards.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import MlpType, NormType, TransformerArchitectureConfig
 from swarmtrain.trainer.runtime import derived_seed
@@ -41,7 +41,7 @@ class Transformer(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Block(nn.Module):
@@ -82,12 +82,12 @@ class Attention(nn.Module):
         if self.queries_per_key > 1:
             key = key.repeat_interleave(self.queries_per_key, dim=1)
             value = value.repeat_interleave(self.queries_per_key, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return projected
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return projected.view(*projected.shape[:-1], -1, self.head_size).transpose(1, 2)
 
     def _rotate(self, heads: Tensor) -> Tensor:
         length = heads.shape[-2]
@@ -106,7 +106,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(width, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(F.gelu(self.up(hidden)))
+        projected: Tensor = self.down(functional.gelu(self.up(hidden)))
         return projected
 
 
@@ -121,7 +121,7 @@ class SwiGlu(nn.Module):
         self.down = nn.Linear(width, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        projected: Tensor = self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
         return projected
 
 

@@ -50,7 +50,9 @@ class Optimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
-        return {f"{moment}/{name}": self._adamw.state[parameter][moment] for name, parameter in self.parameters.items() for moment in MOMENTS}
+        return {
+            f"{moment}/{name}": self._adamw.state[parameter][moment] for name, parameter in self.parameters.items() for moment in MOMENTS
+        }
 
     def set_step(self, number: int) -> None:
         """Go to where `number` steps have been made. The moments are kept, or made as zeros."""

@@ -7,7 +7,6 @@ Whoever handles parameters (DDP, AdamW, clipping) sees plain tensors; whoever ne
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +44,6 @@ class _Whole(nn.Module):
     def forward(self, local: Tensor) -> Tensor:
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False)
 
-    def right_inverse(self, whole: DTensor) -> Tensor:
-        return whole.to_local()
-
 
 def shard(model: Transformer, mesh: DeviceMesh) -> Shards:
     """Shard `model` in place over `mesh`, which has one dimension."""
@@ -60,10 +56,11 @@ def shard(model: Transformer, mesh: DeviceMesh) -> Shards:
         if isinstance(parameter, DTensor):
             placement = parameter.placements[0]
             placements[f"{name}.weight"] = placement
-            with warnings.catch_warnings():
-                parametrize.register_parametrization(module, "weight", _Whole(mesh, placement), unsafe=True)
+            module.weight = nn.Parameter(parameter.to_local().clone())
+            parametrize.register_parametrization(module, "weight", _Whole(mesh, placement), unsafe=True)
     if model.tied:
-        model.head.parametrizations.weight.original = model.embedding.parametrizations.weight.original
+        head, embedding = model.head.get_submodule("parametrizations.weight"), model.embedding.get_submodule("parametrizations.weight")
+        head.original = embedding.original
         placements.pop("head.weight")
     return Shards(mesh, placements)
 
