@@ -1,0 +1,92 @@
+"""Reading a local run's files while they grow: the board's events and the nodes' output, as updates."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from swarmtrain.launchers.base import LogLine, TaskState, Update
+from swarmtrain.launchers.local.folder import RunFolder
+from swarmtrain.wire import VERDICT, Event
+
+_RANK = re.compile(r"\[rank (\d+)\] ?")
+_POLL = 0.1
+_TRAIL = 5.0  # seconds after the verdict in which nodes may still print their last lines
+
+
+class Tail:
+    """A file that grows; one that begins anew is read anew."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self.path = path
+        self.offset = path.stat().st_size if from_end and path.exists() else 0
+        self.rest = b""
+
+    def lines(self) -> list[str]:
+        """Return the whole lines that have come since the last call."""
+        try:
+            if self.path.stat().st_size < self.offset:
+                self.offset, self.rest = 0, b""
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                new = file.read()
+        except OSError:
+            return []
+        self.offset += len(new)
+        *whole, self.rest = (self.rest + new).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+
+def log_line(node: str, text: str, seconds: float = 0.0) -> LogLine:
+    """Return a line of a node's log with its rank, if a rank wrote it."""
+    match = _RANK.match(text)
+    return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, seconds)
+
+
+def events(folder: RunFolder) -> list[Event]:
+    """Return the events on the board so far."""
+    return [event for line in Tail(folder.events).lines() if (event := Event.from_line(line))]
+
+
+def logs(folder: RunFolder, *, follow: bool, tail: int | None) -> Iterator[LogLine]:
+    """Yield the nodes' output, and go on as long as the run does if `follow`."""
+    readers: dict[str, Tail] = {}
+    while True:
+        alive = any(folder.alive(name) for name in folder.names())
+        for name in folder.names():
+            new = name not in readers
+            reader = readers.setdefault(name, Tail(folder.log(name)))
+            lines = reader.lines()
+            for text in lines[max(0, len(lines) - tail) :] if new and tail is not None else lines:
+                yield log_line(name, text, 0.0 if new else time.time())
+        if not follow or not alive:
+            return
+        time.sleep(_POLL)
+
+
+def watch(folder: RunFolder, tasks: Callable[[], list[TaskState]]) -> Iterator[Update]:
+    """Yield events from the start, output and states from now on, until a verdict and its last lines, or the run's removal."""
+    board = Tail(folder.events)
+    readers = {name: Tail(folder.log(name), from_end=True) for name in folder.names()}
+    states: dict[str, TaskState] = {}
+    verdict_at: float | None = None
+    while True:
+        exists, over = folder.exists, verdict_at is not None
+        found = tasks() if exists else []
+        for state in found:
+            if states.get(state.node) != state:
+                states[state.node] = state
+                yield state
+        for name in folder.names():
+            reader = readers.setdefault(name, Tail(folder.log(name)))
+            yield from (log_line(name, text, time.time()) for text in reader.lines())
+        for line in board.lines():
+            if event := Event.from_line(line):
+                verdict_at = verdict_at or (time.monotonic() if event.kind == VERDICT else None)
+                yield event
+        ended = all(state.state in ("complete", "shutdown") for state in found)
+        if not exists or (over and (ended or time.monotonic() - (verdict_at or 0.0) > _TRAIL)):
+            return
+        time.sleep(_POLL)

@@ -1,0 +1,113 @@
+"""Keeps one process of a local run going, as Swarm's `restart_policy: on-failure` does: 0 is final, all else comes back.
+
+`python -m swarmtrain.launchers.local.keeper SPEC`, started by the launcher, in a session of its own. SIGTERM is handed on
+to the process, which then is not started again. What becomes of it is written beside SPEC, with the suffix .state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.process import start
+
+_DELAY = 1.0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is to be kept going. `content` stands for the files that it reads: with another content it is another process."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    stdout: str
+    stderr: str
+    content: str
+
+    def save(self, path: Path) -> None:
+        """Write it to `path`, readable by its owner alone: the environment is the user's own."""
+        replace(path, json.dumps(asdict(self), indent=1), mode=0o600)
+
+    @classmethod
+    def load(cls, path: Path) -> Spec:
+        """Read it back. Raises OSError, ValueError, TypeError."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class State:
+    """How it stands, in Swarm's words: running, complete, failed (and about to be started again), shutdown."""
+
+    keeper: int
+    state: str
+    exit_code: int | None = None
+    restarts: int = 0
+
+
+class Keeper:
+    """The loop around one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.spec = Spec.load(path)
+        self.report = path.with_suffix(".state")
+        self.child: subprocess.Popen[bytes] | None = None
+        self.stopping = False
+        self.restarts = 0
+
+    def run(self) -> int:
+        """Return when the process has ended with 0, or was told to stop."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        while not self.stopping:
+            code = self._once()
+            if code == 0:
+                self._say("complete", 0)
+                return 0
+            self._say("shutdown" if self.stopping else "failed", code)
+            self._pause()
+            self.restarts += 1
+        return 0
+
+    def _once(self) -> int:
+        with Path(self.spec.stdout).open("ab") as out, Path(self.spec.stderr).open("ab") as errors:
+            self.child = start(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
+        self._say("running")
+        if self.stopping:
+            self.child.terminate()
+        code = self.child.wait()
+        self.child = None
+        return code
+
+    def _pause(self) -> None:
+        until = time.monotonic() + _DELAY
+        while not self.stopping and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def _say(self, state: str, exit_code: int | None = None) -> None:
+        replace(self.report, json.dumps(asdict(State(os.getpid(), state, exit_code, self.restarts))))
+
+    def _stop(self, *_: Any) -> None:
+        self.stopping = True
+        if self.child is not None:
+            self.child.terminate()
+
+
+def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Write `text` to `path` by rename, so that a reader finds the old or the new, whole."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(Keeper(Path(sys.argv[1])).run())

@@ -1,0 +1,193 @@
+"""The local launcher, with real processes: up, watch, scale, stop, resume, down, and what it survives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.config import Config
+from swarmtrain.errors import RunNotFound
+from swarmtrain.launchers import scaled_plan
+from swarmtrain.launchers.base import LogLine, TaskState
+from swarmtrain.launchers.local import LocalLauncher
+from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
+from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
+
+TRAIN = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from swarmtrain.board import Board
+from swarmtrain.wire import Event
+import beside
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+dist.init_process_group("gloo")
+state = pathlib.Path("state")
+step = int(state.read_text()) if state.exists() else 0
+print(f"start at {step} of world {dist.get_world_size()}, {pathlib.Path(os.environ['TOKEN_FILE']).read_text()}")
+while step < int(sys.argv[1]):
+    flag = torch.tensor([len(asked), 1])
+    dist.all_reduce(flag)
+    if flag[0]:
+        dist.destroy_process_group()
+        sys.exit(75)
+    time.sleep(0.05)
+    step += 1
+    if dist.get_rank() == 0:
+        state.write_text(str(step))
+        if step % 5 == 0:
+            Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalLauncher]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    made = LocalLauncher()
+    yield made
+    for run in made.runs():
+        for pid in ours(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        made.down(run, print)
+
+
+def plan_of(launcher: LocalLauncher, steps: int, *, script: str = TRAIN, nodes: int = 2, most: int = 2, stop_grace: float = 10.0) -> Plan:
+    runner = {
+        "runner_type": "local",
+        "nodes": nodes,
+        "min_nodes": 1 if most > 2 else nodes,
+        "max_nodes": most,
+        "script": "training_code.py",
+        "script_args": [str(steps)],
+        "max_restarts": 1,
+        "stop_grace": stop_grace,
+    }
+    config = Config.from_json(json.dumps({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
+    code = (CodeFile.of("training_code.py", script.encode()), CodeFile.of("beside.py", b""))
+    return make_plan(config, launcher.inventory(), Cargo(code, (CodeFile.of("TOKEN", b"hush"),)), run="demo")
+
+
+def ours(folder: Path) -> list[int]:
+    """Return all living processes that work for runs below `folder`: the environment tells, whatever their parents are."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environ = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if str(folder / "home").encode() in environ and not dead and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def until(launcher: LocalLauncher, kind: str, where: Callable[[Event], bool] = lambda _: True, timeout: float = 40.0) -> Event:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if found := [event for event in launcher.events("demo") if event.kind == kind and where(event)]:
+            return found[-1]
+        time.sleep(0.05)
+    pytest.fail(f"no {kind}\n" + "\n".join(f"{line.node} {line.text}" for line in launcher.logs("demo", follow=False)))
+
+
+def verdict_of(launcher: LocalLauncher) -> tuple[str, list[LogLine], list[TaskState]]:
+    updates = list(launcher.watch("demo"))
+    last = [update for update in updates if isinstance(update, Event) and update.kind == VERDICT][-1]
+    lines = [update for update in updates if isinstance(update, LogLine)]
+    return f"{last.data['status']}: {last.data['why']}", lines, [update for update in updates if isinstance(update, TaskState)]
+
+
+def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLauncher, tmp_path: Path) -> None:
+    plan = plan_of(launcher, 10)
+    assert not [finding for finding in launcher.check(plan) if finding.fatal]
+    launcher.up(plan, print)
+    status, lines, states = verdict_of(LocalLauncher())
+    assert status == "done: all 2 nodes have finished"
+    starts = [(line.rank, line.node) for line in lines if line.text == "start at 0 of world 2, hush"]
+    assert sorted(rank for rank, _ in starts if rank is not None) == [0, 1]
+    assert {node for _, node in starts} == {"node0", "node1"}
+    assert {state.node for state in states if state.state == "complete"} >= {"node0", "node1"}
+    assert launcher.deployed("demo") == (plan.config, plan.cargo)
+    assert launcher.runs() == ["demo"]
+    launcher.down("demo", print)
+    assert launcher.runs() == []
+    assert ours(tmp_path) == []
+    assert not list((tmp_path / "home").rglob("TOKEN"))
+    with pytest.raises(RunNotFound):
+        launcher.tasks("demo")
+
+
+def test_stop_saves_and_up_goes_on_where_it_was(launcher: LocalLauncher, tmp_path: Path) -> None:
+    launcher.up(plan_of(launcher, 60), print)
+    until(launcher, "progress")
+    launcher.stop("demo", print)
+    assert ours(tmp_path) == []
+    assert {task.state for task in launcher.tasks("demo")} == {"shutdown"}
+    saved = (tmp_path / "state").read_text()
+    assert 0 < int(saved) < 60
+    launcher.up(plan_of(launcher, 60), print)
+    status, lines, _ = verdict_of(launcher)
+    assert status.startswith("done")
+    assert [line.text for line in lines if line.text.startswith("start at")] == [f"start at {saved} of world 2, hush"] * 2
+
+
+def test_a_killed_supervisor_is_started_again_and_a_killed_board_too(launcher: LocalLauncher, tmp_path: Path) -> None:
+    launcher.up(plan_of(launcher, 80), print)
+    until(launcher, "progress")
+    before = {name: supervisor(tmp_path, name) for name in ("node", "rendezvous")}
+    os.kill(before["node"], signal.SIGKILL)
+    until(launcher, "joined", lambda event: len([1 for each in launcher.events("demo") if each.kind == "joined"]) == 3)
+    until(launcher, "progress", lambda event: len([1 for each in launcher.events("demo") if each.kind == "world"]) == 2)
+    os.kill(before["rendezvous"], signal.SIGKILL)
+    status, _, _ = verdict_of(launcher)
+    assert status.startswith("done")
+    assert len([event for event in launcher.events("demo") if event.kind == "board"]) == 2
+
+
+def test_scaling_up_leaves_the_others_alone_and_down_again(launcher: LocalLauncher, tmp_path: Path) -> None:
+    launcher.up(plan_of(launcher, 400, nodes=1, most=3), print)
+    until(launcher, "progress")
+    board, first = supervisor(tmp_path, "rendezvous"), supervisor(tmp_path, "node")
+    launcher.up(scaled_plan(launcher, "demo", 2), print)
+    until(launcher, "world", lambda event: event.data["nodes"] == 2)
+    assert [task.node for task in launcher.tasks("demo")] == ["node0", "node1", RENDEZVOUS]
+    assert (board, first) == (supervisor(tmp_path, "rendezvous"), supervisor(tmp_path, "node"))
+    launcher.up(scaled_plan(launcher, "demo", 1), print)
+    until(launcher, "world", lambda event: len([1 for each in launcher.events("demo") if each.kind == "world"]) == 3)
+    assert [task.node for task in launcher.tasks("demo")] == ["node0", RENDEZVOUS]
+    assert not [event for event in launcher.events("demo") if event.kind == "failure"]
+    launcher.down("demo", print)
+    assert ours(tmp_path) == []
+
+
+def test_down_ends_ranks_that_ignore_sigterm(launcher: LocalLauncher, tmp_path: Path) -> None:
+    script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(300)\n"
+    launcher.up(plan_of(launcher, 1, script=script, nodes=1, most=1, stop_grace=5.0), print)
+    until(launcher, "world")
+    launcher.down("demo", print)
+    assert ours(tmp_path) == []
+
+
+def test_a_new_script_restarts_the_nodes_and_a_failure_is_the_verdict(launcher: LocalLauncher) -> None:
+    launcher.up(plan_of(launcher, 400, nodes=1, most=1), print)
+    until(launcher, "progress")
+    launcher.up(plan_of(launcher, 400, script="raise ValueError('no such thing')\n", nodes=1, most=1), print)
+    status, _, _ = verdict_of(launcher)
+    assert status.startswith("failed: node0 rank 0: ValueError: no such thing; failed 2 times in a row")
+
+
+def supervisor(folder: Path, role: str) -> int:
+    """Return the pid of the first process that plays `role` (node, rendezvous) of a run below `folder`."""
+    wanted = f"-m\0swarmtrain.entrypoint\0{role}\0".encode()
+    return min(pid for pid in ours(folder) if wanted in Path(f"/proc/{pid}/cmdline").read_bytes())
