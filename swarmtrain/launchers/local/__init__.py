@@ -19,7 +19,7 @@ from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.local import follow
 from swarmtrain.launchers.local.folder import Facts, RunFolder, local_runs
-from swarmtrain.launchers.local.keeper import Spec
+from swarmtrain.launchers.local.spec import Spec
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
 from swarmtrain.wire import RENDEZVOUS, Event

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers.local.keeper import Spec, State, replace
+from swarmtrain.launchers.local.spec import Spec, State, replace
 from swarmtrain.plan import Cargo, CodeFile, Plan
 from swarmtrain.process import start
 

@@ -1,0 +1,48 @@
+"""What a keeper is told, and what it tells: two small files of JSON beside each other, NODE.spec and NODE.state."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is to be kept going. `content` stands for the files that it reads: with another content it is another process."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    stdout: str
+    stderr: str
+    content: str
+
+    def save(self, path: Path) -> None:
+        """Write it to `path`, readable by its owner alone: the environment is the user's own."""
+        replace(path, json.dumps(asdict(self), indent=1), mode=0o600)
+
+    @classmethod
+    def load(cls, path: Path) -> Spec:
+        """Read it back. Raises OSError, ValueError, TypeError."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class State:
+    """How it stands, in Swarm's words: running, complete, failed (and about to be started again), shutdown."""
+
+    keeper: int
+    state: str
+    exit_code: int | None = None
+    restarts: int = 0
+
+
+def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Write `text` to `path` by rename, so that a reader finds the old or the new, whole."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)

@@ -1,0 +1,235 @@
+"""The notice board's rules, without sockets: calls in, events out, a clock that is turned by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarmtrain.entrypoint.notices import COLLATERAL_GRACE, LINGER, SILENT, STEADY, Notices
+from swarmtrain.wire import EXIT_PLANNED, FAILURE, FINISHED, LEFT, PROGRESS, RETURNED, VERDICT, WORLD, Event, Verdict
+
+PEER = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
+
+
+class Board:
+    """Notices with its output kept, and a clock."""
+
+    def __init__(self, max_restarts: int = 2) -> None:
+        self.time = 100.0
+        self.printed: list[Event] = []
+        self.notices = Notices(run="r", max_restarts=max_restarts, boot="b", now=lambda: self.time, publish=self.printed.append)
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        return [event.data for event in self.printed if event.kind == kind]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self.notices.orders.verdict
+
+    def world(self, key: str, *nodes: str) -> None:
+        for index, node in enumerate(nodes):
+            facts = {"world": key, "world_size": 2 * len(nodes), "nodes": len(nodes), "ranks": {node: [2 * index, 2 * index + 1]}}
+            self.notices.post(Event(WORLD, facts))
+
+    def fail(self, world: str, node: str = "node0", rank: int = 0, error: str = "boom", **more: Any) -> None:
+        self.notices.post(Event(FAILURE, {"world": world, "node": node, "rank": rank, "error": error, "exit_code": 1, **more}))
+
+    def step(self, step: int) -> None:
+        self.notices.post(Event(PROGRESS, {"step": step}))
+
+    def pass_time(self, seconds: float) -> None:
+        self.time += seconds
+        self.notices.tick()
+
+
+@pytest.fixture
+def board() -> Board:
+    made = Board()
+    for node in ("node0", "node1"):
+        made.notices.join(node)
+    return made
+
+
+def test_nodes_that_close_the_same_round_draw_one_new_one(board: Board) -> None:
+    assert board.notices.orders.round == "b-1"
+    assert board.notices.close("node0", "b-1").round == "b-2"
+    assert board.notices.close("node1", "b-1").round == "b-2"
+    assert board.notices.close("node1", "a-7").round == "b-2"
+    assert board.notices.beat("node0").round == "b-2"
+
+
+def test_a_world_is_told_once_all_its_nodes_are_in_it(board: Board) -> None:
+    board.notices.post(Event(WORLD, {"world": "b-1/x:1", "world_size": 4, "nodes": 2, "ranks": {"node1": [0, 1]}}))
+    assert not board.kinds(WORLD)
+    board.world("b-1/x:2", "node1", "node0")
+    assert [data["ranks"] for data in board.kinds(WORLD)] == [{"node1": [0, 1], "node0": [2, 3]}]
+    assert board.kinds(WORLD)[0]["world_size"] == 4
+
+
+def test_all_ranks_of_a_world_cost_one_restart(board: Board) -> None:
+    for attempt in range(3):
+        assert board.verdict is None
+        board.world(f"b-1/x:{attempt}", "node0", "node1")
+        for rank in range(4):
+            board.fail(f"b-1/x:{attempt}", rank=rank, error=f"boom {attempt}.{rank}")
+    assert board.verdict == Verdict("failed", "node0 rank 0: boom 2.0; failed 3 times in a row without a new step, max_restarts is 2", 1)
+    assert len(board.kinds(VERDICT)) == 1
+
+
+def test_what_one_rank_says_twice_is_told_once(board: Board) -> None:
+    board.world("w", "node0", "node1")
+    board.fail("w", error="as the rank saw it")
+    board.fail("w", error="as its agent saw it")
+    assert [data["error"] for data in board.kinds(FAILURE)] == ["as the rank saw it"]
+
+
+def test_a_new_step_gives_the_restarts_back_an_old_one_does_not(board: Board) -> None:
+    board.step(10)
+    for attempt in range(2):
+        board.fail(f"w{attempt}")
+    board.step(11)
+    for attempt in range(2, 4):
+        board.fail(f"w{attempt}")
+    assert board.verdict is None
+    board.step(11)
+    board.fail("w4")
+    assert board.verdict is not None
+
+
+def test_a_world_that_lived_long_counts_as_progress_where_no_steps_are_told(board: Board) -> None:
+    for attempt in range(6):
+        board.world(f"w{attempt}", "node0", "node1")
+        board.pass_time(STEADY)
+        board.notices.beat("node0")
+        board.notices.beat("node1")
+        board.fail(f"w{attempt}")
+    assert board.verdict is None
+
+
+def test_the_cause_is_named_even_when_its_wake_is_heard_first() -> None:
+    board = Board(max_restarts=0)
+    board.world("w", "node0", "node1")
+    board.fail("w", "node0", 0, PEER)
+    assert board.verdict is None
+    board.notices.post(Event(FAILURE, {"world": "w", "node": "node1", "rank": 3, "signal": "SIGKILL", "error": "killed by SIGKILL"}))
+    assert board.verdict is not None
+    assert board.verdict.why.startswith("node1 rank 3: killed by SIGKILL; failed once")
+    assert board.verdict.exit_code == 137
+
+
+def test_a_wake_without_a_cause_is_a_verdict_after_a_while() -> None:
+    board = Board(max_restarts=0)
+    board.world("w", "node0", "node1")
+    board.fail("w", "node0", 0, PEER)
+    board.pass_time(COLLATERAL_GRACE - 0.1)
+    assert board.verdict is None
+    board.pass_time(0.2)
+    assert board.verdict is not None
+    assert PEER in board.verdict.why
+
+
+def test_peers_that_stumble_over_a_coming_or_going_node_cost_nothing() -> None:
+    board = Board(max_restarts=0)
+    board.notices.join("node0")
+    board.world("w0", "node0", "node1")
+    board.notices.join("node2")
+    board.fail("w0", "node0", 0, PEER)
+    board.world("w1", "node0", "node1", "node2")
+    board.notices.leave("node2", EXIT_PLANNED)
+    board.fail("w1", "node0", 0, PEER)
+    board.pass_time(COLLATERAL_GRACE + 1)
+    assert board.verdict is None
+    board.world("w2", "node0", "node1")
+    board.fail("w2", "node0", 0, PEER)
+    board.pass_time(COLLATERAL_GRACE + 1)
+    assert board.verdict is not None
+
+
+def test_an_agent_that_fails_belongs_to_the_world_of_its_round(board: Board) -> None:
+    board.world("b-1/x:1", "node0", "node1")
+    board.notices.post(Event(FAILURE, {"round": "b-1", "node": "node1", "signal": "SIGKILL", "error": "this node's agent was killed"}))
+    board.fail("b-1/x:1", error=PEER)
+    board.world("b-2/x:1", "node0", "node1")
+    board.fail("b-2/x:1")
+    assert board.verdict is None
+
+
+def test_a_permanent_failure_is_a_verdict_at_once(board: Board) -> None:
+    board.notices.post(Event(FAILURE, {"node": "node1", "error": "no torch", "exit_code": 1, "permanent": True}))
+    assert board.verdict == Verdict("failed", "node1: no torch; this does not get better by trying again", 1)
+
+
+def test_the_trainer_says_when_it_is_done(board: Board) -> None:
+    board.world("w", "node0", "node1")
+    board.notices.post(Event(FINISHED, {"step": 40}))
+    board.fail("w", error="teardown")
+    assert board.verdict == Verdict("done", "the last step, 40, is done", 0)
+
+
+def test_a_script_that_says_nothing_is_done_when_its_world_has_left(board: Board) -> None:
+    board.notices.join("spare")
+    board.world("w", "node0", "node1")
+    board.notices.leave("node0", 0)
+    assert board.verdict is None
+    board.notices.leave("node1", 0)
+    assert board.verdict == Verdict("done", "all 2 nodes have finished", 0)
+
+
+def test_while_others_finish_no_new_round_is_drawn_for_a_spare(board: Board) -> None:
+    board.notices.join("spare")
+    board.world("b-1/x:1", "node0", "node1")
+    board.notices.post(Event(RETURNED, {"node": "node0", "world": "b-1/x:1"}))
+    assert board.notices.close("spare", "b-1").round == "b-1"
+    assert board.verdict is None
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (lambda board: board.fail("w", "node1", 2), "node1 rank 2: boom; node0 had finished by then, so this world cannot form again"),
+        (lambda board: board.notices.close("node1", "b-1"), "node1 ended; node0 had finished by then, so this world cannot form again"),
+        (lambda board: board.notices.join("node1"), "node1 was lost; node0 had finished by then, so this world cannot form again"),
+        (lambda board: board.pass_time(SILENT + 1), "node1 was lost; node0 had finished by then, so this world cannot form again"),
+        (
+            lambda board: board.notices.leave("node1", 1),
+            "node1 left with exit code 1; node0 had finished by then, so this world cannot form again",
+        ),
+    ],
+)
+def test_after_one_node_finished_the_others_must(board: Board, what: Any, why: str) -> None:
+    board.world("w", "node0", "node1")
+    board.notices.leave("node0", 0)
+    what(board)
+    assert board.verdict == Verdict("failed", why, 1)
+
+
+def test_a_rank_may_fail_beside_a_finished_rank_of_its_own_node(board: Board) -> None:
+    board.world("w", "node0", "node1")
+    board.notices.post(Event(RETURNED, {"node": "node0", "world": "w"}))
+    board.fail("w", "node0", 1)
+    assert board.verdict is None
+
+
+def test_the_board_stays_until_everybody_has_heard_the_verdict(board: Board) -> None:
+    board.notices.post(Event(FINISHED, {"step": 1}))
+    board.notices.leave("node0", 0)
+    board.pass_time(LINGER + 1)
+    assert not board.notices.ended
+    board.notices.leave("node1", 0)
+    assert board.notices.ended
+
+
+def test_the_board_does_not_wait_for_a_silent_node(board: Board) -> None:
+    board.notices.post(Event(FINISHED, {"step": 1}))
+    board.pass_time(SILENT - 1)
+    assert not board.notices.ended
+    board.pass_time(2)
+    assert board.notices.ended
+    assert [(data["node"], data["exit_code"]) for data in board.kinds(LEFT)] == [("node0", None), ("node1", None)]
+
+
+def test_a_verdict_is_the_boards_own_to_write(board: Board) -> None:
+    with pytest.raises(ValueError, match="verdict"):
+        board.notices.post(Event(VERDICT, {"status": "done", "why": "I say so", "exit_code": 0}))
+    assert board.verdict is None

@@ -1,0 +1,171 @@
+"""The small parts of a node: interface, checks, the command line, and what a node says that can never work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmtrain.board import Board
+from swarmtrain.entrypoint.agent import DeathReporter, shutdown_timeout
+from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
+from swarmtrain.entrypoint.interface import Route, published_address, route_to
+from swarmtrain.entrypoint.rank import exit_code_of
+from swarmtrain.errors import BoardError
+from swarmtrain.wire import EXIT_PLANNED, NodeEnv, Verdict
+
+ROOT = Path(__file__).parents[2]
+
+
+def node_env(folder: Path, **changes: Any) -> NodeEnv:
+    (folder / "config.json").write_text("{}")
+    (folder / "script.py").write_text("")
+    values = {
+        "run": "r",
+        "node": "node0",
+        "slots": 1,
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "board": "127.0.0.1:1",
+        "store": "127.0.0.1:2",
+        "config": str(folder / "config.json"),
+        "script": str(folder / "script.py"),
+        "script_args": (),
+        "secrets": {},
+        "stop_grace": 10.0,
+        "log_dir": str(folder / "logs"),
+    }
+    return NodeEnv(**{**values, **changes})
+
+
+def test_the_route_to_loopback_is_lo() -> None:
+    route = route_to("127.0.0.1", 9)
+    assert route == Route("127.0.0.1", "lo")
+    assert published_address(route) == "127.0.0.1"
+
+
+def test_the_route_to_elsewhere_is_the_interface_that_the_kernel_would_use() -> None:
+    try:
+        route = route_to("192.0.2.1", 9)
+    except OSError:
+        pytest.skip("this machine has no route off itself")
+    shown = subprocess.run(["ip", "-o", "route", "get", "192.0.2.1"], capture_output=True, text=True, check=False).stdout.split()
+    if not shown:
+        pytest.skip("this machine has no `ip` to compare with")
+    assert (route.interface, route.address) == (shown[shown.index("dev") + 1], shown[shown.index("src") + 1])
+
+
+def test_an_interface_is_named_exactly_and_the_users_own_choice_stands() -> None:
+    wanted = Route("10.0.1.4", "eth1").environment({"GLOO_SOCKET_IFNAME": "mine"})
+    assert wanted == {"NCCL_SOCKET_IFNAME": "=eth1", "TP_SOCKET_IFNAME": "eth1"}
+    assert Route("10.0.1.4", "").environment({}) == {}
+
+
+def test_a_sound_node_has_no_problems(tmp_path: Path) -> None:
+    assert permanent_problems(node_env(tmp_path)) == []
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    broken = node_env(tmp_path, script="/no/script.py", secrets={"TOKEN": "/no/token"}, log_dir=str(tmp_path / "file" / "logs"))
+    (tmp_path / "config.json").write_text("{")
+    problems = "\n".join(permanent_problems(broken))
+    for part in ("/no/script.py", "config.json is not JSON", "the secret TOKEN", "log directory"):
+        assert part in problems
+
+
+def test_threads_are_shared_out_but_never_none() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert 1 <= threads_per_rank(1) <= cores
+    assert threads_per_rank(10 * cores) == 1
+
+
+@pytest.mark.parametrize(("grace", "timeout"), [(90.0, 85), (10.0, 8), (5.0, 4), (1.0, 1)])
+def test_ranks_get_less_than_the_whole_grace(grace: float, timeout: int) -> None:
+    assert shutdown_timeout(grace) == timeout
+
+
+@pytest.mark.parametrize(("code", "seen"), [(None, 0), (0, 0), (75, 75), ("no data", 1), (256, 0), (-1, 255)])
+def test_exit_codes_are_those_of_the_interpreter(code: Any, seen: int) -> None:
+    assert exit_code_of(SystemExit(code)) == seen
+    script = f"import sys; sys.exit({code!r})"
+    assert subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False).returncode == seen
+
+
+def test_the_log_record_by_which_torch_tells_of_a_death_is_as_we_read_it() -> None:
+    api = pytest.importorskip("torch.distributed.elastic.multiprocessing.api")
+    source = Path(api.__file__).read_text()
+    assert '"failed (exitcode: %s)"\n                " local_rank: %s (pid: %s)"' in source
+    assert "logger = logging.getLogger(__name__)" in source
+
+
+def test_a_planned_exit_and_other_records_are_no_deaths(tmp_path: Path) -> None:
+    reporter = DeathReporter(node_env(tmp_path), logs=None)
+    for message, args in (("failed (exitcode: %s) local_rank: %s", (EXIT_PLANNED, 0)), ("Closing process %s via %s", (1, 2))):
+        reporter.emit(logging.LogRecord("t", logging.ERROR, "f", 1, message, args, None))
+
+
+@pytest.mark.parametrize("arguments", [[], ["probe"], ["agent"], ["node", "again"]])
+def test_other_words_are_a_usage_error(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "swarmtrain.entrypoint", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+
+
+def test_the_supervisor_and_the_board_load_no_torch() -> None:
+    script = (
+        "import sys, swarmtrain.entrypoint.supervisor, swarmtrain.entrypoint.rendezvous, swarmtrain.entrypoint.agent\n"
+        "print({'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_node_without_its_script_tells_the_board_and_ends_for_good(small_run: Any) -> None:
+    small_run.start_board()
+    Board(f"127.0.0.1:{small_run.board_port}").wait(20)
+    node = node_env(small_run.folder, board=f"127.0.0.1:{small_run.board_port}", script="/no/script.py")
+    small_run.nodes["node0"] = small_run._start("node", node.to_env(), small_run.log(0))
+    assert small_run.finish(timeout=20) == {"node0": 0, "board": 0}
+    assert small_run.events("verdict")[0].data["why"].startswith("node0: the script /no/script.py does not exist on this node;")
+
+
+def test_a_broken_environment_is_told_as_far_as_it_can_be_read(small_run: Any) -> None:
+    small_run.start_board()
+    environ = node_env(small_run.folder, board=f"127.0.0.1:{small_run.board_port}").to_env()
+    small_run.nodes["node0"] = small_run._start("node", {**environ, "SWARMTRAIN_SLOTS": "two"}, small_run.log(0))
+    assert small_run.finish(timeout=20) == {"node0": 0, "board": 0}
+    assert "SWARMTRAIN_SLOTS is malformed" in small_run.events("verdict")[0].data["why"]
+
+
+def test_a_node_that_waits_for_its_board_leaves_when_told(small_run: Any) -> None:
+    waiting = small_run._start("node", node_env(small_run.folder).to_env(), small_run.log(0))
+    small_run.nodes["node0"] = waiting
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(1.5)
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(10) == EXIT_PLANNED
+
+
+def test_the_board_answers_nonsense_with_an_error_and_lives_on(small_run: Any) -> None:
+    small_run.start_board()
+    board = Board(f"127.0.0.1:{small_run.board_port}")
+    board.wait(20)
+    for op, fields in (("dance", {}), ("join", {}), ("post", {"kind": "verdict", "data": {}, "time": 0})):
+        with pytest.raises(BoardError):
+            board._call(op, **fields)
+    orders = board.join("node0")
+    assert orders.verdict is None
+    assert board.beat("node0") == orders
+    assert isinstance(orders.round, str)
+    board._call("post", kind="finished", data={"step": 1}, time=0.0)
+    assert board.leave("node0", 0).verdict == Verdict("done", "the last step, 1, is done", 0)
+    assert small_run.board.wait(20) == 0
