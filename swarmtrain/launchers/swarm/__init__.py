@@ -21,7 +21,7 @@ from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import checks, logs, observe, removal
 from swarmtrain.launchers.swarm.deploy import apply
 from swarmtrain.launchers.swarm.follow import follow
-from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
+from swarmtrain.launchers.swarm.reconcile import Ended, Step, Verb, reconcile
 from swarmtrain.launchers.swarm.settle import known_tasks, settle
 from swarmtrain.launchers.swarm.specs import Specs, specs
 from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
@@ -64,7 +64,9 @@ class SwarmLauncher:
             return
         try:
             apply(self._engine, plan.run, steps, say)
-            settle(self._engine, plan.run, old, say)
+            settle(self._engine, plan.run, old, frozenset(step.id for step in steps if step.restarts), say)
+            leaving = [step.service for step in steps if step.verb is Verb.remove and step.service]
+            removal.await_stopped(self._engine, plan.run, leaving, say)
         except BaseException:
             if first:
                 say("failed or interrupted: removing what was made")

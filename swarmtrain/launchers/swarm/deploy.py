@@ -28,7 +28,9 @@ def apply(engine: Engine, stack: str, steps: list[Step], say: Say) -> None:
     services = [step for step in steps if step.kind is Kind.service]
     if services:
         there = observe(engine, stack)
-        side_by_side(lambda step: _service(engine, step, there.configs, there.secrets, say), services)
+        for step in services:
+            say(str(step))
+        side_by_side(lambda step: _service(engine, step, there.configs, there.secrets), services)
     for step in steps:
         if step.verb is Verb.remove and step.kind is not Kind.service:
             say(str(step))
@@ -69,8 +71,7 @@ def _check_content(step: Step) -> None:
         )
 
 
-def _service(engine: Engine, step: Step, configs: Mapping[str, str], secrets: Mapping[str, str], say: Say) -> None:
-    say(str(step))
+def _service(engine: Engine, step: Step, configs: Mapping[str, str], secrets: Mapping[str, str]) -> None:
     if step.verb is Verb.remove:
         engine.delete(f"/services/{step.id}")
         return

@@ -129,15 +129,16 @@ def _change(spec: Spec, service: Service, there: Observed) -> tuple[str, bool]:
     paths = _differences(new, old, "")
     if not paths:
         return "", False
-    restarts = new.get("TaskTemplate") != old.get("TaskTemplate")
+    restarts = any(new.get(key) != old.get(key) for key in ("TaskTemplate", "Replicas"))
     shown = [_phrase(*path) for path in paths[:_SHOWN_CHANGES]]
     more = [f"and {len(paths) - _SHOWN_CHANGES} more"] if len(paths) > _SHOWN_CHANGES else []
-    return ", ".join([*shown, *more]) + (" (restarts it)" if restarts else ""), restarts
+    return ", ".join([*shown, *more]) + (" (restarts it)" if restarts and old["Replicas"] else ""), restarts
 
 
 def canonical(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -> dict[str, Any]:
     """Return a service's spec without what says nothing: ids, the engine's defaults, the count of forced restarts, what is empty."""
     plain: dict[str, Any] = _plain(spec)
+    plain["Replicas"] = plain.pop("Mode", {}).get("Replicated", {}).get("Replicas", 0)
     task = plain.get("TaskTemplate", {})
     task.pop("ForceUpdate", None)
     for network in task.get("Networks", []):

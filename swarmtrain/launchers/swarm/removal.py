@@ -27,12 +27,11 @@ _NETWORK_PATIENCE = 60.0
 def take_down(engine: Engine, stack: str, say: Say) -> None:
     """Remove all that is labelled as of `stack` and return when it is gone. Raises StackError if it will not go in time."""
     services = observe.services(engine, stack)
-    grace = max((_grace(service) for service in services), default=0.0)
     # The nodes first: ranks that save on their way out still talk to the board.
     nodes = [service for service in services if service.is_node]
-    _remove_services(engine, stack, nodes, grace, say)
-    _remove_services(engine, stack, [service for service in services if not service.is_node], grace, say)
-    _await(f"containers of {stack} on {engine.address}", _MARGIN + grace, say, lambda: _containers(engine, stack))
+    _remove_services(engine, stack, nodes, say)
+    _remove_services(engine, stack, [service for service in services if not service.is_node], say)
+    _await(f"containers of {stack} on {engine.address}", _MARGIN, say, lambda: _containers(engine, stack))
     there = observe.observe(engine, stack)
     for name, network in there.networks.items():
         _remove_network(engine, network["Id"], name, say)
@@ -42,12 +41,18 @@ def take_down(engine: Engine, stack: str, say: Say) -> None:
     _await(f"what is left of {stack}", _MARGIN, say, lambda: _left(engine, stack))
 
 
-def _remove_services(engine: Engine, stack: str, services: list[Service], grace: float, say: Say) -> None:
+def _remove_services(engine: Engine, stack: str, services: list[Service], say: Say) -> None:
     if not services:
         return
     say(f"removing {', '.join(service.name for service in services)}")
     side_by_side(lambda service: engine.delete(f"/services/{service.id}"), services)
+    await_stopped(engine, stack, services, say)
+
+
+def await_stopped(engine: Engine, stack: str, services: list[Service], say: Say) -> None:
+    """Return when no container of `services` runs any more. Raises StackError if one still does after its grace and a minute."""
     ids = {service.id for service in services}
+    grace = max((_grace(service) for service in services), default=0.0)
     _await("their containers", grace + _MARGIN, say, lambda: _tasks(engine, stack, ids, say))
 
 
@@ -58,9 +63,7 @@ def stop(engine: Engine, stack: str, services: list[Service], say: Say) -> None:
         if running:
             say(f"stopping {', '.join(service.name for service in running)}")
             side_by_side(lambda service: _to_zero(engine, service), running)
-        ids = {service.id for service in group}
-        grace = max((_grace(service) for service in group), default=0.0)
-        _await("their containers", grace + _MARGIN, say, lambda ids=ids: _tasks(engine, stack, ids, say))  # type: ignore[misc]
+        await_stopped(engine, stack, group, say)
 
 
 def _to_zero(engine: Engine, service: Service) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from swarmtrain.errors import StackError
 from swarmtrain.launchers.base import Say, TaskState
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import observe
+from swarmtrain.launchers.swarm import logs, observe
 from swarmtrain.launchers.swarm.observe import Service, Task
+from swarmtrain.wire import RENDEZVOUS
 
 _POLL = 0.5
 _REMIND = 15.0
@@ -22,20 +23,26 @@ _PENDING_PATIENCE = 20.0
 _START_PATIENCE = 1800.0
 # What a node says when it cannot start a container, how often it may, and what to do about it.
 _NO_FOLDER = "make the folder on every node, or mount a disk there that all nodes share"
+_NO_PROGRAM = "the image needs python3 and swarmtrain in it: swarmtrain image build makes one from any base image"
 _HOPELESS = (
     ("bind source path does not exist", 2, _NO_FOLDER),
     ("source path not found", 2, _NO_FOLDER),
     ("No such image", 2, "docker pull IMAGE on that node shows why; a registry without TLS must be in its engine's insecure-registries"),
-    ("executable file not found", 2, "the image needs python3 and swarmtrain in it: swarmtrain image build makes one from any base image"),
+    ("executable file not found", 2, _NO_PROGRAM),
+    ("non-zero exit (127)", 2, _NO_PROGRAM),
+    ("non-zero exit (126)", 2, _NO_PROGRAM),
 )
 _OTHERWISE = (5, "docker service ps shows every attempt; docker events on that node shows more")
+# Nobody keeps the budget for the notice board itself.
+_BOARD = (3, "its log says why; an image without swarmtrain needs swarmtrain image build")
+_STEADY = 3.0
+_LAST_WORDS = 5
 
 
 @dataclass
 class _Watch:
     """What was told already, and when something last changed."""
 
-    old: frozenset[str]
     told: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
@@ -47,28 +54,45 @@ def known_tasks(engine: Engine, stack: str) -> frozenset[str]:
     return frozenset(task.id for task in observe.tasks(engine, stack))
 
 
-def settle(engine: Engine, stack: str, old: frozenset[str], say: Say) -> None:
+def settle(engine: Engine, stack: str, old: frozenset[str], restarted: frozenset[str], say: Say) -> None:
     """Return when every service of `stack` runs, has run, or waits for a node that is not there.
 
+    `old` are the ids of tasks that were there before, `restarted` those of services that get a new one.
     Raises StackError, with the node's reason, for a service that cannot be started.
     """
-    watch = _Watch(old)
+    watch = _Watch()
     hosts = observe.hosts(engine)
     while True:
         services = observe.services(engine, stack)
         found = observe.tasks(engine, stack)
-        _raise_if_hopeless(stack, services, [task for task in found if task.id not in old], hosts)
+        new = [task for task in found if task.id not in old]
+        _raise_if_hopeless(engine, stack, services, new, hosts)
+        # Until Swarm has made the new task, the newest one is the old: it says nothing.
+        stale = {task.id for task in found if task.id in old and task.service in restarted}
+        found = [task for task in found if task.id not in stale]
         states = [observe.task_state(service.name.removeprefix(f"{stack}_"), found, service, hosts) for service in services]
-        waiting = [state for state in states if not _settled(state)]
         _tell(states, watch, say)
+        waiting = [state for state in states if not _settled(state)] or _unsteady_board(stack, services, new, states, watch)
         if not waiting or _patience_is_over(waiting, watch, say):
             return
         time.sleep(_POLL)
 
 
 def _settled(state: TaskState) -> bool:
+    if state.state in ("running", "complete", "stopped"):
+        return True
     # A container that ran and failed is the job's own affair: the notice board keeps the budget for that.
-    return state.state in ("running", "complete", "stopped", "failed") or state.reason.startswith("starts again after: task: non-zero exit")
+    return (
+        state.node != RENDEZVOUS and "task: non-zero exit" in state.reason and not any(code in state.reason for code in ("(126)", "(127)"))
+    )
+
+
+def _unsteady_board(stack: str, services: list[Service], new: list[Task], states: list[TaskState], watch: _Watch) -> list[TaskState]:
+    """Return the board's state if it has failed and runs again, but not for long yet."""
+    board = observe.board(services, stack)
+    failed = board is not None and any(task.service == board.id and task.state == "failed" for task in new)
+    steady = time.monotonic() - watch.moved > _STEADY
+    return [state for state in states if state.node == RENDEZVOUS] if failed and not steady else []
 
 
 def _tell(states: list[TaskState], watch: _Watch, say: Say) -> None:
@@ -98,22 +122,32 @@ def _patience_is_over(waiting: list[TaskState], watch: _Watch, say: Say) -> bool
     return False
 
 
-def _raise_if_hopeless(stack: str, services: list[Service], new: list[Task], hosts: dict[str, str]) -> None:
+def _raise_if_hopeless(engine: Engine, stack: str, services: list[Service], new: list[Task], hosts: dict[str, str]) -> None:
     complaints = []
     hints = []
     for service in services:
-        refused = [task for task in new if task.service == service.id and _refused(task)]
+        name = service.name.removeprefix(f"{stack}_")
+        refused = [task for task in new if task.service == service.id and _refused(task, board=name == RENDEZVOUS)]
         if not refused:
             continue
         reason = refused[-1].reason
-        limit, hint = next(((limit, hint) for words, limit, hint in _HOPELESS if words.lower() in reason.lower()), _OTHERWISE)
+        otherwise = _BOARD if name == RENDEZVOUS and refused[-1].state == "failed" else _OTHERWISE
+        limit, hint = next(((limit, hint) for words, limit, hint in _HOPELESS if words.lower() in reason.lower()), otherwise)
         if len(refused) >= limit:
-            complaints.append(f"{service.name.removeprefix(f'{stack}_')} on {hosts.get(refused[-1].node, 'no host')}: {reason}")
+            words = _last_words(engine, service, name) if refused[-1].state == "failed" else ""
+            complaints.append(f"{name} on {hosts.get(refused[-1].node, 'no host')}: {reason}{words}")
             hints.append(hint)
     if complaints:
         raise StackError("cannot be started: " + "; ".join(complaints), place=f"run {stack}", hint=hints[0])
 
 
-def _refused(task: Task) -> bool:
-    """Tell a container that could not be started from one that ran and failed."""
-    return task.state == "rejected" or (task.state == "failed" and task.reason.startswith("starting container failed"))
+def _refused(task: Task, *, board: bool) -> bool:
+    """Tell a container that could not be started from one that ran and failed; of the board, both count."""
+    if task.state == "failed":
+        return board or task.exit_code in (126, 127) or task.reason.startswith("starting container failed")
+    return task.state == "rejected"
+
+
+def _last_words(engine: Engine, service: Service, name: str) -> str:
+    lines = [line.text for line in logs.read(engine, service, name, tail=_LAST_WORDS) if line.event() is None]
+    return "".join(f"\n  {line}" for line in lines)
