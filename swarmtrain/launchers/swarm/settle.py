@@ -35,7 +35,9 @@ _HOPELESS = (
 _OTHERWISE = (5, "docker service ps shows every attempt; docker events on that node shows more")
 # Nobody keeps the budget for the notice board itself.
 _BOARD = (3, "its log says why; an image without swarmtrain needs swarmtrain image build")
-_STEADY = 3.0
+# Seconds without a change: for a start, and for a notice board that has failed already.
+_STEADY = 0.8
+_STEADY_AGAIN = 3.0
 _LAST_WORDS = 5
 
 
@@ -72,8 +74,10 @@ def settle(engine: Engine, stack: str, old: frozenset[str], restarted: frozenset
         found = [task for task in found if task.id not in stale]
         states = [observe.task_state(service.name.removeprefix(f"{stack}_"), found, service, hosts) for service in services]
         _tell(states, watch, say)
-        waiting = [state for state in states if not _settled(state)] or _unsteady_board(stack, services, new, states, watch)
-        if not waiting or _patience_is_over(waiting, watch, say):
+        waiting = [state for state in states if not _settled(state)]
+        if not waiting and _steady(stack, services, new, watch):
+            return
+        if waiting and _patience_is_over(waiting, watch, say):
             return
         time.sleep(_POLL)
 
@@ -87,12 +91,11 @@ def _settled(state: TaskState) -> bool:
     )
 
 
-def _unsteady_board(stack: str, services: list[Service], new: list[Task], states: list[TaskState], watch: _Watch) -> list[TaskState]:
-    """Return the board's state if it has failed and runs again, but not for long yet."""
+def _steady(stack: str, services: list[Service], new: list[Task], watch: _Watch) -> bool:
+    """Say whether what was started has run long enough not to be a container that fails at once."""
     board = observe.board(services, stack)
     failed = board is not None and any(task.service == board.id and task.state == "failed" for task in new)
-    steady = time.monotonic() - watch.moved > _STEADY
-    return [state for state in states if state.node == RENDEZVOUS] if failed and not steady else []
+    return not new or time.monotonic() - watch.moved > (_STEADY_AGAIN if failed else _STEADY)
 
 
 def _tell(states: list[TaskState], watch: _Watch, say: Say) -> None:
