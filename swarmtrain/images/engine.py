@@ -7,6 +7,8 @@ from typing import IO, Any, Protocol
 
 from swarmtrain.errors import ImageError
 
+_NOISE = ("--->", "Removing intermediate", "Processing /", "Looking in links", "Installing collected")
+
 Say = Callable[[str], None]
 
 
@@ -43,7 +45,7 @@ def follow(stream: Iterable[dict[str, Any]], *, place: str, say: Say, hint: str 
         if "error" in message:
             raise ImageError(str(message["error"]).strip(), place=place, hint=hint)
         text = str(message.get("stream", "")).strip()
-        if text and not text.startswith(("--->", "Removing intermediate")):
+        if text and not text.startswith(_NOISE):
             say(text)
 
 

@@ -7,6 +7,7 @@ On the host's own network nothing is added: in there, an engine's FORWARD rules 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from swarmtrain.errors import LabError, ProcessError
 from swarmtrain.lab.state import Description
 
 _BRIDGE = "bridge"
+_CONFINED = "inside a container this takes docker run --privileged"
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -32,8 +34,23 @@ def enter(lab: str, part: str) -> list[str]:
     return ["nsenter", f"--net=/run/netns/{namespace(lab, part)}"]
 
 
+def check_kernel() -> None:
+    """Raise LabError unless this kernel lets us make a network namespace and every kind of link that a lab needs."""
+    name = f"st-probe-{os.getpid()}"
+    try:
+        process.run(["ip", "netns", "add", name])
+    except ProcessError as error:
+        raise LabError(f"no network namespace can be made: {error.output.strip()}", place="lab", hint=_CONFINED) from None
+    try:
+        _probe(name, "veth", "peer", "name", "probe1")
+        _probe(name, "vxlan", "id", "1", "dstport", "4789")
+        _probe(name, "bridge")
+    finally:
+        process.run(["ip", "netns", "delete", name])
+
+
 def make(description: Description) -> None:
-    """Make the fabric's namespace and its bridge. Raises LabError if the kernel lacks a kind of link, or the namespace is taken."""
+    """Make the fabric's namespace and its bridge. Raises LabError if its name is taken."""
     fabric = namespace(description.name, "fabric")
     if fabric in namespaces():
         raise LabError(
@@ -42,9 +59,6 @@ def make(description: Description) -> None:
             hint="take another --name, or set SWARMTRAIN_LAB_DIR to the directory of that lab",
         )
     process.run(["ip", "netns", "add", fabric])
-    _probe(fabric, "veth", "veth", "peer", "name", "probe1")
-    _probe(fabric, "vxlan", "vxlan", "id", "1", "dstport", "4789")
-    _probe(fabric, "bridge", "bridge")
     _ip(fabric, "link", "set", "lo", "up")
     _ip(fabric, "link", "add", _BRIDGE, "type", "bridge")
     _ip(fabric, "addr", "add", f"{description.bridge_address}/24", "dev", _BRIDGE)
@@ -58,6 +72,7 @@ def connect(description: Description, node: str) -> None:
     _ip(fabric, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", own)
     _ip(fabric, "link", "set", node, "master", _BRIDGE, "up")
     _ip(own, "link", "set", "lo", "up")
+    _ip(own, "link", "set", "eth0", "address", _hardware_address(description.address(node)))
     _ip(own, "addr", "add", f"{description.address(node)}/24", "dev", "eth0")
     _ip(own, "link", "set", "eth0", "up")
 
@@ -125,12 +140,17 @@ def _ends(lab: str, node: str) -> list[tuple[str, str]]:
     return [(namespace(lab, "fabric"), node), (namespace(lab, node), "eth0")]
 
 
-def _probe(fabric: str, kind: str, *settings: str) -> None:
+def _hardware_address(address: str) -> str:
+    """Return the MAC address that goes with an IPv4 address: one that stays over a boot, or the peers look for the old one for seconds."""
+    return ":".join(["02", "42", *(f"{int(part):02x}" for part in address.split("."))])
+
+
+def _probe(namespace: str, kind: str, *settings: str) -> None:
     try:
-        _ip(fabric, "link", "add", "probe0", "type", *settings)
+        _ip(namespace, "link", "add", "probe0", "type", kind, *settings)
     except ProcessError as error:
-        raise LabError(f"this kernel cannot make {kind} links: {error.output.strip()}", place="lab", hint=f"modprobe {kind}") from None
-    _ip(fabric, "link", "delete", "probe0")
+        raise LabError(f"this kernel makes no {kind} links: {error.output.strip()}", place="lab", hint=f"modprobe {kind}") from None
+    _ip(namespace, "link", "delete", "probe0")
 
 
 def _ip(namespace: str, *arguments: str) -> None:

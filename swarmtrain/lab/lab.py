@@ -44,16 +44,21 @@ class Lab:
         """The host's view of the disk that all nodes have at /mnt/shared."""
         return self._directory / "shared"
 
+    def check(self, engine: Path | None = None) -> None:
+        """Raise LabError, with the way out, if this machine cannot host the lab."""
+        check_machine(engine)
+        state.check_directory(self._directory)
+        fabric.check_kernel()
+
     def up(self, nodes: int, *, engine: Path | None = None, say: Say) -> None:
         """Bring up `nodes` engines, joined into a swarm whose manager is node0, and a registry.
 
         `engine` is a directory that holds another dockerd and containerd. What is made is removed again if anything fails.
         A lab of this name whose engines are all dead is removed first; one that runs with as many nodes is left as it is.
         """
-        check_machine(engine)
+        self.check(engine)
         if not 1 <= nodes <= state.MAX_NODES:
             raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
-        state.check_directory(self._directory)
         with state.locked(self._base):
             if self._runs_already(nodes, say):
                 return
@@ -143,7 +148,7 @@ class Lab:
         return Description(self.name, subnet, names, str(engine.absolute()) if engine else None)
 
     def _make(self, description: Description, say: Say) -> None:
-        self._directory.mkdir()
+        self._directory.mkdir(parents=True)
         state.write(self._directory, description)
         self.shared.mkdir()
         self.shared.chmod(0o1777)

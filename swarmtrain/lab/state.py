@@ -150,7 +150,7 @@ class Daemon:
         return pid if now and now[2] == started and now[1] not in "ZX" else None
 
     def spawn(self, argv: list[str], *, enter: list[str], log: Path, env: dict[str, str] | None = None) -> None:
-        """Start `argv` behind the prefix `enter` (nsenter, unshare), detached, its output appended to `log`; return once it is written down.
+        """Start `argv` behind the prefix `enter`, detached, its output appended to `log`; return once it is written down.
 
         Raises LabError with the end of the log if that takes over 5 s.
         """

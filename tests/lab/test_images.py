@@ -1,0 +1,112 @@
+"""Images built, pushed, pinned and run by the lab's engines, none of which can reach any other network."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, say
+
+from swarmtrain import images
+from swarmtrain.errors import ImageError
+from swarmtrain.images.base import DEBIAN_BASE
+from swarmtrain.lab import REGISTRY, Lab
+from swarmtrain.launchers.engine import Engine
+
+
+def run_on(lab: Lab, node: str, image: str, script: str) -> str:
+    argv = ["docker", "--host", lab.docker_host(node), "run", "--rm", "--volume", "/mnt/shared:/mnt/shared"]
+    done = subprocess.run(
+        [*argv, "--entrypoint", "sh", image, "-c", script], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_another_node_pulls_the_image_and_can_train_with_it(lab: Lab, image: str) -> None:
+    assert (
+        run_on(lab, "node1", image, "id -un; id -u; pwd; touch new; ls")
+        == "trainer\n1000\n/workspace\ndatautils.py\nnew\ntraining_code.py\n"
+    )
+    torch = "import torch, yaml, pydantic, wandb, swarmtrain; print(torch.ones(2).sum().item())"
+    assert run_on(lab, "node1", image, f"python3 -c '{torch}'") == "2.0\n"
+    assert (
+        run_on(lab, "node1", image, "python3 -c 'import lzma, sqlite3, ssl, ctypes, this' | head -1")
+        == "The Zen of Python, by Tim Peters\n"
+    )
+
+
+def test_the_image_writes_to_the_shared_disk(lab: Lab, image: str) -> None:
+    run_on(lab, "node1", image, "echo hello >/mnt/shared/from-a-container")
+    assert (lab.shared / "from-a-container").read_text() == "hello\n"
+    (lab.shared / "from-a-container").unlink()
+
+
+def test_imports_are_compiled_in_the_image(lab: Lab, image: str) -> None:
+    script = "import torch, pydantic, swarmtrain.config as config; print(torch.__cached__, pydantic.__cached__, config.__cached__)"
+    for cached in run_on(lab, "node1", image, f"python3 -c '{script}'").split():
+        run_on(lab, "node1", image, f"test -s {cached}")
+
+
+def test_a_second_build_downloads_nothing_and_changes_nothing(engine: Engine, image: str) -> None:
+    before = engine.client.inspect_image(image)["Id"]
+    stamp = (ROOT / "build" / "wheels" / ".complete").stat()
+    said: list[str] = []
+    images.build(engine.client, ROOT, image, say=said.append)
+    assert (ROOT / "build" / "wheels" / ".complete").stat() == stamp
+    assert not [line for line in said if line.startswith("downloading")]
+    third_party = [index for index, line in enumerate(said) if "pip install" in line and "image.txt" in line]
+    assert third_party
+    assert not said[third_party[0] + 1].startswith("Collecting"), "the layer of third-party wheels comes from the cache"
+    assert engine.client.inspect_image(image)["RootFS"]["Layers"][:4] == engine.client.inspect_image(before)["RootFS"]["Layers"][:4]
+
+
+def test_a_pinned_image_is_what_the_nodes_pull(lab: Lab, engine: Engine, image: str) -> None:
+    pinned = images.pin(engine, image)
+    assert pinned.reference.startswith(f"{REGISTRY}/swarmtrain@sha256:")
+    assert pinned.platforms == ((engine.client.version()["Arch"], "linux"),)
+    node = Engine(lab.docker_host("node2"), timeout=600).client
+    node.pull(pinned.reference)
+    assert node.inspect_image(pinned.reference)["Id"] == engine.client.inspect_image(image)["Id"]
+    assert images.pin(engine, pinned.reference).reference == pinned.reference
+
+
+@pytest.mark.parametrize("missing", [f"{REGISTRY}/nothing:1.0", "registry.nowhere:5000/swarmtrain:1.0"])
+def test_pinning_what_no_registry_has_names_the_next_step(engine: Engine, missing: str) -> None:
+    with pytest.raises(ImageError) as caught:
+        images.pin(engine, missing)
+    assert caught.value.place == f"image {missing}"
+    assert "image build . --tag" in str(caught.value.hint)
+
+
+def test_pushing_what_is_not_there_or_nowhere_fails(engine: Engine, image: str) -> None:
+    with pytest.raises(ImageError, match=r"nothing:1\.0"):
+        images.push(engine.client, f"{REGISTRY}/nothing:1.0", say=say)
+    engine.client.tag(image, "registry.nowhere:5000/swarmtrain", "1.0")
+    with pytest.raises(ImageError, match=r"registry\.nowhere"):
+        images.push(engine.client, "registry.nowhere:5000/swarmtrain:1.0", say=say)
+    engine.client.remove_image("registry.nowhere:5000/swarmtrain:1.0")
+
+
+def test_a_base_that_was_asked_for_is_not_replaced(engine: Engine) -> None:
+    with pytest.raises(ImageError, match="cannot be pulled"):
+        images.build(engine.client, ROOT, f"{REGISTRY}/other:1.0", base="example.invalid/python:9", say=say)
+
+
+def test_the_user_is_told_which_base_was_made(engine: Engine, image: str) -> None:
+    said: list[str] = []
+    images.build(engine.client, ROOT, image, say=said.append)
+    assert [line for line in said if DEBIAN_BASE in line and "Debian packages" in line]
+
+
+def test_a_step_that_fails_is_reported_with_its_output(engine: Engine, image: str, tmp_path: Path) -> None:
+    for name in ("requirements", "build/wheels"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("requirements/image.txt", "training_code.py", "datautils.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "Dockerfile").write_text(f"FROM {DEBIAN_BASE}\nRUN echo the reason; exit 3\n")
+    said: list[str] = []
+    with pytest.raises(ImageError, match="returned a non-zero code: 3"):
+        images.build(engine.client, tmp_path, f"{REGISTRY}/other:1.0", base=DEBIAN_BASE, say=said.append)
+    assert "the reason" in said

@@ -1,0 +1,113 @@
+"""The parts of the lab that need no lab: names, subnets, rates, paths, and how a process is recognised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.errors import LabError
+from swarmtrain.lab import Lab, checks, fabric, state
+
+
+def test_a_lab_keeps_its_subnet_unless_that_is_taken() -> None:
+    first = state.choose_subnet("lab", [])
+    assert state.choose_subnet("lab", []) == first
+    assert state.choose_subnet("lab", ["10.0.0.0/16", "192.168.1.1"]) == first
+    second = state.choose_subnet("lab", [first])
+    assert second != first
+    assert second.startswith("10.77.")
+    assert state.choose_subnet("lab", [f"{first.split('/')[0]}"]) == second, "a route to one address takes its whole network"
+
+
+def test_no_free_subnet_is_an_error() -> None:
+    with pytest.raises(LabError, match=r"10\.77\.0\.0/16"):
+        state.choose_subnet("lab", ["10.0.0.0/8"])
+
+
+def test_addresses_do_not_meet() -> None:
+    nodes = tuple(f"node{index}" for index in range(state.MAX_NODES))
+    lab = state.Description("lab", "10.77.3.0/24", nodes)
+    addresses = {lab.address(node) for node in nodes} | {lab.bridge_address}
+    assert lab.address("node0") == "10.77.3.10"
+    assert len(addresses) == state.MAX_NODES + 1
+    assert all(address.startswith("10.77.3.") for address in addresses)
+
+
+@pytest.mark.parametrize("name", ["", "Lab", "a/b", "..", "-a", "a" * 31, "a b", "ü"])
+def test_names_that_cannot_be_part_of_a_path_are_refused(name: str) -> None:
+    with pytest.raises(LabError, match="cannot name a lab"):
+        Lab(name)
+
+
+@pytest.mark.parametrize("directory", ["/mnt/disk/lab", "/run/lab"])
+def test_a_directory_that_machines_cannot_see_is_refused(directory: str) -> None:
+    with pytest.raises(LabError, match="have their own"):
+        state.check_directory(Path(directory))
+
+
+def test_a_socket_path_that_the_kernel_would_refuse_is_refused_first() -> None:
+    state.check_directory(Path("/srv/" + "x" * 80))
+    with pytest.raises(LabError, match="107 bytes"):
+        state.check_directory(Path("/srv/" + "x" * 90))
+
+
+def test_rates() -> None:
+    assert fabric.bits_per_second("1gbit") == 1e9
+    assert fabric.bits_per_second("2.5mbit") == 2.5e6
+    for wrong in ("1", "gbit", "1 gbit", "1GB", "0mbit", "-1mbit"):
+        with pytest.raises(LabError, match="no rate"):
+            fabric.bits_per_second(wrong)
+
+
+def test_a_pid_that_another_process_was_given_is_not_taken_for_ours(tmp_path: Path) -> None:
+    own = Path("/proc/self/stat").read_text()
+    record = tmp_path / "pid"
+    record.write_text(own)
+    assert state.Daemon(record).pid == os.getpid()
+    before, _, after = own.rpartition(")")
+    fields = after.split()
+    fields[19] = str(int(fields[19]) - 1)
+    record.write_text(f"{before}) {' '.join(fields)}")
+    assert state.Daemon(record).pid is None
+
+
+def test_a_process_that_died_is_not_alive(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    record = tmp_path / "pid"
+    record.write_text(Path(f"/proc/{process.pid}/stat").read_text())
+    daemon = state.Daemon(record)
+    assert daemon.pid == process.pid
+    daemon.kill()
+    assert daemon.pid is None, "a zombie that its parent has not fetched is dead too"
+    process.wait()
+
+
+def test_missing_programs_are_named_with_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LabError, match="docker-registry") as caught:
+        checks.check_machine(None)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("apt-get install -y docker.io docker-registry")
+
+
+def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LabError, match="root") as caught:
+        checks.check_machine(None)
+    assert "sudo" in str(caught.value.hint)
+
+
+def test_an_engine_directory_without_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(LabError, match="no program dockerd"):
+        checks.check_machine(tmp_path)
+
+
+def test_a_lab_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
+    with pytest.raises(LabError, match="no such lab; there is none"):
+        Lab("nowhere").env()
