@@ -107,7 +107,7 @@ def _wait(server: BoardServer, stop: threading.Event) -> bool:
 def _open_store(env: BoardEnv, server: BoardServer) -> object:
     """Serve the store, bound to the same address as the board. One that cannot be served is the end of the run."""
     try:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore
 
         # TCPStore by itself listens on every interface, and it has no authentication.
         listener = socket.create_server((env.bind, env.store_port), backlog=1024)
