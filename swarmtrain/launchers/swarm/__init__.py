@@ -22,7 +22,7 @@ from swarmtrain.launchers.swarm import checks, logs, observe, removal
 from swarmtrain.launchers.swarm.deploy import apply
 from swarmtrain.launchers.swarm.follow import follow
 from swarmtrain.launchers.swarm.reconcile import Ended, Step, Verb, reconcile
-from swarmtrain.launchers.swarm.settle import known_tasks, settle
+from swarmtrain.launchers.swarm.settle import await_running, known_tasks
 from swarmtrain.launchers.swarm.specs import Specs, specs
 from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
 from swarmtrain.render.compose import WORKSPACE, stack
@@ -64,7 +64,7 @@ class SwarmLauncher:
             return
         try:
             apply(self._engine, plan.run, steps, say)
-            settle(self._engine, plan.run, old, frozenset(step.id for step in steps if step.restarts), say)
+            await_running(self._engine, plan.run, old, frozenset(step.id for step in steps if step.restarts), say)
             leaving = [step.service for step in steps if step.verb is Verb.remove and step.service]
             removal.await_stopped(self._engine, plan.run, leaving, say)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ _OVER = 5.0
 _MANAGER_PATIENCE = 120.0
 # Readers wait when the consumer is that far behind.
 _QUEUE = 50_000
+# Lines of each container that are still read when it is stopped, whatever was followed before.
+_LAST_WORDS = 1000
 
 
 def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = None) -> Iterator[Update]:
@@ -38,6 +41,30 @@ def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = 
         yield from follower.updates()
     finally:
         follower.close()
+
+
+@contextlib.contextmanager
+def last_words(engine: Engine, run: str, services: list[Service]) -> Iterator[None]:
+    """Keep in the state directory what the services say meanwhile: with a task that is removed, Swarm forgets its log."""
+    lines: queue.Queue[Line] = queue.Queue(_QUEUE)
+    readers = [Reader(engine, service, _short(service, run), lines, since=None, tail=_LAST_WORDS) for service in services]
+    for reader in readers:
+        reader.start()
+    try:
+        yield
+    finally:
+        record = Record(run)
+        for line in sorted(_waiting(lines), key=lambda line: line.time):
+            record.add(line)
+        record.close()
+        for reader in readers:
+            reader.close()
+
+
+def _waiting(lines: queue.Queue[Line]) -> Iterator[Line]:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield lines.get_nowait()
 
 
 class _Follower:
@@ -131,7 +158,7 @@ class _Follower:
     def _read_new(self, services: list[Service]) -> None:
         for service in services:
             if service.id not in self._readers:
-                node = self._short(service)
+                node = _short(service, self._run)
                 whole = node == RENDEZVOUS
                 reader = Reader(
                     self._engine, service, node, self._lines, since=None if whole else self._since, tail=None if whole else self._tail
@@ -145,12 +172,13 @@ class _Follower:
         self._over_since = (self._over_since or time.monotonic()) if over else None
 
     def _changes(self, services: list[Service], found: list[Task]) -> list[TaskState]:
-        states = [observe.task_state(self._short(service), found, service, self._hosts) for service in services]
+        states = [observe.task_state(_short(service, self._run), found, service, self._hosts) for service in services]
         present = {state.node for state in states}
         removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
         changed = [state for state in states if self._states.get(state.node) != state]
         self._states = {state.node: state for state in states}
         return [*changed, *removed]
 
-    def _short(self, service: Service) -> str:
-        return service.name.removeprefix(f"{self._run}_")
+
+def _short(service: Service, run: str) -> str:
+    return service.name.removeprefix(f"{run}_")

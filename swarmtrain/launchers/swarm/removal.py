@@ -14,8 +14,8 @@ from swarmtrain.launchers.base import Say
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.deploy import side_by_side, update
+from swarmtrain.launchers.swarm.follow import last_words
 from swarmtrain.launchers.swarm.observe import Service
-from swarmtrain.wire import LABEL_STACK
 
 _POLL = 0.3
 _SAY_EVERY = 5.0
@@ -27,11 +27,10 @@ _NETWORK_PATIENCE = 60.0
 def take_down(engine: Engine, stack: str, say: Say) -> None:
     """Remove all that is labelled as of `stack` and return when it is gone. Raises StackError if it will not go in time."""
     services = observe.services(engine, stack)
-    # The nodes first: ranks that save on their way out still talk to the board.
-    nodes = [service for service in services if service.is_node]
-    _remove_services(engine, stack, nodes, say)
-    _remove_services(engine, stack, [service for service in services if not service.is_node], say)
-    _await(f"containers of {stack} on {engine.address}", _MARGIN, say, lambda: _containers(engine, stack))
+    with last_words(engine, stack, services):
+        for group in _nodes_first(services):
+            _remove_services(engine, stack, group, say)
+    _await("their tasks", _MARGIN, say, lambda: _forgotten(engine, stack))
     there = observe.observe(engine, stack)
     for name, network in there.networks.items():
         _remove_network(engine, network["Id"], name, say)
@@ -58,12 +57,18 @@ def await_stopped(engine: Engine, stack: str, services: list[Service], say: Say)
 
 def stop(engine: Engine, stack: str, services: list[Service], say: Say) -> None:
     """Set the services' replicas to 0, the nodes first, and return when no container runs. Raises StackError, EngineError."""
-    for group in ([service for service in services if service.is_node], [service for service in services if not service.is_node]):
-        running = [service for service in group if service.replicas]
-        if running:
-            say(f"stopping {', '.join(service.name for service in running)}")
-            side_by_side(lambda service: _to_zero(engine, service), running)
-        await_stopped(engine, stack, group, say)
+    with last_words(engine, stack, services):
+        for group in _nodes_first(services):
+            running = [service for service in group if service.replicas]
+            if running:
+                say(f"stopping {', '.join(service.name for service in running)}")
+                side_by_side(lambda service: _to_zero(engine, service), running)
+            await_stopped(engine, stack, group, say)
+
+
+def _nodes_first(services: list[Service]) -> tuple[list[Service], list[Service]]:
+    """Ranks that save on their way out still talk to the board."""
+    return [service for service in services if service.is_node], [service for service in services if not service.is_node]
 
 
 def _to_zero(engine: Engine, service: Service) -> None:
@@ -89,9 +94,11 @@ def _tasks(engine: Engine, stack: str, services: set[str], say: Say) -> list[str
     return waiting
 
 
-def _containers(engine: Engine, stack: str) -> list[str]:
-    found = engine.get("/containers/json", {"all": "1", "filters": f'{{"label": ["{LABEL_STACK}={stack}"]}}'})
-    return [item["Names"][0].lstrip("/") for item in found]
+def _forgotten(engine: Engine, stack: str) -> list[str]:
+    """Return the tasks that Swarm has not cleared away yet. Those of a node that is down stay until it comes back."""
+    left = observe.tasks(engine, stack)
+    down = observe.down_nodes(engine) if left else {}
+    return [f"{task.id} ({task.state})" for task in left if task.node not in down]
 
 
 def _remove_network(engine: Engine, id: str, name: str, say: Say) -> None:

@@ -56,7 +56,7 @@ def known_tasks(engine: Engine, stack: str) -> frozenset[str]:
     return frozenset(task.id for task in observe.tasks(engine, stack))
 
 
-def settle(engine: Engine, stack: str, old: frozenset[str], restarted: frozenset[str], say: Say) -> None:
+def await_running(engine: Engine, stack: str, old: frozenset[str], restarted: frozenset[str], say: Say) -> None:
     """Return when every service of `stack` runs, has run, or waits for a node that is not there.
 
     `old` are the ids of tasks that were there before, `restarted` those of services that get a new one.
@@ -73,7 +73,7 @@ def settle(engine: Engine, stack: str, old: frozenset[str], restarted: frozenset
         stale = {task.id for task in found if task.id in old and task.service in restarted}
         found = [task for task in found if task.id not in stale]
         states = [observe.task_state(service.name.removeprefix(f"{stack}_"), found, service, hosts) for service in services]
-        _tell(states, watch, say)
+        _tell(states, {service.name.removeprefix(f"{stack}_") for service in services if _unchanged(service, found, old)}, watch, say)
         waiting = [state for state in states if not _settled(state)]
         if not waiting and _steady(stack, services, new, watch):
             return
@@ -98,8 +98,15 @@ def _steady(stack: str, services: list[Service], new: list[Task], watch: _Watch)
     return not new or time.monotonic() - watch.moved > (_STEADY_AGAIN if failed else _STEADY)
 
 
-def _tell(states: list[TaskState], watch: _Watch, say: Say) -> None:
+def _unchanged(service: Service, found: list[Task], old: frozenset[str]) -> bool:
+    task = observe.newest(found, service.id)
+    return task is not None and task.id in old and task.state == "running"
+
+
+def _tell(states: list[TaskState], unchanged: set[str], watch: _Watch, say: Say) -> None:
     for state in states:
+        if state.node in unchanged:
+            continue
         line = _line(state)
         if watch.told.get(state.node) != line:
             watch.told[state.node] = line
