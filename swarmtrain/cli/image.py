@@ -7,9 +7,6 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain import images
-from swarmtrain.launchers.engine import Engine
-
 app = typer.Typer(no_args_is_help=True)
 
 _SILENCE = 1800.0  # seconds that the engine may take over one step without a word: unpacking gigabytes
@@ -27,6 +24,9 @@ def build(
     push: Annotated[bool, typer.Option("--push", help="Push it to the registry that the tag names.")] = False,
 ) -> None:
     """Build the image, without network once the wheels are here; print its tag."""
+    from swarmtrain import images
+    from swarmtrain.launchers.engine import Engine
+
     engine = Engine(timeout=_SILENCE)
     images.build(engine.client, context, tag, base=base, say=_say)
     if push:
@@ -37,6 +37,9 @@ def build(
 @app.command()
 def push(tag: Annotated[str, typer.Argument(help="An image that the engine has.")]) -> None:
     """Push an image to the registry that its tag names; print what to pin it to."""
+    from swarmtrain import images
+    from swarmtrain.launchers.engine import Engine
+
     engine = Engine(timeout=_SILENCE)
     images.push(engine.client, tag, say=_say)
     typer.echo(images.pin(engine, tag).reference)

@@ -17,10 +17,8 @@ from swarmtrain.launchers.engine import Engine
 
 def run_on(lab: Lab, node: str, image: str, script: str) -> str:
     argv = ["docker", "--host", lab.docker_host(node), "run", "--rm", "--volume", "/mnt/shared:/mnt/shared"]
-    done = subprocess.run(
-        [*argv, "--entrypoint", "sh", image, "-c", script], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert done.returncode == 0, done.stdout
+    done = subprocess.run([*argv, "--entrypoint", "sh", image, "-c", script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
@@ -49,22 +47,22 @@ def test_imports_are_compiled_in_the_image(lab: Lab, image: str) -> None:
         run_on(lab, "node1", image, f"test -s {cached}")
 
 
-def test_a_second_build_downloads_nothing_and_changes_nothing(engine: Engine, image: str) -> None:
+def test_a_second_build_downloads_nothing_and_keeps_the_layers_of_wheels(engine: Engine, image: str) -> None:
     before = engine.client.inspect_image(image)["Id"]
     stamp = (ROOT / "build" / "wheels" / ".complete").stat()
     said: list[str] = []
     images.build(engine.client, ROOT, image, say=said.append)
     assert (ROOT / "build" / "wheels" / ".complete").stat() == stamp
     assert not [line for line in said if line.startswith("downloading")]
-    third_party = [index for index, line in enumerate(said) if "pip install" in line and "image.txt" in line]
-    assert third_party
-    assert not said[third_party[0] + 1].startswith("Collecting"), "the layer of third-party wheels comes from the cache"
-    assert engine.client.inspect_image(image)["RootFS"]["Layers"][:4] == engine.client.inspect_image(before)["RootFS"]["Layers"][:4]
+    layers = engine.client.inspect_image(before)["RootFS"]["Layers"]
+    # Base, user, wheels; after these comes swarmtrain itself, which someone may be editing.
+    assert engine.client.inspect_image(image)["RootFS"]["Layers"][:3] == layers[:3]
+    assert len(layers) > 3
 
 
 def test_a_pinned_image_is_what_the_nodes_pull(lab: Lab, engine: Engine, image: str) -> None:
     pinned = images.pin(engine, image)
-    assert pinned.reference.startswith(f"{REGISTRY}/swarmtrain@sha256:")
+    assert pinned.reference.startswith(f"{image}@sha256:")
     assert pinned.platforms == ((engine.client.version()["Arch"], "linux"),)
     node = Engine(lab.docker_host("node2"), timeout=600).client
     node.pull(pinned.reference)

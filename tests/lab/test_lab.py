@@ -298,7 +298,7 @@ def test_up_replaces_a_lab_whose_engines_are_dead(new_lab: Callable[[str], Lab])
 def test_an_interrupted_up_removes_what_it_made(new_lab: Callable[[str], Lab], seconds: float) -> None:
     lab = new_lab("interrupted")
     command = lab_command("up", "--nodes", "3", "--name", lab.name)
-    wait_for("it has begun", lambda: (base_directory() / lab.name).exists(), 10)
+    wait_for("it has begun", (base_directory() / lab.name).exists, 10)
     time.sleep(seconds - 0.4)
     os.killpg(command.pid, signal.SIGINT)
     _, talk = command.communicate(timeout=30)
