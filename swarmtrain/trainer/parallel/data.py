@@ -7,6 +7,7 @@ micro batches each of them had.
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
 import torch
+import torch._dynamo  # DDP and optimizers import it when first used, over a second; here a forkserver does it once for all ranks
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

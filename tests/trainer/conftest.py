@@ -1,0 +1,48 @@
+"""The trainer's tests: real processes over gloo, exact claims."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the trainer needs torch")
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import worlds  # noqa: E402  # needs the path above
+
+from swarmtrain.trainer.data import memory_map  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded() -> Iterator[None]:
+    """One server that has everything imported; ranks are forked from it."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    worlds.CONTEXT.set_forkserver_preload(["swarmtrain.trainer", "training_code", "worlds"])
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A small config whose data is there: words of a made-up language, 64 letters."""
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(1)
+    words = [random.integers(0, 63, size=random.integers(2, 7)) for _ in range(40)]
+    for name, documents in (("train", 30), ("heldout", 5)):
+        texts = ([*words[index], 63] for index in random.integers(0, len(words), size=documents * 50))
+        stream = np.concatenate([np.array(text) for text in texts])
+        memory_map.write(folder / name, np.array_split(stream, documents), "uint8")
+    data = {"data_prefixes": [str(folder / "train")], "validation_data_prefixes": [str(folder / "heldout")]}
+    return worlds.changed(worlds.CONFIG, data=data)

@@ -1,0 +1,80 @@
+"""However a batch is divided over ranks, the run is the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import audit, changed, deviation, held_out, train
+
+SHAPES = {
+    "default": {},
+    "swiglu": {"mlp_type": "swiglu", "norm_type": "rms", "attention_num_kv_heads": 2, "weight_tying": False},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("data_size", [1, 2])
+def test_tensor_parallel_replicas_equal_one_process(tmp_path: Path, config: dict[str, Any], shape: str, data_size: int) -> None:
+    base = changed(config, transformer_architecture=SHAPES[shape])
+    one = train(tmp_path / "one", base)
+    divided = train(tmp_path / "divided", changed(base, topology={"model_parallel_size": 2}), 2 * data_size)
+    assert len(one) == 12
+    assert deviation(one, divided) < 1e-6
+    assert deviation(held_out(tmp_path / "one"), held_out(tmp_path / "divided")) < 1e-6
+    assert one[12] < 0.9 * one[1], "a model that learns nothing is equal to anything"
+
+
+def test_four_by_two(tmp_path: Path, config: dict[str, Any]) -> None:
+    one = train(tmp_path / "one", config)
+    eight = train(tmp_path / "eight", changed(config, topology={"model_parallel_size": 2}), 8)
+    assert deviation(one, eight) < 1e-6
+
+
+@pytest.mark.parametrize(("size", "batch"), [(3, 10), (3, 4), (5, 12)], ids=["uneven", "one rank idle", "five"])
+def test_uneven_shares_equal_one_process(tmp_path: Path, config: dict[str, Any], size: int, batch: int) -> None:
+    base = changed(config, topology={"global_batch_size": batch})
+    one = train(tmp_path / "one", base)
+    uneven = train(tmp_path / "uneven", base, size)
+    assert deviation(one, uneven) < 1e-6
+    before, after = held_out(tmp_path / "one"), held_out(tmp_path / "uneven")
+    assert abs(before[0] - after[0]) < 1e-12
+    assert deviation(before, after) < 1e-6
+    assert samples_by_step(tmp_path / "one") == samples_by_step(tmp_path / "uneven")
+
+
+def test_accumulation_equals_one_big_batch(tmp_path: Path, config: dict[str, Any]) -> None:
+    small = train(tmp_path / "small", config)
+    big = train(tmp_path / "big", changed(config, topology={"micro_batch_size": 12}))
+    assert deviation(small, big) < 1e-6
+
+
+def test_the_seed_matters(tmp_path: Path, config: dict[str, Any]) -> None:
+    """The measure of the tests above: another seed is another run."""
+    one = train(tmp_path / "one", config)
+    other = train(tmp_path / "other", changed(config, trainer={"seed": 43}))
+    assert deviation(one, other) > 1e-3
+
+
+def test_bfloat16_trains_alike(tmp_path: Path, config: dict[str, Any]) -> None:
+    exact = train(tmp_path / "exact", config)
+    coarse = train(tmp_path / "coarse", changed(config, transformer_architecture={"precision": "bfloat16"}), 2)
+    assert 1e-6 < deviation(exact, coarse) < 0.05
+
+
+def test_a_world_that_fits_no_replica_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    from worlds import World
+
+    world = World(tmp_path, changed(config, topology={"model_parallel_size": 2}), 3)
+    assert world.wait() == [1, 1, 1]
+    assert "no multiple of model_parallel_size" in world.log()
+
+
+def samples_by_step(folder: Path) -> dict[int, list[int]]:
+    """Which samples each step has seen, all ranks together."""
+    seen: dict[int, list[int]] = defaultdict(list)
+    for line in audit(folder):
+        seen[line["step"]] += line["samples"]
+    return {step: sorted(samples) for step, samples in seen.items()}

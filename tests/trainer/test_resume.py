@@ -1,0 +1,124 @@
+"""Interrupted and taken up again, in the same world or another, a run is the run that was never touched."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import World, audit, changed, deviation, held_out, losses, manifest, steps_saved, train
+
+from swarmtrain.wire import EXIT_PLANNED
+
+LONG = {"train_iterations": 60, "save_interval": 20}
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> Path:
+    """A run of 60 steps on three ranks that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("untouched")
+    train(folder, changed(config, trainer=LONG), 3)
+    return folder
+
+
+@pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size: int, tensor: int) -> None:
+    base = changed(config, topology={"model_parallel_size": tensor}, trainer={"eval_interval": 4})
+    once = train(tmp_path / "once", base, size)
+    train(tmp_path / "twice", changed(base, trainer={"train_iterations": 6}), size)
+    twice = train(tmp_path / "twice", base, size)
+    assert twice == once
+    assert set(held_out(tmp_path / "once")) == {0, 4, 8, 12}
+    assert held_out(tmp_path / "twice").items() >= held_out(tmp_path / "once").items()
+    # The files hold parameters and optimizer state: equal hashes mean equal bits.
+    assert manifest(tmp_path / "twice", 12)["files"] == manifest(tmp_path / "once", 12)["files"]
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (1, 1)), ((1, 1), (3, 1)), ((3, 1), (4, 2)), ((2, 2), (2, 1))], ids=str)
+def test_other_topology(tmp_path: Path, config: dict[str, Any], before: tuple[int, int], after: tuple[int, int]) -> None:
+    once = train(tmp_path / "once", config)
+    for steps, (size, tensor) in ((6, before), (12, after)):
+        part = changed(config, topology={"model_parallel_size": tensor}, trainer={"train_iterations": steps})
+        both = train(tmp_path / "twice", part, size)
+    assert deviation(once, both) < 1e-6
+
+
+@pytest.mark.parametrize("asked", [[0], [1], [0, 1, 2]], ids=str)
+def test_asked_to_leave(tmp_path: Path, config: dict[str, Any], untouched: Path, asked: list[int]) -> None:
+    long = changed(config, trainer=LONG)
+    world = World(tmp_path, long, 3)
+    world.until(lambda: len(audit(tmp_path)) > 15)
+    for rank in asked:
+        world.send(rank, signal.SIGTERM)
+    assert world.wait() == [EXIT_PLANNED] * 3, world.log()
+    last = {max(line["step"] for line in audit(tmp_path) if line["rank"] == rank) for rank in range(3)}
+    assert len(last) == 1, f"ranks left after different steps: {last}"
+    step = last.pop()
+    assert 5 <= step < 60
+    assert steps_saved(tmp_path)[-1] == step
+    assert train(tmp_path, long, 3) == losses(untouched)
+    repeated = [line for line in audit(tmp_path) if line["step"] <= step and line["token"] > 1]
+    assert not repeated, "no step is made twice"
+
+
+def test_asked_to_leave_while_measuring(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A flag that is looked at only between steps would wait for the whole held-out loss."""
+    endless = changed(config, trainer={"eval_iterations": 100_000}, topology={"global_batch_size": 2})
+    endless["data"] = {**config["data"], "validation_data_prefixes": config["data"]["data_prefixes"] * 400}
+    world = World(tmp_path, endless, 2)
+    world.until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    world.send(1, signal.SIGTERM)
+    assert world.wait() == [EXIT_PLANNED] * 2, world.log()
+    assert steps_saved(tmp_path) == []
+    assert held_out(tmp_path) == {}
+
+
+def test_without_save_dir_leaves_at_once(tmp_path: Path, config: dict[str, Any]) -> None:
+    world = World(tmp_path, changed(config, trainer={"train_iterations": 100_000, "save_dir": None}), 2)
+    world.until(lambda: len(audit(tmp_path)) > 5)
+    world.send(0, signal.SIGTERM)
+    assert world.wait() == [EXIT_PLANNED] * 2, world.log()
+    assert not (tmp_path / "run").exists()
+
+
+def test_killed_rank(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:
+    long = changed(config, trainer=LONG)
+    world = World(tmp_path, long, 3)
+    world.until(lambda: 20 in steps_saved(tmp_path))
+    world.send(1, signal.SIGKILL)
+    codes = world.wait()
+    assert codes[1] == -signal.SIGKILL
+    assert 0 not in codes, "a rank that lost a peer must not look finished"
+    assert EXIT_PLANNED not in codes
+    assert train(tmp_path, long, 3) == losses(untouched)
+
+
+def test_scaled_up_and_down(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:
+    """2 → 4 → 1 ranks by planned exits: the same losses, no step lost, none made twice."""
+    long = changed(config, trainer=LONG)
+    for size in (2, 4):
+        world = World(tmp_path, long, size)
+        seen = len(audit(tmp_path))
+        world.until(lambda: len(audit(tmp_path)) > seen + 5 * size)  # noqa: B023  # called before the loop goes on
+        world.send(size - 1, signal.SIGTERM)
+        assert world.wait() == [EXIT_PLANNED] * size, world.log()
+    assert deviation(losses(untouched), train(tmp_path, long, 1)) < 1e-5
+    made = [(line["step"], line["token"]) for line in audit(tmp_path) if line["rank"] == 0]
+    assert [step for step, _ in sorted(made)] == list(range(1, 61))
+    assert {token for _, token in made} == {1, 2, 3}
+
+
+def test_finished_run_stays_finished(tmp_path: Path, config: dict[str, Any]) -> None:
+    first = train(tmp_path, config)
+    hashes = manifest(tmp_path, 12)["files"]
+    assert train(tmp_path, config) == first
+    assert manifest(tmp_path, 12)["files"] == hashes
+    assert len(audit(tmp_path)) == 12
+
+
+def test_starts_from_another_runs_checkpoint(tmp_path: Path, config: dict[str, Any]) -> None:
+    once = train(tmp_path / "once", config)
+    train(tmp_path / "old", changed(config, trainer={"train_iterations": 6}))
+    rest = train(tmp_path / "new", changed(config, trainer={"load_dir": str(tmp_path / "old" / "run")}))
+    assert rest == {step: loss for step, loss in once.items() if step > 6}
