@@ -19,13 +19,14 @@ from swarmtrain.wire import BoardEnv, Event, NodeEnv
 ROOT = Path(__file__).parents[2]
 
 # A trainer in miniature: agrees on SIGTERM at each step boundary, saves, leaves with 75, goes on where it was.
+# It trains until the file `enough` is there, so that no test races against its end.
 TRAIN = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
 from swarmtrain.board import Board
 from swarmtrain.wire import Event
 
-steps, pace, state = int(sys.argv[1]), float(sys.argv[2]), pathlib.Path(sys.argv[3])
+state, enough = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 dist.init_process_group("gloo")
@@ -33,14 +34,16 @@ rank = dist.get_rank()
 step = int(state.read_text()) if state.exists() else 0
 print(f"start at {step} of world {dist.get_world_size()}", flush=True)
 dist.barrier()
-while step < steps:
-    flag = torch.tensor([len(asked), 1])
+while True:
+    flag = torch.tensor([len(asked), rank == 0 and enough.exists()])
     dist.all_reduce(flag)
+    if flag[1]:
+        break
     if flag[0]:
         print(f"saved {step}", flush=True)
         dist.destroy_process_group()
         sys.exit(75)
-    time.sleep(pace)
+    time.sleep(0.02)
     step += 1
     if rank == 0:
         state.write_text(str(step))
@@ -95,9 +98,16 @@ class SmallRun:
         self.nodes[env.node] = self._start("node", {**env.to_env(), "OMP_NUM_THREADS": "1"}, self.log(number))
         return self.nodes[env.node]
 
-    def train(self, number: int, *, steps: int, pace: float = 0.05, slots: int = 2, nodes: tuple[int, int] = (2, 2)) -> None:
+    def train(self, number: int, *, slots: int = 2, nodes: tuple[int, int] = (2, 2)) -> None:
         """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk."""
-        self.start_node(number, TRAIN, str(steps), str(pace), str(self.state), slots=slots, nodes=nodes)
+        self.start_node(number, TRAIN, str(self.state), str(self.folder / "enough"), slots=slots, nodes=nodes)
+
+    def finish_training(self, worlds: int) -> dict[str, int]:
+        """Let TRAIN end once that many worlds have formed and the last one has made steps; return the exit codes."""
+        formed = self.until("world", count=worlds)
+        self.until("progress", where=lambda event: event.time > formed.time)
+        (self.folder / "enough").touch()
+        return self.finish()
 
     def log(self, number: int) -> Path:
         return self.folder / f"node{number}.log"
@@ -110,7 +120,7 @@ class SmallRun:
         parsed = [Event.from_line(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [event for event in parsed if event and kind in (None, event.kind)]
 
-    def until(self, kind: str, *, count: int = 1, timeout: float = 60.0, where: Callable[[Event], bool] = lambda _: True) -> Event:
+    def until(self, kind: str, *, count: int = 1, timeout: float = 120.0, where: Callable[[Event], bool] = lambda _: True) -> Event:
         """Wait for the `count`-th event of `kind`; fail with everything printed so far if it does not come."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
@@ -120,7 +130,7 @@ class SmallRun:
             time.sleep(0.05)
         pytest.fail(f"no {kind} within {timeout:g} s\n{self.transcript()}")
 
-    def finish(self, *, timeout: float = 60.0) -> dict[str, int]:
+    def finish(self, *, timeout: float = 120.0) -> dict[str, int]:
         """Wait for all processes to end by themselves, and return their exit codes."""
         assert self.board
         everybody = {**self.nodes, "board": self.board}

@@ -44,13 +44,13 @@ def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_verdic
 def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any) -> None:
     small_run.start_board()
     for number in (0, 1):
-        small_run.train(number, steps=60)
+        small_run.train(number)
     small_run.until("progress")
     os.kill(small_run.ranks(1)[1], signal.SIGKILL)
     failure = small_run.until("failure", where=lambda event: "signal" in event.data).data
     assert (failure["node"], failure["local_rank"], failure["signal"]) == ("node1", 1, "SIGKILL")
     assert failure["rank"] == small_run.events("world")[0].data["ranks"]["node1"][1]
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
     assert len(small_run.events("world")) == 2
     assert small_run.events("verdict")[0].data["status"] == "done"
 
@@ -58,12 +58,12 @@ def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any) -> None:
 def test_a_killed_agent_takes_its_ranks_along_and_comes_back(small_run: Any, gone: Gone) -> None:
     small_run.start_board()
     for number in (0, 1):
-        small_run.train(number, steps=60)
+        small_run.train(number)
     small_run.until("progress")
     family = list(small_run.descendants(0))
     os.kill(small_run.agent(0), signal.SIGKILL)
     gone(family)
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
     assert any(event.data.get("node") == "node0" and event.data.get("signal") == "SIGKILL" for event in small_run.events("failure"))
     assert small_run.events("verdict")[0].data["status"] == "done"
 
@@ -71,25 +71,25 @@ def test_a_killed_agent_takes_its_ranks_along_and_comes_back(small_run: Any, gon
 def test_a_killed_supervisor_leaves_no_orphan_and_its_successor_joins(small_run: Any, gone: Gone) -> None:
     small_run.start_board()
     for number in (0, 1):
-        small_run.train(number, steps=60)
+        small_run.train(number)
     small_run.until("progress")
     family = list(small_run.descendants(1))
     small_run.nodes["node1"].kill()
     gone(family)
-    small_run.train(1, steps=60)
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    small_run.train(1)
+    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
 
 
 def test_the_board_dies_and_the_nodes_meet_again_on_its_successor(small_run: Any) -> None:
     small_run.start_board()
     for number in (0, 1):
-        small_run.train(number, steps=60)
+        small_run.train(number)
     small_run.until("progress")
     small_run.board.kill()
     small_run.board.wait()
     time.sleep(1.0)
     small_run.start_board()
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
     assert len({event.data["world"].partition("/")[0] for event in small_run.events("world")}) == 2
     assert small_run.events("verdict")[0].data["status"] == "done"
 
@@ -130,7 +130,7 @@ def test_a_node_that_can_never_work_ends_the_run_at_once(small_run: Any) -> None
 def test_sigterm_reaches_the_ranks_which_save_and_the_node_asks_to_come_back(small_run: Any, gone: Gone) -> None:
     small_run.start_board()
     for number in (0, 1):
-        small_run.train(number, steps=200)
+        small_run.train(number)
     small_run.until("progress")
     family = list(small_run.descendants(0)) + list(small_run.descendants(1))
     for supervisor in small_run.nodes.values():
@@ -148,12 +148,12 @@ def test_sigterm_reaches_the_ranks_which_save_and_the_node_asks_to_come_back(sma
 def test_a_third_node_joins_and_no_step_is_lost(small_run: Any) -> None:
     small_run.start_board()
     for number in (0, 1):
-        small_run.train(number, steps=120, slots=1, nodes=(1, 3))
+        small_run.train(number, slots=1, nodes=(1, 3))
     small_run.until("progress", where=lambda event: event.data["step"] >= 10)
-    small_run.train(2, steps=120, slots=1, nodes=(1, 3))
+    small_run.train(2, slots=1, nodes=(1, 3))
     world = small_run.until("world", where=lambda event: event.data["nodes"] == 3)
     assert sorted(world.data["ranks"]) == ["node0", "node1", "node2"]
-    assert small_run.finish() == {"node0": 0, "node1": 0, "node2": 0, "board": 0}
+    assert small_run.finish_training(worlds=len(small_run.events("world"))) == {"node0": 0, "node1": 0, "node2": 0, "board": 0}
     starts = [line for line in small_run.output().splitlines() if "of world 3" in line]
     saves = [int(line.split()[-1]) for line in small_run.output().splitlines() if "saved" in line]
     assert len(starts) == 3
