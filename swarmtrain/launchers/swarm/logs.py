@@ -96,7 +96,8 @@ class Reader(threading.Thread):
 
     def _read(self, stream: LogStream) -> None:
         for line in _lines(stream, self._node):
-            if self._once.is_new(line):
+            # Without a time, it is the engine that says why the stream ends; it is opened again.
+            if line.time and self._once.is_new(line):
                 self._hand_over(line)
                 self._since, self._tail = max(self._since or 0.0, line.seconds - _OVERLAP), None
             if self._closing.is_set():
