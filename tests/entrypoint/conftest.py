@@ -168,7 +168,7 @@ class SmallRun:
         with log.open("ab") as out:
             errors = out if role == "node" else subprocess.DEVNULL
             command = [sys.executable, "-m", "swarmtrain.entrypoint", role]
-            return start(command, env=env, cwd=ROOT, stdout=out, stderr=errors, new_session=True)
+            return start(command, env=env, cwd=ROOT, stdout=out, stderr=errors, new_session=True, die_with_parent=True)
 
 
 def _processes() -> dict[int, tuple[int, str]]:
