@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,8 @@ def make_step(
     passes: Sequence[tuple[int, Ids | None]] = mine or [(0, None)]
     for micro, ids in passes:
         seed(here.config.trainer.seed, number, micro)
-        with nullcontext() if micro == passes[-1][0] else model.replicated.no_sync():
-            loss = _loss(here, model.replicated, data, ids)
+        with model.replicas.micro_batch(last=micro == passes[-1][0]):
+            loss = _loss(here, model.replicas, data, ids)
             torch.autograd.backward(loss / batch.tokens)
         summed += loss.detach()
     gradient_norm, learning_rate = optimizer.step(number)
@@ -100,7 +100,7 @@ def _exchange(model: ParallelModel, values: list[float], stop: StopFlag | None) 
     return sums, asked > 0
 
 
-def _loss(here: Runtime, model: torch.nn.Module, data: Samples, ids: Ids | None) -> Tensor:
+def _loss(here: Runtime, model: Callable[[Tensor, Tensor], Tensor], data: Samples, ids: Ids | None) -> Tensor:
     inputs, targets = data.empty() if ids is None else data.load(ids)
     with _autocast(here):
         loss: Tensor = model(inputs.to(here.device, non_blocking=True), targets.to(here.device, non_blocking=True))

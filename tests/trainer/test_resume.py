@@ -35,13 +35,16 @@ def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size:
     assert manifest(tmp_path / "twice", 12)["files"] == manifest(tmp_path / "once", 12)["files"]
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (1, 1)), ((1, 1), (3, 1)), ((3, 1), (4, 2)), ((2, 2), (2, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"), [((4, 2), (1, 1)), ((1, 1), (3, 1)), ((3, 1), (2, 1)), ((3, 1), (4, 2)), ((2, 2), (2, 1))], ids=str
+)
 def test_other_topology(tmp_path: Path, config: dict[str, Any], before: tuple[int, int], after: tuple[int, int]) -> None:
     once = train(tmp_path / "once", config)
+    same_shards = before[1] == after[1] == 1
     for steps, (size, tensor) in ((6, before), (12, after)):
         part = changed(config, topology={"model_parallel_size": tensor}, trainer={"train_iterations": steps})
         both = train(tmp_path / "twice", part, size)
-    assert deviation(once, both) < 1e-6
+    assert deviation(once, both) <= (0 if same_shards else 1e-6)
 
 
 @pytest.mark.parametrize("asked", [[0], [1], [0, 1, 2]], ids=str)
@@ -67,7 +70,7 @@ def test_asked_to_leave_while_measuring(tmp_path: Path, config: dict[str, Any]) 
     endless = changed(config, trainer={"eval_iterations": 100_000}, topology={"global_batch_size": 2})
     endless["data"] = {**config["data"], "validation_data_prefixes": config["data"]["data_prefixes"] * 400}
     world = World(tmp_path, endless, 2)
-    world.until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    world.until((tmp_path / "run" / "metrics.jsonl").exists)
     world.send(1, signal.SIGTERM)
     assert world.wait() == [EXIT_PLANNED] * 2, world.log()
     assert steps_saved(tmp_path) == []
@@ -103,7 +106,7 @@ def test_scaled_up_and_down(tmp_path: Path, config: dict[str, Any], untouched: P
         world.until(lambda: len(audit(tmp_path)) > seen + 5 * size)  # noqa: B023  # called before the loop goes on
         world.send(size - 1, signal.SIGTERM)
         assert world.wait() == [EXIT_PLANNED] * size, world.log()
-    assert deviation(losses(untouched), train(tmp_path, long, 1)) < 1e-5
+    assert train(tmp_path, long, 1) == losses(untouched)
     made = [(line["step"], line["token"]) for line in audit(tmp_path) if line["rank"] == 0]
     assert [step for step, _ in sorted(made)] == list(range(1, 61))
     assert {token for _, token in made} == {1, 2, 3}

@@ -15,7 +15,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 KEY = "WANDB_API_KEY"
-_PATIENCE = 30
+_PATIENCE = 10
 
 
 class WandbRun:

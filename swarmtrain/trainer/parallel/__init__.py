@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import data, mesh, tensor
+from swarmtrain.trainer.parallel import mesh, tensor
+from swarmtrain.trainer.parallel.data import Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.tensor import Shards
 from swarmtrain.trainer.runtime import Runtime
@@ -21,7 +22,7 @@ class ParallelModel:
     mesh: Mesh
     local: Transformer
     """This rank's part, which computes without data-parallel communication."""
-    replicated: DistributedDataParallel
+    replicas: Replicas
     """The same, with gradients summed over replicas."""
     shards: Shards
     parameters: dict[str, nn.Parameter]
@@ -33,4 +34,6 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     layout = mesh.build(here)
     model.to(here.device)
     shards = tensor.shard(model, layout.device_mesh["tensor"])
-    return ParallelModel(layout, model, data.replicate(model, layout, here.device), shards, tensor.named_parameters(model))
+    exact = here.config.transformer_architecture.precision is Precision.float32
+    replicas = Replicas(model, layout, here.device, exact=exact)
+    return ParallelModel(layout, model, replicas, shards, tensor.named_parameters(model))

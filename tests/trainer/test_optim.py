@@ -1,0 +1,101 @@
+"""Schedules as tables of values; training groups and their errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import World, changed, deviation, train
+
+from swarmtrain.config import Config
+from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.optim.groups import divide
+from swarmtrain.trainer.optim.schedule import learning_rate
+
+NAMES = ["embedding.weight", "blocks.0.attention.query.weight", "blocks.0.attention_norm.weight", "norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"learning_rate_decay_style": "constant"}, {1: 1.0, 10: 1.0, 99: 1.0}),
+        ({"learning_rate_decay_style": "linear"}, {1: 0.9, 5: 0.5, 10: 0.0, 11: 0.0}),
+        ({"learning_rate_decay_style": "linear", "learning_rate_minimum": 0.5}, {5: 0.75, 10: 0.5, 20: 0.5}),
+        ({"learning_rate_decay_style": "cosine"}, {5: 0.5, 10: 0.0}),
+        (
+            {"learning_rate_decay_style": "cosine", "learning_rate_warmup_steps": 4},
+            {1: 0.25, 2: 0.5, 4: 1.0, 6: 0.75, 7: 0.5, 8: 0.25, 10: 0.0},
+        ),
+        (
+            {"learning_rate_decay_style": "constant", "learning_rate_warmup_steps": 2, "learning_rate_warmup_delay_steps": 3},
+            {1: 0.0, 3: 0.0, 4: 0.5, 5: 1.0, 6: 1.0},
+        ),
+        ({"learning_rate_decay_style": "linear", "learning_rate_decay_iters": 4}, {2: 0.5, 4: 0.0, 9: 0.0}),
+        ({"learning_rate_decay_style": "linear", "learning_rate_decay_iters": 0}, {1: 0.0}),
+        ({"learning_rate_decay_style": "linear", "learning_rate_warmup_steps": 10, "learning_rate_decay_iters": 10}, {5: 0.5, 10: 0.0}),
+    ],
+    ids=str,
+)
+def test_schedule(options: dict[str, Any], rates: dict[int, float]) -> None:
+    schedule = LearningRateSchedulerConfig.model_validate_json(json.dumps({"learning_rate": 1.0, **options}))
+    assert {step: learning_rate(schedule, step, 10) for step in rates} == pytest.approx(rates)
+
+
+def config_with(*groups: dict[str, Any]) -> Config:
+    return Config.model_validate_json(json.dumps({"training_groups": groups}))
+
+
+def test_without_groups_there_is_one_of_all() -> None:
+    (group,) = divide(NAMES, config_with())
+    assert (group.parameters, group.weight_decay) == (tuple(NAMES), 1e-4)
+
+
+def test_groups_by_include_and_exclude() -> None:
+    own = {"learning_rate": 0.5}
+    groups = divide(
+        NAMES,
+        config_with(
+            {"group_name": "norms", "parameters_include": ["norm"], "weight_decay": 0.0, "learning_rate_scheduler": own},
+            {"group_name": "rest", "parameters_exclude": ["norm"]},
+        ),
+    )
+    assert [group.parameters for group in groups] == [(NAMES[2], NAMES[3]), (NAMES[0], NAMES[1])]
+    assert [group.schedule.learning_rate for group in groups] == [0.5, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [{"group_name": "a"}, {"group_name": "b", "parameters_include": ["^norm"]}],
+            "norm.weight: in more than one group (norm.weight in a and b)",
+        ),
+        ([{"group_name": "a"}, {"group_name": "b", "parameters_include": ["bias"]}], "no parameter is in b"),
+        ([{"group_name": "a", "parameters_include": ["norm"]}], "embedding.weight, blocks.0.attention.query.weight: in no group"),
+    ],
+)
+def test_groups_that_do_not_fit(groups: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(TrainingError) as caught:
+        divide(NAMES, config_with(*groups))
+    assert caught.value.message == message
+    assert caught.value.hint
+    assert "embedding.weight" in caught.value.hint
+
+
+def test_groups_reach_the_optimizer(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A group with rate 0 stands still: the run differs from one without groups, and two equal groups do not."""
+    halves = [{"group_name": "norms", "parameters_include": ["norm"]}, {"group_name": "rest", "parameters_exclude": ["norm"]}]
+    frozen = [halves[0], {**halves[1], "learning_rate_scheduler": {"learning_rate": 0.0}}]
+    plain = train(tmp_path / "plain", config)
+    assert train(tmp_path / "halves", {**config, "training_groups": halves}) == plain
+    assert deviation(train(tmp_path / "frozen", {**config, "training_groups": frozen}), plain) > 1e-3
+
+
+def test_loss_that_is_no_number_ends_the_run(tmp_path: Path, config: dict[str, Any]) -> None:
+    wild = changed(config, learning_rate_scheduler={"learning_rate": 1e30}, trainer={"save_interval": 1})
+    world = World(tmp_path, wild, 2)
+    assert world.wait() == [1, 1]
+    assert "the loss of step" in world.log()
