@@ -111,7 +111,7 @@ class Engine:
         client = self.client
         try:
             # A followed log may be silent for hours, so that only connecting to it is bounded.
-            timeout = (self._timeout, None) if stream else self._timeout
+            timeout = (self._timeout, None if "follow" in (params or {}) else self._timeout)
             response = client.request(
                 method,
                 f"{client.base_url}/v{client.api_version}{path}",
