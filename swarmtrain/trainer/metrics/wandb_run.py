@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 KEY = "WANDB_API_KEY"
-_PATIENCE = 10
+_PATIENCE, _LEAVE = 10, 30
 
 
 class WandbRun:
@@ -49,14 +50,19 @@ class WandbRun:
                 return
             except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
                 LOG.warning("wandb %s: %s", mode, str(error).replace(key, "***") if key else error)
+                wandb.teardown()
 
     def log(self, values: dict[str, Any]) -> None:
         """Report `values`, one of which is `step`."""
         self._try("log", values)
 
     def close(self) -> None:
-        """Send what is left."""
-        self._try("finish")
+        """Send what is left, for at most half a minute; the rest is on disk."""
+        sending = threading.Thread(target=self._try, args=("finish",), daemon=True)
+        sending.start()
+        sending.join(_LEAVE)
+        if sending.is_alive():
+            LOG.warning("wandb: not all is sent yet; `wandb sync` takes it from log_dir")
 
     def _try(self, method: str, *arguments: Any) -> None:
         if self._run is None:
