@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import World, audit, changed, deviation, held_out, losses, manifest, steps_saved, train
+from worlds import ROOT, TIMEOUT, World, audit, changed, deviation, held_out, losses, manifest, steps_saved, train
 
 from swarmtrain.wire import EXIT_PLANNED
 
@@ -22,9 +28,12 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) 
     return folder
 
 
-@pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 1), (3, 1), (4, 2)])
-def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size: int, tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "tensor", "precision"), [(1, 1, "float32"), (2, 1, "float32"), (3, 1, "float32"), (4, 2, "float32"), (3, 1, "bfloat16")]
+)
+def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size: int, tensor: int, precision: str) -> None:
     base = changed(config, topology={"model_parallel_size": tensor}, trainer={"eval_interval": 4})
+    base = changed(base, transformer_architecture={"precision": precision})
     once = train(tmp_path / "once", base, size)
     train(tmp_path / "twice", changed(base, trainer={"train_iterations": 6}), size)
     twice = train(tmp_path / "twice", base, size)
@@ -95,6 +104,36 @@ def test_killed_rank(tmp_path: Path, config: dict[str, Any], untouched: Path) ->
     assert 0 not in codes, "a rank that lost a peer must not look finished"
     assert EXIT_PLANNED not in codes
     assert train(tmp_path, long, 3) == losses(untouched)
+
+
+def test_plain_torchrun_restarts_a_killed_rank(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:
+    """torchrun --standalone keeps one store over all attempts: the second must not read the keys of the first."""
+    (tmp_path / "config.yml").write_text(json.dumps(changed(config, trainer=LONG)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        agent = subprocess.Popen(
+            [*command, str(ROOT / "training_code.py"), "config.yml"], cwd=tmp_path, env=environ, stdout=log, stderr=log
+        )
+        try:
+            for step in (20, 40):
+                _wait_until(lambda: step in steps_saved(tmp_path) or agent.poll() is not None)  # noqa: B023  # called before the loop goes on
+                os.kill(_children(agent.pid)[-1], signal.SIGKILL)
+            assert agent.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
+        finally:
+            agent.kill()
+    assert losses(tmp_path) == losses(untouched)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_scaled_up_and_down(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 TIMEOUT = 90.0
+ROOT = Path(__file__).parents[2]
 
 CONFIG: dict[str, Any] = {
     "topology": {"global_batch_size": 12, "micro_batch_size": 2},
