@@ -6,6 +6,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+PINS := -c requirements/image.txt -c requirements/test.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
@@ -39,17 +40,17 @@ install-test: $(VENV)/.installed-test
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(BIN)/python pyproject.toml requirements/pins.txt
-	$(PIP) install -c requirements/pins.txt -e .
+$(VENV)/.installed: $(BIN)/python pyproject.toml requirements/image.txt requirements/test.txt
+	$(PIP) install $(PINS) -e .
 	@touch $@
 
 $(VENV)/.installed-train: $(VENV)/.installed
 	$(PIP) install $(TORCH)
-	$(PIP) install -c requirements/pins.txt -e .[train]
+	$(PIP) install $(PINS) -e .[train]
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-train
-	$(PIP) install -c requirements/pins.txt -e .[train,test]
+	$(PIP) install $(PINS) -e .[train,test]
 	@touch $@
 
 clean:

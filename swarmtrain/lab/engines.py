@@ -58,7 +58,7 @@ def boot(directory: Path, description: Description, node: str) -> None:
     script = Path(__file__).with_name("machine.sh")
     engine = Path(description.engine) if description.engine else None
     machine(directory, node).spawn(
-        ["sh", str(script), str(home), node, str(directory / "shared")],
+        ["sh", str(script), str(home), node, description.shared],
         enter=[*fabric.enter(description.name, node), *_NEW_NAMESPACES],
         log=home / "log",
         env={"PATH": search_path(engine)},

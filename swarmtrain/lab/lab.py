@@ -38,22 +38,26 @@ class Lab:
         self.name = name
         self._base = state.base_directory()
         self._directory = self._base / name
+        self._own_disk = self._directory / "shared"
 
     @property
     def shared(self) -> Path:
         """The host's view of the disk that all nodes have at /mnt/shared."""
-        return self._directory / "shared"
+        description = state.read(self._directory)
+        return Path(description.shared) if description else self._own_disk
 
     def check(self, engine: Path | None = None) -> None:
         """Raise LabError, with the way out, if this machine cannot host the lab."""
         check_machine(engine)
         state.check_directory(self._directory)
+        if shared:
+            state.check_visible(shared, "share another directory")
         fabric.check_kernel()
 
-    def up(self, nodes: int, *, engine: Path | None = None, say: Say) -> None:
+    def up(self, nodes: int, *, engine: Path | None = None, shared: Path | None = None, say: Say) -> None:
         """Bring up `nodes` engines, joined into a swarm whose manager is node0, and a registry.
 
-        `engine` is a directory that holds another dockerd and containerd. What is made is removed again if anything fails.
+        `engine` is a directory that holds another dockerd and containerd, `shared` one that all nodes are to share. What is made is removed again if anything fails.
         A lab of this name whose engines are all dead is removed first; one that runs with as many nodes is left as it is.
         """
         self.check(engine)
@@ -64,7 +68,7 @@ class Lab:
                 return
             self._remove()
             try:
-                self._make(self._describe(nodes, engine), say)
+                self._make(self._describe(nodes, engine, shared), say)
             except BaseException:
                 say("failed or interrupted: removing what was made")
                 self._remove()
@@ -142,15 +146,16 @@ class Lab:
         pid = engines.machine(self._directory, node).pid
         return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid"]
 
-    def _describe(self, nodes: int, engine: Path | None) -> Description:
+    def _describe(self, nodes: int, engine: Path | None, shared: Path | None) -> Description:
         subnet = state.choose_subnet(self.name, state.taken_subnets(self._base))
         names = tuple(f"node{index}" for index in range(nodes))
-        return Description(self.name, subnet, names, str(engine.absolute()) if engine else None)
+        disk = (shared or self._own_disk).absolute()
+        return Description(self.name, subnet, names, str(disk), str(engine.absolute()) if engine else None)
 
     def _make(self, description: Description, say: Say) -> None:
         self._directory.mkdir(parents=True)
         state.write(self._directory, description)
-        self.shared.mkdir()
+        self.shared.mkdir(parents=True, exist_ok=True)
         self.shared.chmod(0o1777)
         say(f"lab {self.name}: {len(description.nodes)} engines on {description.subnet}")
         fabric.make(description)
@@ -166,7 +171,8 @@ class Lab:
         driver = engines.wait_until_up(self._directory, "node0")["Driver"]
         if driver == "vfs":
             say("storage driver vfs, since overlay does not work on this disk: images take far more space and time")
-        say(f"shared disk: {self.shared} here is /mnt/shared on every node, and is deleted by `down`")
+        fate = ", and is deleted by `down`" if self.shared == self._own_disk else ""
+        say(f"shared disk: {self.shared} here is /mnt/shared on every node{fate}")
         say(f"registry: {registry.REGISTRY}, for images built and pushed through the lab's engines")
         option = "" if self.name == DEFAULT_NAME else f" --name {self.name}"
         say("next:")

@@ -27,11 +27,15 @@ _HIDDEN_IN_MACHINES = ("/run", "/mnt", "/proc")
 
 @dataclass(frozen=True)
 class Description:
-    """What a lab is, as its lab.json says. `engine` is the directory of its dockerd, None for the one in PATH."""
+    """What a lab is, as its lab.json says. `engine` is the directory of its dockerd, None for the one in PATH.
+
+    `shared` is the directory that all nodes share.
+    """
 
     name: str
     subnet: str
     nodes: tuple[str, ...]
+    shared: str
     engine: str | None = None
     ready: bool = False
 
@@ -70,11 +74,16 @@ def check_name(name: str) -> None:
 def check_directory(directory: Path) -> None:
     """Raise LabError where a machine could not see `directory`, or a socket's path in it would be too long."""
     hint = "set SWARMTRAIN_LAB_DIR to a short path on a local disk"
-    if any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_IN_MACHINES):
-        raise LabError(f"{directory}: a lab's machines have their own {', '.join(_HIDDEN_IN_MACHINES)}", place="lab", hint=hint)
+    check_visible(directory, hint)
     longest = directory / f"node{MAX_NODES - 1}" / "docker.sock"
     if len(os.fsencode(longest)) > _SOCKET_PATH_LIMIT:
         raise LabError(f"{longest}: the path of a socket cannot be longer than {_SOCKET_PATH_LIMIT} bytes", place="lab", hint=hint)
+
+
+def check_visible(directory: Path, hint: str) -> None:
+    """Raise LabError with `hint` where a machine of the lab could not see `directory`."""
+    if any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_IN_MACHINES):
+        raise LabError(f"{directory}: a lab's machines have their own {', '.join(_HIDDEN_IN_MACHINES)}", place="lab", hint=hint)
 
 
 def choose_subnet(name: str, taken: Collection[str]) -> str:

@@ -61,9 +61,8 @@ def _show_task(task: TaskState, told: dict[str, str]) -> None:
 
 def _failure(data: dict[str, Any]) -> str:
     who = f"{data.get('node')} rank {data['rank']}" if data.get("rank") is not None else f"{data.get('node')}"
-    how = f"signal {data['signal']}" if data.get("signal") else f"exit code {data.get('exit_code')}"
-    error = data.get("error")
-    return f"{who} failed with {how}{f': {error}' if error else ''}"
+    how = data.get("signal") or f"exit code {data.get('exit_code')}"
+    return f"{who} failed: {data.get('error') or how}"
 
 
 def _finished(data: dict[str, Any]) -> str:

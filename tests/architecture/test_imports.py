@@ -43,7 +43,7 @@ finally:
     ("argv", "heavy"),
     [
         (["--help"], {"torch", "docker", "numpy", "pydantic", "yaml", "requests"}),
-        (["lab", "--help"], {"torch", "docker", "numpy", "pydantic", "yaml", "requests"}),
+        (["lab", "--help"], {"torch", "docker", "numpy", "yaml", "requests", "swarmtrain.config"}),
         (["generate", "config.yml"], {"torch", "docker", "numpy", "requests"}),
     ],
 )

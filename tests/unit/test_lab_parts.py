@@ -29,7 +29,7 @@ def test_no_free_subnet_is_an_error() -> None:
 
 def test_addresses_do_not_meet() -> None:
     nodes = tuple(f"node{index}" for index in range(state.MAX_NODES))
-    lab = state.Description("lab", "10.77.3.0/24", nodes)
+    lab = state.Description("lab", "10.77.3.0/24", nodes, "/srv/shared")
     addresses = {lab.address(node) for node in nodes} | {lab.bridge_address}
     assert lab.address("node0") == "10.77.3.10"
     assert len(addresses) == state.MAX_NODES + 1

@@ -15,7 +15,7 @@ TRAINING = [
     Event(wire.WORLD, {"world_size": 3, "nodes": 3}),
     Event(wire.PROGRESS, {"step": 10, "steps": 40, "loss": 2.5, "tokens_per_second": 12345.6, "eta_seconds": 125}),
     Event(wire.CHECKPOINT, {"step": 10, "path": "runs/x/step-00000010", "seconds": 0.2}),
-    Event(wire.FAILURE, {"node": "node1", "rank": 1, "signal": 9}),
+    Event(wire.FAILURE, {"node": "node1", "rank": 1, "signal": "SIGKILL", "error": "killed by SIGKILL"}),
 ]
 
 
@@ -56,7 +56,7 @@ def test_following_tells_apart_data_and_talk(capsys: pytest.CaptureFixture[str])
     assert err.splitlines() == [
         "· a world of 3 ranks on 3 nodes has formed",
         "· saved step 10 in 0 s: runs/x/step-00000010",
-        "· node1 rank 1 failed with signal 9",
+        "· node1 rank 1 failed: killed by SIGKILL",
         "· rendezvous on a: pending, no suitable node",
         "· done: finished",
     ]

@@ -1,0 +1,194 @@
+"""The promise, on a real swarm: the same config gives the same losses on one node and on three, scaled, and with ranks and containers killed.
+
+Every run is the quickstart made small; what is compared is what it wrote: metrics.jsonl, a line a step, on the shared disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swarmtrain import wire
+from swarmtrain.lab import Lab
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.wire import Event
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+SMALL = [
+    f"trainer.train_iterations={STEPS}",
+    "trainer.save_interval=10",
+    "trainer.eval_interval=null",
+    "trainer.eval_iterations=2",
+    "logger.log_interval=10",
+    "transformer_architecture.hidden_size=64",
+    "transformer_architecture.num_layers=2",
+    "transformer_architecture.sequence_length=128",
+    "transformer_architecture.precision=float32",
+]
+# Fewer than this many steps are done when something is killed, and more are to come.
+MIDDLE = 20
+
+# Runs inside a node's container: kills the first rank, which is a child of the forkserver that is no helper of its.
+KILL_A_RANK = """
+import os, signal
+from pathlib import Path
+def command(pid): return Path(f"/proc/{pid}/cmdline").read_text()
+def parent(pid): return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+pids = [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
+ranks = [pid for pid in pids if "forkserver" in command(parent(pid) if parent(pid) != "0" else pid) and "forkserver" in command(pid) and parent(pid) != "0"]
+os.kill(int(sorted(ranks, key=int)[-1]), signal.SIGKILL)
+print(ranks)
+"""
+
+
+@pytest.fixture
+def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLauncher]:
+    """The launcher on the lab; runs that a test left are taken down, so that it can be used by the next."""
+    monkeypatch.setenv("DOCKER_HOST", lab.docker_host("node0"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    launcher = SwarmLauncher()
+    yield launcher
+    for run in launcher.runs():
+        launcher.down(run, lambda line: None)
+
+
+def options(image: str, run: str, *more: str) -> list[str]:
+    values = [*SMALL, f"runner.docker_config.docker_container={image}", f"trainer.save_dir=runs/{run}", *more]
+    return [word for value in values for word in ("-o", value)]
+
+
+def swarmtrain(*argv: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "swarmtrain", *argv], cwd=ROOT)
+
+
+def losses(lab: Lab, run: str) -> dict[int, float]:
+    """Return step → loss as the run wrote them down; a step that stands twice is an error."""
+    lines = [json.loads(line) for line in (lab.shared / run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "learning_rate" in line]
+    assert steps == sorted(set(steps)), "steps are missing order, or stand twice"
+    return {line["step"]: line["loss"] for line in lines if "learning_rate" in line}
+
+
+def same(ours: dict[int, float], reference: dict[int, float]) -> None:
+    """Every step is there, with the same loss within 1e-5."""
+    assert sorted(ours) == sorted(reference) == list(range(1, STEPS + 1))
+    worst = max(abs(ours[step] / reference[step] - 1) for step in reference)
+    print(f"largest relative difference of a loss over {STEPS} steps: {worst:.1e}")
+    assert worst < 1e-5
+
+
+def wait_for(launcher: SwarmLauncher, run: str, found: Callable[[list[Event]], bool], seconds: float = 120) -> list[Event]:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        events = launcher.events(run)
+        if found(events):
+            return events
+        time.sleep(0.5)
+    raise AssertionError(f"not within {seconds} s; the board says: {[event.to_line() for event in launcher.events(run)]}")
+
+
+def past_the_middle(events: list[Event]) -> bool:
+    return any(event.kind == wire.CHECKPOINT and event.data["step"] >= MIDDLE for event in events)
+
+
+def done(events: list[Event]) -> bool:
+    return any(event.kind == wire.VERDICT and event.data["status"] == "done" for event in events)
+
+
+def container(lab: Lab, node: str) -> tuple[str, list[str]]:
+    """Return the id of the training container on `node`, and the docker command that speaks to its engine."""
+    docker = ["docker", "-H", lab.docker_host(node)]
+    ids = subprocess.run([*docker, "ps", "-q", "--filter", f"name=_{node}."], capture_output=True, text=True, check=True).stdout.split()
+    assert len(ids) == 1
+    return ids[0], docker
+
+
+@pytest.fixture(scope="module")
+def reference(lab: Lab, image: str) -> dict[int, float]:
+    """The losses of a run on three nodes that nothing disturbed."""
+    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0")}
+    argv = [
+        "deploy",
+        "examples/quickstart.yml",
+        "--name",
+        "reference",
+        *options(image, "reference", "runner.min_nodes=3", "runner.max_nodes=3"),
+    ]
+    for words in (argv, ["down", "reference"]):
+        subprocess.run([sys.executable, "-m", "swarmtrain", *words], cwd=ROOT, check=True, env=environment, timeout=300)
+    return losses(lab, "reference")
+
+
+def test_one_node_gives_the_same_losses_as_three(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float]) -> None:
+    deploy = swarmtrain("deploy", "examples/quickstart.yml", "--name", "one", *options(image, "one", "runner.nodes=1"))
+    assert deploy.wait(300) == 0
+    same(losses(lab, "one"), reference)
+
+
+def test_a_killed_rank_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], tmp_path: Path) -> None:
+    """Deployed by plain `docker stack deploy`, the oldest there is, from the file that `generate` wrote."""
+    output = tmp_path / "generated.yml"
+    generate = swarmtrain(
+        "generate", "examples/quickstart.yml", "--output", str(output), *options(image, "rank", "runner.min_nodes=3", "runner.max_nodes=3")
+    )
+    assert generate.wait(60) == 0
+    oldest = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else shutil.which("docker") or "docker"
+    subprocess.run([oldest, "stack", "deploy", "-c", str(output), "rank"], check=True)
+    wait_for(launcher, "rank", past_the_middle)
+    id, docker = container(lab, "node1")
+    subprocess.run([*docker, "exec", id, "python3", "-c", KILL_A_RANK], check=True)
+    events = wait_for(launcher, "rank", done)
+    assert [event.data["signal"] for event in events if event.kind == wire.FAILURE] == ["SIGKILL"]
+    assert any(event.kind == wire.RESUMED and event.data["step"] >= MIDDLE for event in events)
+    same(losses(lab, "rank"), reference)
+
+
+def test_a_killed_container_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float]) -> None:
+    argv = [
+        "deploy",
+        "examples/quickstart.yml",
+        "--name",
+        "container",
+        *options(image, "container", "runner.min_nodes=3", "runner.max_nodes=3"),
+    ]
+    deploy = swarmtrain(*argv)
+    wait_for_run(launcher, "container")
+    wait_for(launcher, "container", past_the_middle)
+    id, docker = container(lab, "node2")
+    subprocess.run([*docker, "kill", "--signal", "KILL", id], check=True)
+    assert deploy.wait(300) == 0
+    worlds = [event for event in launcher.events("container") if event.kind == wire.WORLD]
+    assert len(worlds) >= 2
+    same(losses(lab, "container"), reference)
+
+
+def test_scaling_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], engine: Engine) -> None:
+    argv = ["deploy", "examples/quickstart.yml", "--name", "scale", *options(image, "scale", "runner.nodes=2")]
+    deploy = swarmtrain(*argv)
+    wait_for_run(launcher, "scale")
+    wait_for(launcher, "scale", past_the_middle)
+    before = {task["ID"] for task in engine.listing("/tasks", label="com.docker.stack.namespace=scale")}
+    assert swarmtrain("scale", "scale", "--nodes", "3").wait(200) == 0
+    assert deploy.wait(300) == 0
+    after = {task["ID"] for task in engine.listing("/tasks", label="com.docker.stack.namespace=scale")}
+    assert before < after
+    assert len(after - before) == 1, "scaling restarted a node that was there"
+    assert [event.data["nodes"] for event in launcher.events("scale") if event.kind == wire.WORLD][-1] == 3
+    same(losses(lab, "scale"), reference)
+
+
+def wait_for_run(launcher: SwarmLauncher, run: str) -> None:
+    end = time.monotonic() + 60
+    while run not in launcher.runs():
+        assert time.monotonic() < end, f"{run} did not come up"
+        time.sleep(0.3)
