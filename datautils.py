@@ -10,11 +10,12 @@ import hashlib
 import json
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.memory_map import MemoryMap, Tokens, write
 
 _HELD_OUT_PERCENT = 10
@@ -34,6 +35,17 @@ def python_sources(training: Path, held_out: Path) -> None:
     for prefix, names in ((training, files.keys() - chosen), (held_out, chosen)):
         documents = (np.frombuffer(files[name].read_bytes(), dtype=np.uint8) for name in sorted(names))
         write(prefix, documents, "uint8", {"source": source})
+
+
+def only(prefixes: Sequence[Path]) -> Path:
+    """Return the single one of `prefixes`. Raises TrainingError if there is another number of them."""
+    if len(prefixes) != 1:
+        raise TrainingError(
+            f"{len(prefixes)} prefixes, where the data set python_sources makes one",
+            place="config data",
+            hint="give data_prefixes and validation_data_prefixes one each",
+        )
+    return prefixes[0]
 
 
 def bigram_loss(training: Path, held_out: Path) -> float:

@@ -22,21 +22,24 @@ _LEAST, _MOST = 10.0, 25.0
 
 
 class StopFlag:
-    """While entered, SIGTERM sets `raised` and does nothing else."""
+    """While entered, SIGTERM sets `raised` and does nothing else; so does Ctrl-C, the first time."""
 
     def __init__(self) -> None:
         self.raised = False
-        self._before: Any = signal.SIG_DFL
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGTERM, self._raise)
+        self._before = {number: signal.signal(number, self._raise) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self.raised = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
 
 class Patience:

@@ -45,7 +45,7 @@ def train(
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
         progress, path = checkpoints.restore()
-        report.begins(progress.step, path)
+        report.begins(progress.step, path, checkpoints.token, model)
         patience, profile = Patience(model.mesh.groups), Profile(here)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         loss = None

@@ -21,18 +21,22 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config
 from swarmtrain.config.load import load
-from swarmtrain.errors import SwarmtrainError, TrainingError
+from swarmtrain.errors import ConfigError, Problem, SwarmtrainError, TrainingError
 from swarmtrain.trainer import agreement
 
 LOG = logging.getLogger("swarmtrain")
 _PATIENCE = timedelta(minutes=30)
+
+Options = TypeVar("Options", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,28 @@ def read_config(argv: Sequence[str]) -> Config:
     """Return the config of this run: the launcher's (SWARMTRAIN_CONFIG) if it left one, else the YAML file `argv[0]`,
     changed by `argv[1:]`, each `-o` or `key.path=value`.
 
-    Raises SwarmtrainError if there is none, ConfigError if it is wrong.
+    From here on errors of ours that nobody catches are told without a traceback.
+    Raises SwarmtrainError if there is no config, ConfigError if it is wrong.
     """
+    sys.excepthook = _brief
     path = os.environ.get("SWARMTRAIN_CONFIG")
     if path:
         return Config.from_json(Path(path).read_text())
     if not argv:
         raise SwarmtrainError("no config", hint="name one: python training_code.py examples/quickstart.yml")
     return load(argv[0], [argument for argument in argv[1:] if argument != "-o"])
+
+
+def read_options(kind: type[Options], config: Config) -> Options:
+    """Return the config's `script` section as the user's own pydantic class `kind`.
+
+    Raises ConfigError with everything that is wrong with it.
+    """
+    try:
+        return kind.model_validate(config.script)
+    except ValidationError as error:
+        places = [(".".join(["script", *map(str, detail["loc"])]), detail["msg"]) for detail in error.errors()]
+        raise ConfigError(tuple(Problem(path, message) for path, message in places)) from None
 
 
 @contextmanager
@@ -191,7 +209,6 @@ def _log(config: Config, rank: int) -> None:
     LOG.handlers[:] = [handler]
     LOG.propagate = False
     LOG.setLevel(config.logger.log_level.upper() if rank == 0 else logging.WARNING)
-    sys.excepthook = _brief
 
 
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

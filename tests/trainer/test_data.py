@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import datautils
+from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import memory_map, order
 from swarmtrain.trainer.data.samples import Samples
+
+SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=32)
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**62))
@@ -42,7 +45,7 @@ def test_seeking_far_is_cheap() -> None:
 def test_samples_are_windows(tmp_path: Path) -> None:
     memory_map.write(tmp_path / "a", [np.arange(7), np.arange(7, 11)], "uint16")
     memory_map.write(tmp_path / "b", [np.arange(20, 25)], "uint16")
-    data = Samples([tmp_path / "a", tmp_path / "b"], sequence_length=4, vocab_size=32, seed=0)
+    data = Samples([tmp_path / "a", tmp_path / "b"], SHAPE, seed=0)
     assert len(data) == 4
     inputs, targets = data.load(np.arange(4))
     assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0], [20, 21, 22, 23]]
@@ -53,7 +56,7 @@ def test_samples_are_windows(tmp_path: Path) -> None:
 
 def test_batches_are_dealt_without_gap_or_overlap(tmp_path: Path) -> None:
     memory_map.write(tmp_path / "a", [np.zeros(1000)], "uint8")
-    batch = Samples([tmp_path / "a"], 4, 32, 0).batch(24, 12)
+    batch = Samples([tmp_path / "a"], SHAPE, 0).batch(24, 12)
     dealt = [batch.dealt((2, 2, 1, 1, 0), replica, 2) for replica in range(5)]
     assert [number for part in dealt for number, _ in part] == list(range(6))
     assert [sample for part in dealt for _, ids in part for sample in ids] == list(batch.ids)
@@ -62,7 +65,7 @@ def test_batches_are_dealt_without_gap_or_overlap(tmp_path: Path) -> None:
 def test_token_outside_the_vocabulary(tmp_path: Path) -> None:
     memory_map.write(tmp_path / "a", [np.full(10, 40)], "uint8")
     with pytest.raises(TrainingError, match="token 40 in the data"):
-        Samples([tmp_path / "a"], 4, 32, 0).load(np.arange(1))
+        Samples([tmp_path / "a"], SHAPE, 0).load(np.arange(1))
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx", "meta.json"])
@@ -70,21 +73,21 @@ def test_missing_file_is_named(tmp_path: Path, ending: str) -> None:
     memory_map.write(tmp_path / "a", [np.zeros(10)], "uint8")
     (tmp_path / f"a.{ending}").unlink()
     with pytest.raises(TrainingError, match=rf"a\.{ending}: no such file"):
-        Samples([tmp_path / "a"], 4, 32, 0)
+        Samples([tmp_path / "a"], SHAPE, 0)
 
 
 def test_torn_token_file(tmp_path: Path) -> None:
     memory_map.write(tmp_path / "a", [np.zeros(10), np.zeros(10)], "uint8")
     (tmp_path / "a.bin").write_bytes(b"123")
     with pytest.raises(TrainingError, match="one of the files is torn"):
-        Samples([tmp_path / "a"], 4, 32, 0)
+        Samples([tmp_path / "a"], SHAPE, 0)
 
 
 def test_other_data_has_another_fingerprint(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 32, 5000)
     for name, values in (("a", tokens), ("b", tokens), ("c", np.append(tokens[:-1], (tokens[-1] + 1) % 32))):
         memory_map.write(tmp_path / name, [values], "uint8")
-    a, b, c = (Samples([tmp_path / name], 4, 32, 0).fingerprint for name in "abc")
+    a, b, c = (Samples([tmp_path / name], SHAPE, 0).fingerprint for name in "abc")
     assert a == b != c
 
 

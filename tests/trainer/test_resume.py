@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -104,6 +105,21 @@ def test_killed_rank(tmp_path: Path, config: dict[str, Any], untouched: Path) ->
     assert 0 not in codes, "a rank that lost a peer must not look finished"
     assert EXIT_PLANNED not in codes
     assert train(tmp_path, long, 3) == losses(untouched)
+
+
+def test_killed_again_and_again(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:
+    """Saving after every step, so that most of the kills fall into a save."""
+    saving = changed(config, trainer={**LONG, "save_interval": 1, "keep_checkpoints": 2})
+    random = Random(7)  # noqa: S311  # which rank to kill is no secret
+    for goal in range(8, 56, 8):
+        world = World(tmp_path, saving, 2)
+        world.until(lambda: any(line["step"] >= goal for line in audit(tmp_path)))  # noqa: B023  # called before the loop goes on
+        time.sleep(random.uniform(0, 0.05))
+        world.send(random.choice([0, 1]), signal.SIGKILL)
+        world.wait()
+        assert len(steps_saved(tmp_path)) <= 3
+    assert train(tmp_path, saving, 2) == losses(untouched)
+    assert not list((tmp_path / "run").glob(".step-*")), "no litter"
 
 
 def test_plain_torchrun_restarts_a_killed_rank(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import order
-from swarmtrain.trainer.data.memory_map import MemoryMap, Tokens
+from swarmtrain.trainer.data.memory_map import MemoryMap
 from swarmtrain.trainer.data.order import Ids
 from swarmtrain.trainer.model.transformer import IGNORE
 
@@ -36,21 +37,22 @@ class Batch:
 class Samples:
     """Token files as a list of samples. The last window of each file may be short; it is filled up with IGNORE."""
 
-    def __init__(self, prefixes: Sequence[Path], sequence_length: int, vocab_size: int, seed: int) -> None:
-        """Open the files. Raises TrainingError if there is none, or one has no sample."""
+    def __init__(self, prefixes: Sequence[Path], shape: TransformerArchitectureConfig, seed: int) -> None:
+        """Open the files; `seed` is that of their order. Raises TrainingError if there is none, or one has no sample."""
         if not prefixes:
             raise TrainingError(
                 "names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files"
             )
-        self.sequence_length = sequence_length
-        self.vocab_size = vocab_size
+        self.sequence_length = shape.sequence_length
+        self.vocab_size = shape.vocab_size
         self.seed = seed
         self.maps = [MemoryMap(prefix) for prefix in prefixes]
         lengths = [max(0, len(part.tokens) - 1) for part in self.maps]
         if 0 in lengths:
             raise TrainingError(f"{prefixes[lengths.index(0)]}: has fewer than two tokens", place="config data")
-        self._targets = lengths
-        self._ends = np.cumsum([-(-length // sequence_length) for length in lengths])
+        self._targets = np.array(lengths)
+        self._ends = np.cumsum([-(-length // self.sequence_length) for length in lengths])
+        self._begins = self._ends - np.diff(self._ends, prepend=0)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -58,7 +60,8 @@ class Samples:
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
         ids = order.samples(position, count, len(self), self.seed)
-        return Batch(ids, sum(self._valid(int(sample)) for sample in ids))
+        parts, starts = self._places(ids)
+        return Batch(ids, int(np.minimum(self.sequence_length, self._targets[parts] - starts).sum()))
 
     def load(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of the samples `ids`: two int64 tensors (samples, sequence_length).
@@ -67,8 +70,8 @@ class Samples:
         """
         inputs = np.zeros((len(ids), self.sequence_length), dtype=np.int64)
         targets = np.full((len(ids), self.sequence_length), IGNORE, dtype=np.int64)
-        for row, sample in enumerate(ids):
-            window = self._window(int(sample))
+        for row, (part, start) in enumerate(zip(*self._places(ids), strict=True)):
+            window = self.maps[part].tokens[start : start + self.sequence_length + 1]
             inputs[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
         if inputs.size and max(inputs.max(), targets.max()) >= self.vocab_size:
@@ -94,14 +97,7 @@ class Samples:
             digest.update(part.tokens[-_PROBE:].tobytes())
         return digest.hexdigest()[:16]
 
-    def _place(self, sample: int) -> tuple[int, int]:
-        part = int(np.searchsorted(self._ends, sample, side="right"))
-        return part, (sample - (int(self._ends[part - 1]) if part else 0)) * self.sequence_length
-
-    def _valid(self, sample: int) -> int:
-        part, start = self._place(sample)
-        return min(self.sequence_length, self._targets[part] - start)
-
-    def _window(self, sample: int) -> Tokens:
-        part, start = self._place(sample)
-        return self.maps[part].tokens[start : start + self.sequence_length + 1]
+    def _places(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return for each sample its file and its first token there."""
+        parts = np.searchsorted(self._ends, ids, side="right")
+        return parts, (ids - self._begins[parts]) * self.sequence_length

@@ -12,6 +12,7 @@ from swarmtrain.trainer.metrics.board import Poster
 from swarmtrain.trainer.metrics.files import MetricsFile
 from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.trainer.metrics.wandb_run import WandbRun
+from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.wire import Event
 
@@ -38,13 +39,15 @@ class Report:
         if self._poster:
             self._poster.close(_FLUSH)
 
-    def begins(self, step: int, path: Path | None) -> None:
-        """Training goes on after `step`, from the checkpoint at `path` (None: from nothing).
+    def begins(self, step: int, path: Path | None, token: int, model: ParallelModel) -> None:
+        """World `token` trains `model` from `step` on, which stands at `path` (None: from nothing).
 
         Raises TrainingError if a sink cannot be opened.
         """
         if not self._here.first:
             return
+        mesh = model.mesh
+        LOG.info("world %d: %d ranks, %d replicas of %s parameters", token, self._here.size, mesh.data_size, f"{model.size:,}")
         if path:
             LOG.info("goes on after step %d, from %s", step, path)
             self._post(wire.RESUMED, step=step, path=str(path))

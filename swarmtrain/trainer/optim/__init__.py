@@ -11,6 +11,7 @@ from swarmtrain.trainer.optim.schedule import learning_rate
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.tensor import norm
 
+METHODS = {"adamw": torch.optim.AdamW}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -24,7 +25,7 @@ class Optimizer:
         self._shards = model.shards
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
-        self._adamw = torch.optim.AdamW(
+        self._adamw = METHODS[config.optimizer.method](
             [{"params": [self.parameters[name] for name in group.parameters], "weight_decay": group.weight_decay} for group in self.groups],
             lr=0.0,
             betas=(config.optimizer.beta1, config.optimizer.beta2),

@@ -27,13 +27,16 @@ class ParallelModel:
     shards: Shards
     parameters: dict[str, nn.Parameter]
     """This rank's plain tensors, by the names of the undivided model."""
+    size: int
+    """Parameters of the undivided model."""
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """Divide `model` over this world. Raises TrainingError if the world's size does not fit the topology."""
     layout = mesh.build(here)
     model.to(here.device)
+    size = sum(parameter.numel() for parameter in model.parameters())
     shards = tensor.shard(model, layout.device_mesh["tensor"])
     exact = here.config.transformer_architecture.precision is Precision.float32
     replicas = Replicas(model, layout, here.device, exact=exact)
-    return ParallelModel(layout, model, replicas, shards, tensor.named_parameters(model))
+    return ParallelModel(layout, model, replicas, shards, tensor.named_parameters(model), size)
