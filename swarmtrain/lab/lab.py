@@ -50,8 +50,6 @@ class Lab:
         """Raise LabError, with the way out, if this machine cannot host the lab."""
         check_machine(engine)
         state.check_directory(self._directory)
-        if shared:
-            state.check_visible(shared, "share another directory")
         fabric.check_kernel()
 
     def up(self, nodes: int, *, engine: Path | None = None, shared: Path | None = None, say: Say) -> None:
