@@ -47,7 +47,8 @@ def run(name: str) -> tuple[int, dict[str, int]]:
     """Run a suite, showing its output as it comes, and return its exit code and counts."""
     folders = [str(ROOT / folder) for folder in SUITES[name] if (ROOT / folder).exists()]
     print(f"\n--- {name}", flush=True)
-    process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "--durations=5", *folders], cwd=ROOT.parent, stdout=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-m", "pytest", "-q", "--durations=5", *folders]
+    process = subprocess.Popen(argv, cwd=ROOT.parent, stdout=subprocess.PIPE, text=True)
     last = ""
     for line in process.stdout or ():
         print(line, end="", flush=True)

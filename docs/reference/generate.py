@@ -27,8 +27,9 @@ def config() -> str:
     """Return the page of config keys, each with its default and what it is."""
     head = "# Config\n\nMade from the code by `docs/reference/generate.py`. `swarmtrain init` writes the same as a file to start from.\n"
     sections = {name: getattr(Config(), name) for name in Config.model_fields}
-    pages = [_section(name, Config.model_fields[name].description or "", value) for name, value in sections.items() if isinstance(value, BaseModel)]
-    groups = _section("training_groups", "Parameters that are trained in a way of their own, a list of:", TrainingGroupConfig(group_name="…"))
+    told = {name: field.description or "" for name, field in Config.model_fields.items()}
+    pages = [_section(name, told[name], value) for name, value in sections.items() if isinstance(value, BaseModel)]
+    groups = _section("training_groups", "A list of these. " + told["training_groups"], TrainingGroupConfig(group_name="…"))
     free = f"\n## script\n\n{Config.model_fields['script'].description}\n"
     return head + "".join(pages) + groups + free
 

@@ -26,7 +26,7 @@ def _say(line: str) -> None:
 def up(
     nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="How many engines.")] = 3,
     name: Name = DEFAULT_NAME,
-    shared: Annotated[Path | None, typer.Option("--shared", help="Directory to share with all nodes; without it, one of the lab's own.")] = None,
+    shared: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Without it: the lab's own.")] = None,
     engine: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
 ) -> None:
     """Bring up engines, a swarm of them, and a registry."""

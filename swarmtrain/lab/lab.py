@@ -55,7 +55,8 @@ class Lab:
     def up(self, nodes: int, *, engine: Path | None = None, shared: Path | None = None, say: Say) -> None:
         """Bring up `nodes` engines, joined into a swarm whose manager is node0, and a registry.
 
-        `engine` is a directory that holds another dockerd and containerd, `shared` one that all nodes are to share. What is made is removed again if anything fails.
+        `engine` is a directory that holds another dockerd and containerd, `shared` one that all nodes are to share.
+        What is made is removed again if anything fails.
         A lab of this name whose engines are all dead is removed first; one that runs with as many nodes is left as it is.
         """
         self.check(engine)

@@ -34,7 +34,8 @@ try:
 finally:
     print("\\n" + json.dumps(sorted(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT), "PATH": ""})
+    alone = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False, env=alone)
     assert done.returncode == 0, done.stdout + done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

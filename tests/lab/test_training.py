@@ -1,4 +1,4 @@
-"""The promise, on a real swarm: the same config gives the same losses on one node and on three, scaled, and with ranks and containers killed.
+"""The promise, on a real swarm: the same config gives the same losses on one node and on three, scaled, and with ranks killed.
 
 Every run is the quickstart made small; what is compared is what it wrote: metrics.jsonl, a line a step, on the shared disk.
 """
@@ -45,7 +45,8 @@ from pathlib import Path
 def command(pid): return Path(f"/proc/{pid}/cmdline").read_text()
 def parent(pid): return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
 pids = [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
-ranks = [pid for pid in pids if "forkserver" in command(parent(pid) if parent(pid) != "0" else pid) and "forkserver" in command(pid) and parent(pid) != "0"]
+forked = [pid for pid in pids if parent(pid) != "0" and "forkserver" in command(pid)]
+ranks = [pid for pid in forked if "forkserver" in command(parent(pid))]
 os.kill(int(sorted(ranks, key=int)[-1]), signal.SIGKILL)
 print(ranks)
 """
@@ -145,8 +146,8 @@ def test_a_killed_rank_changes_nothing(lab: Lab, launcher: SwarmLauncher, image:
     oldest = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else shutil.which("docker") or "docker"
     subprocess.run([oldest, "stack", "deploy", "-c", str(output), "rank"], check=True)
     wait_for(launcher, "rank", past_the_middle)
-    id, docker = container(lab, "node1")
-    subprocess.run([*docker, "exec", id, "python3", "-c", KILL_A_RANK], check=True)
+    found, docker = container(lab, "node1")
+    subprocess.run([*docker, "exec", found, "python3", "-c", KILL_A_RANK], check=True)
     events = wait_for(launcher, "rank", done)
     assert [event.data["signal"] for event in events if event.kind == wire.FAILURE] == ["SIGKILL"]
     assert any(event.kind == wire.RESUMED and event.data["step"] >= MIDDLE for event in events)
@@ -164,8 +165,8 @@ def test_a_killed_container_changes_nothing(lab: Lab, launcher: SwarmLauncher, i
     deploy = swarmtrain(*argv)
     wait_for_run(launcher, "container")
     wait_for(launcher, "container", past_the_middle)
-    id, docker = container(lab, "node2")
-    subprocess.run([*docker, "kill", "--signal", "KILL", id], check=True)
+    found, docker = container(lab, "node2")
+    subprocess.run([*docker, "kill", "--signal", "KILL", found], check=True)
     assert deploy.wait(300) == 0
     worlds = [event for event in launcher.events("container") if event.kind == wire.WORLD]
     assert len(worlds) >= 2
