@@ -23,6 +23,9 @@ _POLL = 1.0
 _TRAIL = 1.0
 # A run without a verdict has ended when for so long nothing of it was to run any more.
 _OVER = 5.0
+# A log that is silent for so many seconds is asked for anew.
+_BOARD_SILENCE = 10.0
+_NODE_SILENCE = 30.0
 _MANAGER_PATIENCE = 120.0
 # Readers wait when the consumer is that far behind.
 _QUEUE = 50_000
@@ -166,6 +169,12 @@ class _Follower:
                 self._readers[service.id] = reader
                 reader.start()
 
+    def _renew_silent(self, services: list[Service], ended: set[str]) -> None:
+        for service in services:
+            reader, node = self._readers[service.id], _short(service, self._run)
+            if node in ended or reader.silence > (_BOARD_SILENCE if node == RENDEZVOUS else _NODE_SILENCE):
+                reader.renew()
+
     def _notice_end(self, services: list[Service], found: list[Task]) -> None:
         newest = [observe.newest(found, service.id) for service in services if service.replicas]
         over = all(task is not None and task.over and task.desired in ("shutdown", "remove") for task in newest)
@@ -176,6 +185,7 @@ class _Follower:
         present = {state.node for state in states}
         removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
         changed = [state for state in states if self._states.get(state.node) != state]
+        self._renew_silent(services, {state.node for state in changed if state.state in observe.FINAL})
         self._states = {state.node: state for state in states}
         return [*changed, *removed]
 

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from swarmtrain.wire import RENDEZVOUS, Event
 _RANK = re.compile(r"\[rank (\d+)\] ?")
 _LINE = re.compile(r"(?P<time>\d{4}-\d\d-\d\dT\S+Z) (?P<details>\S*) ?(?P<text>.*)", re.DOTALL)
 _TASK = "com.docker.swarm.task.id="
-_RETRY = 1.0
+_RETRY = 0.5
 # Clocks of nodes differ, and lines of one service's tasks may come from several nodes.
 _OVERLAP = 60.0
 
@@ -73,6 +74,7 @@ class Reader(threading.Thread):
         self._once = Once()
         self._closing = threading.Event()
         self._stream: LogStream | None = None
+        self._heard = time.monotonic()
 
     def run(self) -> None:
         """Read, and read on after each interruption."""
@@ -94,8 +96,20 @@ class Reader(threading.Thread):
         if self._stream is not None:
             self._stream.close()
 
+    def renew(self) -> None:
+        """Ask for the log anew: Docker's follow sometimes stays silent about what was said, mostly as a container ends."""
+        self._heard = time.monotonic()
+        if self._stream is not None:
+            self._stream.close()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last line, or since the log was asked for anew."""
+        return time.monotonic() - self._heard
+
     def _read(self, stream: LogStream) -> None:
         for line in _lines(stream, self._node):
+            self._heard = time.monotonic()
             # Without a time, it is the engine that says why the stream ends; it is opened again.
             if line.time and self._once.is_new(line):
                 self._hand_over(line)
