@@ -106,6 +106,7 @@ def _wait(server: BoardServer, stop: threading.Event) -> bool:
 
 def _open_store(env: BoardEnv, server: BoardServer) -> object:
     """Serve the store, bound to the same address as the board. One that cannot be served is the end of the run."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of each client whose address has no name
     try:
         from torch.distributed import TCPStore
 

@@ -149,7 +149,7 @@ def test_a_killed_rank_changes_nothing(lab: Lab, launcher: SwarmLauncher, image:
     found, docker = container(lab, "node1")
     subprocess.run([*docker, "exec", found, "python3", "-c", KILL_A_RANK], check=True)
     events = wait_for(launcher, "rank", done)
-    assert [event.data["signal"] for event in events if event.kind == wire.FAILURE] == ["SIGKILL"]
+    assert "SIGKILL" in [event.data.get("signal") for event in events if event.kind == wire.FAILURE]
     assert any(event.kind == wire.RESUMED and event.data["step"] >= MIDDLE for event in events)
     same(losses(lab, "rank"), reference)
 
