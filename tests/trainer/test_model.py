@@ -49,7 +49,7 @@ def test_parameters_are_a_function_of_seed_and_name() -> None:
     assert not any(torch.equal(model[name], other[name]) for name in matrices)
     unscaled = [name for name in matrices if not name.endswith(("output.weight", "down.weight"))]
     assert all(torch.equal(model[name], deeper[name]) for name in unscaled)
-    assert len({float(model[name].flatten()[0]) for name in matrices}) == len(matrices), "no two begin alike"
+    assert len({model[name].flatten()[0].item() for name in matrices}) == len(matrices), "no two begin alike"
 
 
 def test_tied_weights_are_one() -> None:

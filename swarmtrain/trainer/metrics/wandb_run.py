@@ -6,9 +6,11 @@ import logging
 import os
 import re
 import secrets
+import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
@@ -43,14 +45,16 @@ class WandbRun:
             )
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = None
-        for mode in ["offline"] if offline else ["online", "offline"]:
-            try:
-                self._run = wandb.init(**_options(wandb, here, folder, mode, key))
-                self._run.define_metric("*", step_metric="step")
-                return
-            except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
-                LOG.warning("wandb %s: %s", mode, str(error).replace(key, "***") if key else error)
-                wandb.teardown()
+        if not offline and not _answers(here.config.logger.wandb_host):
+            LOG.warning(
+                "wandb: %s does not answer, so its files stay in %s; `wandb sync` sends them", here.config.logger.wandb_host, folder
+            )
+            offline = True
+        try:
+            self._run = wandb.init(**_options(wandb, here, folder, "offline" if offline else "online", key))
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
+            LOG.warning("wandb: not used, %s", str(error).replace(key, "***") if key else error)
 
     def log(self, values: dict[str, Any]) -> None:
         """Report `values`, one of which is `step`."""
@@ -96,6 +100,18 @@ def _options(wandb: Any, here: Runtime, folder: Path, mode: str, key: str | None
             disable_code=True,
         ),
     }
+
+
+def _answers(url: str) -> bool:
+    """Ask before wandb does: a start that failed keeps its process busy with retries for minutes, and ours from ending."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection(
+            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=_PATIENCE
+        ).close()
+    except OSError:
+        return False
+    return True
 
 
 def _id(config: Config, run: str, folder: Path) -> str:
