@@ -179,6 +179,17 @@ def test_wandb_away_does_not_stop_training(tmp_path: Path, config: dict[str, Any
     assert files_with_the_key(tmp_path) == []
 
 
+def test_wandb_silent_does_not_stop_training(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A service that takes the connection and never answers must not keep the process from ending either."""
+    pytest.importorskip("wandb")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        online, environ = wandb_config(config, tmp_path, wandb_host=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        world = World(tmp_path / "job", online, 1, environ)
+        assert world.wait() == [0], world.log()
+    assert "wandb: not used" in world.log()
+    assert files_with_the_key(tmp_path) == []
+
+
 def test_wandb_without_a_key_says_so(tmp_path: Path, config: dict[str, Any]) -> None:
     pytest.importorskip("wandb")
     world = World(tmp_path, changed(config, logger={"use_wandb": True}), 1, {"HOME": str(tmp_path)})

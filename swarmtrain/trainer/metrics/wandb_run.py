@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import secrets
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -55,6 +57,7 @@ class WandbRun:
             self._run.define_metric("*", step_metric="step")
         except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
             LOG.warning("wandb: not used, %s", str(error).replace(key, "***") if key else error)
+            _end_service()
 
     def log(self, values: dict[str, Any]) -> None:
         """Report `values`, one of which is `step`."""
@@ -67,6 +70,7 @@ class WandbRun:
         sending.join(_LEAVE)
         if sending.is_alive():
             LOG.warning("wandb: not all is sent yet; `wandb sync` takes it from log_dir")
+            _end_service()
 
     def _try(self, method: str, *arguments: Any) -> None:
         if self._run is None:
@@ -100,6 +104,15 @@ def _options(wandb: Any, here: Runtime, folder: Path, mode: str, key: str | None
             disable_code=True,
         ),
     }
+
+
+def _end_service() -> None:
+    """End the process that wandb keeps beside ours. It would retry for minutes, and our exit waits for its end."""
+    for child in Path("/proc/self/task").glob("*/children"):
+        for pid in child.read_text().split():
+            with contextlib.suppress(OSError):
+                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 def _answers(url: str) -> bool:
