@@ -1,8 +1,8 @@
 """The order of samples: a function of (seed, epoch, position) alone, so it is the same in every world and seeks at once.
 
-A permutation of n samples with no memory: a four-round Feistel network over the next power of four, and whatever falls
+A permutation of n samples with no memory: a six-round Feistel network over the next power of four, and whatever falls
 outside n is sent through again until it falls inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary
-finite domains"). At most four in five hundred thousand … it needs fewer than four passes on average.
+finite domains"). That power is at most four times n, so fewer than four passes are needed on average.
 """
 
 from __future__ import annotations
