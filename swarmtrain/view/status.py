@@ -33,7 +33,7 @@ class Status:
     def __str__(self) -> str:
         lines = [f"run {self.run}: {self.state}{f', {self.why}' if self.why else ''}"]
         if self.world:
-            lines.append(f"  world       {self.world.get('world_size')} ranks on {self.world.get('nodes')} nodes")
+            lines.append(f"  world       {counted(self.world.get('world_size'), 'rank')} on {counted(self.world.get('nodes'), 'node')}")
         if self.progress:
             lines.append(f"  step        {progress_line(self.progress)}")
         if self.evaluation:
@@ -78,6 +78,11 @@ def progress_line(data: dict[str, Any]) -> str:
     if (left := data.get("eta_seconds")) is not None:
         parts.append(f"{duration(left)} left")
     return ", ".join(parts)
+
+
+def counted(number: Any, noun: str) -> str:
+    """Return `3 nodes`, or `1 node`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from swarmtrain import wire
 from swarmtrain.launchers.base import LogLine, TaskState, Update
 from swarmtrain.view.console import coloured, say
-from swarmtrain.view.status import duration
+from swarmtrain.view.status import counted, duration
 from swarmtrain.wire import Event, Verdict
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -76,7 +76,7 @@ def _finished(data: dict[str, Any]) -> str:
 
 _EVENTS: dict[str, Callable[[dict[str, Any]], str]] = {
     wire.JOINED: lambda data: f"{data.get('node')} is here, at {data.get('address')} by {data.get('interface')}",
-    wire.WORLD: lambda data: f"a world of {data.get('world_size')} ranks on {data.get('nodes')} nodes has formed",
+    wire.WORLD: lambda data: f"a world of {counted(data.get('world_size'), 'rank')} on {counted(data.get('nodes'), 'node')} has formed",
     wire.RESUMED: lambda data: f"resumed at step {data.get('step')} from {data.get('path')}",
     wire.EVALUATION: lambda data: f"held-out loss {data.get('loss', float('nan')):.4f} at step {data.get('step')}",
     wire.CHECKPOINT: lambda data: f"saved step {data.get('step')} in {duration(data.get('seconds', 0))}: {data.get('path')}",

@@ -47,7 +47,7 @@ class Report:
         if not self._here.first:
             return
         mesh = model.mesh
-        LOG.info("world %d: %d ranks, %d replicas of %s parameters", token, self._here.size, mesh.data_size, f"{model.size:,}")
+        LOG.info("world %d: ranks %d, replicas %d, parameters %s", token, self._here.size, mesh.data_size, f"{model.size:,}")
         if path:
             LOG.info("goes on after step %d, from %s", step, path)
             self._post(wire.RESUMED, step=step, path=str(path))
