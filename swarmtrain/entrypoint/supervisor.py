@@ -31,6 +31,7 @@ _BEAT = 1.0
 _WAIT_FOR_BOARD = 600.0  # the rendezvous service may still be pulling its image
 _BOARD_RESTARTS = 300.0
 _FAREWELL = 15.0
+_AFTER_FAILURE = 10.0  # a run that is given up made no step since its last save; torch's agent may wait for peers that are gone
 _AFTER_DONE = 330.0  # torch's agents wait up to 300 s for each other at their end
 _LONG_LIFE = 30.0
 _LONGEST_PAUSE = 15.0
@@ -146,14 +147,17 @@ class Supervisor:
             return  # it may be restarting; if it is gone for good, so is the store, and the agent ends by itself
         if orders.verdict and orders.verdict.done:
             self.kill_at = min(self.kill_at, time.monotonic() + _AFTER_DONE)
-        elif orders.verdict or orders.round != round:
+        elif orders.verdict:
+            self._end_agent(agent, _AFTER_FAILURE)
+        elif orders.round != round:
             # A round that others have left cannot form a world again: save, and meet them in the new one.
-            self._end_agent(agent)
+            self._end_agent(agent, self.node.stop_grace)
 
-    def _end_agent(self, agent: subprocess.Popen[bytes]) -> None:
+    def _end_agent(self, agent: subprocess.Popen[bytes], grace: float) -> None:
+        """Ask the agent to end, once, and see to it that it has after `grace` seconds, within the node's own."""
         if not self.asked:
             self.asked = True
-            self.kill_at = time.monotonic() + max(1.0, self.node.stop_grace - 1.0)
+            self.kill_at = time.monotonic() + max(1.0, min(grace, self.node.stop_grace) - 1.0)
             agent.send_signal(signal.SIGTERM)
 
     def _sweep(self, agent: subprocess.Popen[bytes]) -> None:
@@ -203,7 +207,7 @@ class Supervisor:
         self.stopping = True
         if self.agent is None:
             raise _ToldToStop
-        self._end_agent(self.agent)
+        self._end_agent(self.agent, self.node.stop_grace)
 
 
 class _ToldToStop(BaseException):

@@ -115,8 +115,8 @@ def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
     assert len(causes) == 3
     assert causes[0]["traceback"].splitlines()[1].endswith('script.py", line 3, in <module>')
     assert "[rank 3] RuntimeError: the loss is purple\n" in small_run.output()
-    # Well under the grace after which an agent that does not listen is killed.
-    assert small_run.events("left")[-1].time - small_run.events("verdict")[0].time < 10
+    # An agent that does not listen is killed after 10 s, long before the node's own grace is over.
+    assert small_run.events("left")[-1].time - small_run.events("verdict")[0].time < 15
 
 
 def test_a_node_that_can_never_work_ends_the_run_at_once(small_run: Any) -> None:
