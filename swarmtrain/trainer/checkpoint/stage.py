@@ -65,7 +65,7 @@ def newest_first(save_dir: Path) -> list[tuple[Path, Manifest]]:
 
 
 def prune(save_dir: Path, keep: int, token: int) -> None:
-    """Remove all but the `keep` newest checkpoints, and what worlds before `token` left half written."""
+    """Remove all but the `keep` newest checkpoints, and what worlds before `token` left half written or half removed."""
     kept = {folder for folder, _ in newest_first(save_dir)[:keep]}
     for folder in save_dir.glob("step-*"):
         if folder not in kept:
@@ -73,6 +73,8 @@ def prune(save_dir: Path, keep: int, token: int) -> None:
     for folder in save_dir.glob(".step-*.world-*"):
         if int(folder.name.rpartition("-")[2]) < token:
             shutil.rmtree(folder, ignore_errors=True)
+    for folder in save_dir.glob(".step-*.removed-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
