@@ -12,10 +12,6 @@ app = typer.Typer(no_args_is_help=True)
 _SILENCE = 1800.0  # seconds that the engine may take over one step without a word: unpacking gigabytes
 
 
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
-
-
 @app.command()
 def build(
     tag: Annotated[str, typer.Option("--tag", "-t", help="Such as registry.lab:5000/swarmtrain:0.1.")],
@@ -26,11 +22,13 @@ def build(
     """Build the image, without network once the wheels are here; print its tag."""
     from swarmtrain import images
     from swarmtrain.launchers.engine import Engine
+    from swarmtrain.view.console import progress
 
     engine = Engine(timeout=_SILENCE)
-    images.build(engine.client, context, tag, base=base, say=_say)
-    if push:
-        images.push(engine.client, tag, say=_say)
+    with progress(f"building {tag}") as say:
+        images.build(engine.client, context, tag, base=base, say=say)
+        if push:
+            images.push(engine.client, tag, say=say)
     typer.echo(tag)
 
 
@@ -39,7 +37,9 @@ def push(tag: Annotated[str, typer.Argument(help="An image that the engine has."
     """Push an image to the registry that its tag names; print what to pin it to."""
     from swarmtrain import images
     from swarmtrain.launchers.engine import Engine
+    from swarmtrain.view.console import progress
 
     engine = Engine(timeout=_SILENCE)
-    images.push(engine.client, tag, say=_say)
+    with progress(f"pushing {tag}") as say:
+        images.push(engine.client, tag, say=say)
     typer.echo(images.pin(engine, tag).reference)
