@@ -31,7 +31,8 @@ on_this_machine() {
     "$MAKE" --no-print-directory install-train
     trap '"$bin/swarmtrain" down quickstart' EXIT
     trap 'exit 130' INT TERM
-    "$bin/swarmtrain" deploy "$config" -o runner.runner_type=local -o "trainer.save_dir=$runs/quickstart"
+    "$bin/swarmtrain" deploy "$config" -o runner.runner_type=local -o "trainer.save_dir=$runs/quickstart" \
+        -o "data.data_prefixes=[$runs/data/stdlib-train]" -o "data.validation_data_prefixes=[$runs/data/stdlib-heldout]"
 }
 
 say "bringing up a swarm of three engines on this machine"
