@@ -70,7 +70,10 @@ def _await_world(place: Launcher, plan: Plan, seen: int, step: Say) -> None:
             line = event_line(event)
             if line:
                 step(line)
-            if event.kind == wire.VERDICT or (event.kind == wire.WORLD and event.data.get("nodes") == len(plan.nodes)):
+            if event.kind == wire.VERDICT:
+                step("the run ended before that")
+                return
+            if event.kind == wire.WORLD and event.data.get("nodes") == len(plan.nodes):
                 return
         seen = max(seen, len(events))
         time.sleep(1)

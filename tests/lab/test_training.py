@@ -23,13 +23,14 @@ from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.wire import Event
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+# Long enough for a node to be added while the run goes on, on a fast machine too: half a minute.
+STEPS = 400
 SMALL = [
     f"trainer.train_iterations={STEPS}",
-    "trainer.save_interval=10",
+    "trainer.save_interval=20",
     "trainer.eval_interval=null",
     "trainer.eval_iterations=2",
-    "logger.log_interval=10",
+    "logger.log_interval=50",
     "transformer_architecture.hidden_size=64",
     "transformer_architecture.num_layers=2",
     "transformer_architecture.sequence_length=128",
