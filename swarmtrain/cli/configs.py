@@ -29,12 +29,14 @@ def init(
 
 
 def plan(config_file: ConfigFile, override: Overrides = [], name: Name = None, json: Json = False) -> None:  # noqa: B006  # typer's way
-    """Show who would run what, and why. Nothing is changed."""
+    """Show who would run what, and why; with the run up, what a deploy would change. Nothing is changed."""
     from swarmtrain.config.load import load
-    from swarmtrain.launchers import plan_for, run_name
-    from swarmtrain.view.data import show
+    from swarmtrain.launchers import launcher, plan_for, run_name
+    from swarmtrain.view import runs
 
-    show(plan_for(load(config_file, override), name or run_name(config_file), folder=Path.cwd()), as_json=json)
+    config = load(config_file, override)
+    made = plan_for(config, name or run_name(config_file), folder=Path.cwd())
+    runs.show_plan(launcher(config.runner.runner_type), made, as_json=json)
 
 
 def generate(

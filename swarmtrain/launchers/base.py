@@ -5,7 +5,7 @@ A launcher reads an inventory, takes a plan, and says what happens as a stream o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +60,10 @@ class Launcher(Protocol):
 
     def check(self, plan: Plan) -> list[Finding]:
         """Return what stands in the way of `plan`, cheap checks only."""
+        ...
+
+    def changes(self, plan: Plan) -> Sequence[object]:
+        """Return what `up` would do, in order; each prints itself with its cause. Nothing if all is as the plan says."""
         ...
 
     def up(self, plan: Plan, say: Say) -> None:

@@ -9,10 +9,24 @@ from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackE
 from swarmtrain.launchers.base import Launcher, Say
 from swarmtrain.plan import Plan
 from swarmtrain.view.console import progress, say, show_finding
-from swarmtrain.view.data import show_json
+from swarmtrain.view.data import show, show_json
 from swarmtrain.view.stream import event_line, follow
 
 _NEW_WORLD_SECONDS = 180.0
+
+
+def show_plan(place: Launcher, plan: Plan, *, as_json: bool) -> None:
+    """Show the plan and, if the run is up, what bringing it up again would change."""
+    up = plan.run in place.runs()
+    changes = [str(change) for change in place.changes(plan)] if up else []
+    if as_json:
+        show_json({**plan.to_dict(), "up": up, "changes": changes})
+        return
+    show(plan, as_json=False)
+    if up:
+        say(f"{plan.run} is up; a deploy would change {'this:' if changes else 'nothing'}")
+        for change in changes:
+            say(f"  {change}")
 
 
 def bring_up(place: Launcher, plan: Plan) -> None:

@@ -59,11 +59,18 @@ class LocalLauncher:
                 folder.remove()
             raise
 
+    def changes(self, plan: Plan) -> list[str]:
+        """Return what `up` would do."""
+        folder = RunFolder(plan.run)
+        _, wanted, same = _compare(folder, plan)
+        there = folder.names() if folder.exists else []
+        ends = [f"end {name}: is not in the plan" for name in there if name not in wanted]
+        missing = [name for name in wanted if name not in same]
+        starts = [f"start {name}: {'has changed, or has ended' if name in there else 'is not there'}" for name in missing]
+        return ends + starts
+
     def _reconcile(self, folder: RunFolder, plan: Plan, say: Say) -> None:
-        board_is_up = folder.alive(RENDEZVOUS)
-        facts = _facts(plan, folder.facts() if board_is_up else None)
-        wanted = {spec.name: spec for spec in _specs(folder, plan, facts)}
-        same = {name for name, spec in wanted.items() if board_is_up and folder.spec(name) == spec and folder.state(name) is not None}
+        facts, wanted, same = _compare(folder, plan)
         stale = [name for name in folder.names() if name not in same]
         if stale and folder.exists:
             folder.end(stale, facts.stop_grace)
@@ -148,6 +155,15 @@ def _existing(run: str) -> RunFolder:
 def _complete(folder: RunFolder, name: str) -> bool:
     state = folder.state(name)
     return state is not None and state.state == "complete"
+
+
+def _compare(folder: RunFolder, plan: Plan) -> tuple[Facts, dict[str, Spec], set[str]]:
+    """Return the run's facts, what the plan wants by name, and the names of those that are there and equal."""
+    board_is_up = folder.alive(RENDEZVOUS)
+    facts = _facts(plan, folder.facts() if board_is_up else None)
+    wanted = {spec.name: spec for spec in _specs(folder, plan, facts)}
+    same = {name for name, spec in wanted.items() if board_is_up and folder.spec(name) == spec and folder.state(name) is not None}
+    return facts, wanted, same
 
 
 def _facts(plan: Plan, before: Facts | None) -> Facts:
