@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _STREAM_HEADER = 8
+_SILENCE = 15.0
 _LAB = 'eval "$(swarmtrain lab env)" points to a lab on this machine'
 # What the engine says when it cannot act for a swarm, and what to do about it.
 _NO_SWARM = (
@@ -110,8 +111,9 @@ class Engine:
 
         client = self.client
         try:
-            # A followed log may be silent for hours, so that only connecting to it is bounded.
-            timeout = (self._timeout, None if "follow" in (params or {}) else self._timeout)
+            # A followed log that is silent for so long ends, and its reader asks anew: Docker's follow may keep the last
+            # lines of a container to itself, and nothing wakes a reader that waits for the answer to begin.
+            timeout = (self._timeout, _SILENCE if "follow" in (params or {}) else self._timeout)
             response = client.request(
                 method,
                 f"{client.base_url}/v{client.api_version}{path}",
