@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 SUITES = {
-    "fast": ["unit", "golden", "architecture", "docs"],
+    "fast": ["unit", "golden", "architecture", "docs", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
     "launchers": ["launchers"],

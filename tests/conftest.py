@@ -1,0 +1,26 @@
+"""For all suites: `answer`, the fixture of a case of bad input. See tests/answers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from answers import ROOT, Answer, cases
+
+
+@pytest.fixture
+def answer(request: pytest.FixtureRequest, tmp_path: Path) -> Answer:
+    """The case that this test is, in a project folder of its own."""
+    name = f"{request.path.relative_to(ROOT)}::{request.node.originalname}"
+    return Answer(next(case for case in cases() if case.test == name), tmp_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A case that has come to its end makes its section of the page."""
+    result = yield
+    made = pyfuncitem.funcargs.get("answer")
+    if isinstance(made, Answer):
+        made.finish()
+    return result
