@@ -6,11 +6,14 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmtrain.lab import DEFAULT_NAME, Lab, NodeStatus
+from swarmtrain.lab import DEFAULT_NAME
+
+if TYPE_CHECKING:
+    from swarmtrain.lab import Lab, NodeStatus
 
 app = typer.Typer(no_args_is_help=True, help="A real swarm of Docker engines on this one Linux machine, and its faults.")
 
@@ -30,7 +33,7 @@ def up(
     engine: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
 ) -> None:
     """Bring up engines, a swarm of them, and a registry."""
-    Lab(name).up(nodes, engine=engine, shared=shared, say=_say)
+    _lab(name).up(nodes, engine=engine, shared=shared, say=_say)
 
 
 @app.command()
@@ -39,51 +42,57 @@ def down(
     keep_images: Annotated[bool, typer.Option("--keep-images", help="Leave the registry's images for the next lab.")] = False,
 ) -> None:
     """Remove the lab, its data, and its shared disk."""
-    Lab(name).down(keep_images=keep_images, say=_say)
+    _lab(name).down(keep_images=keep_images, say=_say)
 
 
 @app.command()
 def status(name: Name = DEFAULT_NAME, as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False) -> None:
     """Show how each node stands."""
-    found = Lab(name).status()
+    found = _lab(name).status()
     typer.echo(json.dumps([asdict(node) for node in found], indent=2) if as_json else _table(found))
 
 
 @app.command()
 def kill(node: Node, name: Name = DEFAULT_NAME) -> None:
     """Take a node's power: its engine and containers are gone, its disk stays."""
-    Lab(name).kill(node, say=_say)
+    _lab(name).kill(node, say=_say)
 
 
 @app.command()
 def start(node: Node, name: Name = DEFAULT_NAME) -> None:
     """Boot a node that was killed."""
-    Lab(name).start(node, say=_say)
+    _lab(name).start(node, say=_say)
 
 
 @app.command()
 def cut(node: Node, name: Name = DEFAULT_NAME) -> None:
     """Cut a node's network; the machine lives on."""
-    Lab(name).cut(node, say=_say)
+    _lab(name).cut(node, say=_say)
 
 
 @app.command()
 def heal(node: Node, name: Name = DEFAULT_NAME) -> None:
     """Bring a node's network back, at full speed."""
-    Lab(name).heal(node, say=_say)
+    _lab(name).heal(node, say=_say)
 
 
 @app.command()
 def slow(node: Node, rate: Annotated[str, typer.Option("--rate", help="Such as 100mbit or 1gbit.")], name: Name = DEFAULT_NAME) -> None:
     """Hold a node's network to a rate, in both directions."""
-    Lab(name).slow(node, rate, say=_say)
+    _lab(name).slow(node, rate, say=_say)
 
 
 @app.command()
 def env(name: Name = DEFAULT_NAME) -> None:
     """Print what points docker and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
-    for key, value in Lab(name).env().items():
+    for key, value in _lab(name).env().items():
         typer.echo(f"export {key}={shlex.quote(value)}")
+
+
+def _lab(name: str) -> Lab:
+    from swarmtrain.lab import Lab
+
+    return Lab(name)
 
 
 def _table(found: list[NodeStatus]) -> str:

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from swarmtrain.lab.lab import DEFAULT_NAME, Lab, NodeStatus
-from swarmtrain.lab.registry import REGISTRY
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swarmtrain.lab.lab import Lab, NodeStatus
+    from swarmtrain.lab.registry import REGISTRY
 
 __all__ = ["DEFAULT_NAME", "REGISTRY", "Lab", "NodeStatus"]
+
+DEFAULT_NAME = "lab"
+_HOMES = {"Lab": "lab", "NodeStatus": "lab", "REGISTRY": "registry"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for on first use: `--help` wants the lab's default name, and nothing else of it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

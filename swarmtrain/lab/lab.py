@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import api, engines, fabric, registry, state
+from swarmtrain.lab import DEFAULT_NAME, api, engines, fabric, registry, state
 from swarmtrain.lab.checks import check_machine, check_root
 from swarmtrain.lab.state import Description
-
-DEFAULT_NAME = "lab"
 
 Say = Callable[[str], None]
 
