@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from types import FrameType
-from typing import NoReturn
 
 import typer
 
@@ -37,25 +34,23 @@ def build() -> typer.Typer:
     return app
 
 
-def main() -> NoReturn:
-    """Run the command line and exit: 0 done, 1 our error, 2 usage, 3 the job failed, 130 interrupted."""
-    signal.signal(signal.SIGTERM, _terminated)
+def run() -> int:
+    """Run the command line; return 0 done, 1 our error, 2 usage, 3 the job failed, 130 interrupted."""
     try:
-        code = build()(prog_name="swarmtrain", standalone_mode=False)
+        return int(build()(prog_name="swarmtrain", standalone_mode=False) or 0)
     except SwarmtrainError as error:
         from swarmtrain.view.console import show_error
 
         show_error(error)
-        code = error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        code = EXIT_INTERRUPTED
+        return error.exit_code
+    except typer.Abort:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`swarmtrain logs | head`); nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_ERROR
+        return EXIT_ERROR
     except Exception as error:  # noqa: BLE001  # click's usage errors share no public base with typer's copies of them
-        code = _usage(error)
-    sys.exit(code)
+        return _usage(error)
 
 
 def _usage(error: Exception) -> int:
@@ -64,10 +59,6 @@ def _usage(error: Exception) -> int:
         raise error
     show()
     return int(code)
-
-
-def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _version(value: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ _RED, _DIM, _OFF = "\033[31m", "\033[2m", "\033[0m"
 
 
 def say(line: str) -> None:
-    """Print a line of talk."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201  # this is the place that prints
+    """Print a line of talk. Where nobody listens any more, because the terminal was closed, what is going on goes on."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201  # this is the place that prints
 
 
 def coloured(stream: int = 2) -> bool:
@@ -24,12 +26,26 @@ def coloured(stream: int = 2) -> bool:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Say]:
-    """Give a `say` for what goes on under `title`. On a terminal the newest line spins until the next one."""
-    if not coloured():
-        say(title)
-        yield lambda line: say(f"  {line}")
-        return
+def progress(title: str, *, interrupted: str = "") -> Iterator[Say]:
+    """Give a `say` for what goes on under `title`. On a terminal the newest line spins until the next one.
+
+    `interrupted` is what a person who presses Ctrl-C meanwhile is told.
+    """
+    try:
+        if coloured():
+            with _spinner(title) as step:
+                yield step
+        else:
+            say(title)
+            yield lambda line: say(f"  {line}")
+    except KeyboardInterrupt:
+        if interrupted:
+            say(f"interrupted: {interrupted}")
+        raise
+
+
+@contextmanager
+def _spinner(title: str) -> Iterator[Say]:
     from rich.console import Console
     from rich.markup import escape
 
@@ -38,8 +54,9 @@ def progress(title: str) -> Iterator[Say]:
         console.print(escape(title))
 
         def step(line: str) -> None:
-            console.print(f"  {escape(line)}")
-            status.update(escape(line))
+            with contextlib.suppress(OSError):
+                console.print(f"  {escape(line)}")
+                status.update(escape(line))
 
         yield step
 

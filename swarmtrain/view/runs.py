@@ -37,7 +37,8 @@ def bring_up(place: Launcher, plan: Plan) -> None:
         show_finding(finding)
     if fatal := sum(finding.fatal for finding in findings):
         raise StackError(f"{fatal} of the checks failed; nothing was changed", place=f"run {plan.run}")
-    with progress(f"bringing {plan.run} up") as step:
+    rest = "the same command again makes the rest of the change" if plan.run in place.runs() else "nothing of it is left"
+    with progress(f"bringing {plan.run} up", interrupted=rest) as step:
         place.up(plan, step)
 
 
@@ -72,7 +73,9 @@ def rescale(place: Launcher, plan: Plan) -> None:
     """Bring a run to its new plan and return when the new world has formed. Raises StackError if none does in time."""
     seen = len(place.events(plan.run))
     bring_up(place, plan)
-    with progress(f"waiting for a world of {len(plan.nodes)} nodes") as step:
+    with progress(
+        f"waiting for a world of {len(plan.nodes)} nodes", interrupted=f"{plan.run} goes on; swarmtrain status {plan.run}"
+    ) as step:
         _await_world(place, plan, seen, step)
 
 

@@ -28,7 +28,7 @@ def modules_after(*argv: str, cwd: Path) -> set[str]:
     program = f"""
 import sys, json
 sys.argv = {["swarmtrain", *argv]!r}
-from swarmtrain.cli import main
+from swarmtrain.__main__ import main
 try:
     main()
 finally:

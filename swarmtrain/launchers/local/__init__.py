@@ -50,14 +50,15 @@ class LocalLauncher:
     def up(self, plan: Plan, say: Say) -> None:
         """Start, restart and end what differs from `plan`. Raises SwarmtrainError."""
         folder = RunFolder(plan.run)
-        first = not folder.exists
-        try:
-            self._reconcile(folder, plan, say)
-        except BaseException:
-            if first and folder.exists:
-                folder.end(folder.names(), 0.0)
-                folder.remove()
-            raise
+        with folder.locked(say):
+            first = not folder.exists
+            try:
+                self._reconcile(folder, plan, say)
+            except BaseException:
+                if first:
+                    folder.end(folder.names(), 0.0)
+                    folder.remove()
+                raise
 
     def changes(self, plan: Plan) -> list[str]:
         """Return what `up` would do."""
@@ -131,19 +132,25 @@ class LocalLauncher:
 
     def stop(self, run: str, say: Say) -> None:
         """Let the ranks save and leave; `up` goes on from there. Raises RunNotFound."""
-        folder = RunFolder(run)
-        grace = folder.facts().stop_grace
-        nodes = [name for name in folder.names() if name != RENDEZVOUS]
-        folder.end(nodes, grace)
-        folder.end([RENDEZVOUS], grace)
+        folder = _existing(run)
+        with folder.locked(say):
+            _stop(folder)
         say(f"{run} stopped")
 
     def down(self, run: str, say: Say) -> None:
         """End everything and remove the run; events and logs stay in its folder. Raises RunNotFound."""
-        self.stop(run, lambda _: None)
-        folder = RunFolder(run)
-        folder.remove()
+        folder = _existing(run)
+        with folder.locked(say):
+            _stop(folder)
+            folder.remove()
         say(f"{run} removed; its events and logs are in {folder.path}")
+
+
+def _stop(folder: RunFolder) -> None:
+    """The nodes first: ranks that save on their way out still talk to the board."""
+    grace = folder.facts().stop_grace
+    folder.end([name for name in folder.names() if name != RENDEZVOUS], grace)
+    folder.end([RENDEZVOUS], grace)
 
 
 def _existing(run: str) -> RunFolder:

@@ -3,7 +3,7 @@
     local.json          that there is a run, its ports, its nodes; removed by `down`
     deployed.json       the config as it was deployed      config.json   the same, resolved, as the nodes read it
     code/ secrets/      what travels with the run          logs/         the ranks' own files
-    NODE.spec NODE.state  what a keeper keeps, and how it stands
+    NODE.spec NODE.state  what a keeper keeps, and how it stands     lock   held by whoever changes the run
     events.jsonl        the notice board's lines           NODE.log      what a node printed
 
 The events and logs stay when the run goes, for reading afterwards.
@@ -12,22 +12,26 @@ The events and logs stay when the run goes, for reading afterwards.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
+from swarmtrain.launchers.base import Say
 from swarmtrain.launchers.local.spec import Spec, State, replace
 from swarmtrain.plan import Cargo, CodeFile, Plan
-from swarmtrain.process import start
+from swarmtrain.process import start, uninterrupted
 
 _MARK = "local.json"
+_LOCK = "lock"
 _KILLED_WITHIN = 5.0
 _GOODBYE = 3.0
 
@@ -74,6 +78,22 @@ class RunFolder:
     def log(self, name: str) -> Path:
         """Return where `name` prints to."""
         return self.path / f"{name}.log"
+
+    @contextlib.contextmanager
+    def locked(self, say: Say) -> Iterator[None]:
+        """Hold the only right to change the run; whoever holds it is waited for, saying so. The kernel takes it from the dead."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / _LOCK).open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                say(f"waiting for another swarmtrain that changes {self.run}: process {file.read() or '?'}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
 
     def facts(self) -> Facts:
         """Raises RunNotFound."""
@@ -141,9 +161,9 @@ class RunFolder:
         spec.save(path)
         path.with_suffix(".state").unlink(missing_ok=True)
         argv = [sys.executable, "-m", "swarmtrain.launchers.local.keeper", str(path)]
-        with self.log(spec.name).open("ab") as log:
+        with self.log(spec.name).open("ab") as log, uninterrupted():
             keeper = start(argv, cwd=spec.cwd, stdout=log, stderr=log, new_session=True)
-        replace(path.with_suffix(".state"), json.dumps(asdict(State(keeper.pid, "running"))))
+            replace(path.with_suffix(".state"), json.dumps(asdict(State(keeper.pid, "running"))))
         keeper.returncode = 0  # it is meant to outlive us: its state file, not this handle, says how it ends
 
     def end(self, names: list[str], grace: float) -> None:
@@ -168,8 +188,9 @@ class RunFolder:
         for name in self.names():
             self.forget(name)
         (self.path / _MARK).unlink(missing_ok=True)
-        for name in ("deployed.json", "config.json"):
-            (self.path / name).unlink(missing_ok=True)
+        half_written = self.path.glob(".*")
+        for path in (self.path / "deployed.json", self.path / "config.json", *half_written):
+            path.unlink(missing_ok=True)
         for name in ("code", "secrets"):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
