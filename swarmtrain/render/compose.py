@@ -89,10 +89,11 @@ def write(stack: Stack, path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in stack.files.items():
             _replace(path.parent / name, content, secret=name in _secret_files(stack))
+        _replace(path, to_yaml(stack).encode())
+        # Last, so that whenever this is interrupted the file that is there refers to files that are there.
         for old in folder.iterdir():
             if _WRITTEN_BY_US.fullmatch(old.name) and f"{_folder(stack)}/{old.name}" not in stack.files:
                 old.unlink()
-        _replace(path, to_yaml(stack).encode())
     except OSError as error:
         raise StackError(f"cannot be written: {error.strerror}", place=str(error.filename or path)) from None
 
