@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO
+from typing import IO, NoReturn
 
 from swarmtrain.errors import ProcessError
 
@@ -101,6 +101,17 @@ def start(
         )
     except OSError as error:
         raise ProcessError(show(argv, env), 127, str(error)) from None
+
+
+def become(argv: Sequence[str], *, env: Mapping[str, str]) -> NoReturn:
+    """Replace this process by `argv`, with `env` as its whole environment: it has the terminal, and its exit code is ours.
+
+    Raises ProcessError if the program cannot be started.
+    """
+    try:
+        os.execvpe(argv[0], list(argv), dict(env))  # noqa: S606  # no shell is wanted
+    except OSError as error:
+        raise ProcessError(show(argv), 127, str(error)) from None
 
 
 def die_with_parent_now() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -29,11 +30,12 @@ def _say(line: str) -> None:
 def up(
     nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="How many engines.")] = 3,
     name: Name = DEFAULT_NAME,
+    bare: Annotated[bool, typer.Option("--bare", help="Form no swarm: machines with an engine each, as a shop delivers them.")] = False,
     shared: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Without it: the lab's own.")] = None,
     engine: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
 ) -> None:
-    """Bring up engines, a swarm of them, and a registry."""
-    _lab(name).up(nodes, engine=engine, shared=shared, say=_say)
+    """Bring up engines, a swarm of them unless --bare, and a registry."""
+    _lab(name).up(nodes, bare=bare, engine=engine, shared=shared, say=_say)
 
 
 @app.command()
@@ -82,6 +84,20 @@ def slow(node: Node, rate: Annotated[str, typer.Option("--rate", help="Such as 1
     _lab(name).slow(node, rate, say=_say)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def enter(
+    node: Node,
+    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", help="What to run there. Without it: a shell.")] = None,
+    name: Name = DEFAULT_NAME,
+) -> None:
+    """Run a command, or a shell, on a node, where docker means that node's own engine. Options come before NODE."""
+    from swarmtrain import process
+
+    lab = _lab(name)
+    argv = command or [os.environ.get("SHELL", "/bin/sh")]
+    process.become([*lab.enter(node, folder=Path.cwd()), *argv], env=lab.environment_on(node, os.environ))
+
+
 @app.command()
 def env(name: Name = DEFAULT_NAME) -> None:
     """Print what points docker and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
@@ -97,6 +113,9 @@ def _lab(name: str) -> Lab:
 
 def _table(found: list[NodeStatus]) -> str:
     rows = [("NODE", "STATE", "ROLE", "LINK", "ENGINE", "ADDRESS", "PID")]
-    rows += [(node.node, node.state, node.role, node.link or "-", node.engine or "-", node.address, str(node.pid or "-")) for node in found]
+    rows += [
+        (node.node, node.state, node.role or "-", node.link or "-", node.engine or "-", node.address, str(node.pid or "-"))
+        for node in found
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -18,6 +18,8 @@ from swarmtrain.lab.state import Daemon, Description, tail
 # Far from the fabric's 10.77.0.0/16 and from most offices' 10.0.0.0/16: what is on the overlay is never taken for what is outside.
 _OVERLAY_POOL = "10.128.0.0/9"
 _NEW_NAMESPACES = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
+# Where docker looks by itself: on the machine, this is the machine's own engine.
+OWN_SOCKET = "unix:///var/run/docker.sock"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -32,23 +34,15 @@ def engine_socket(directory: Path, node: str) -> Path:
 
 
 def prepare(directory: Path, description: Description, node: str) -> None:
-    """Make the disk of a node that has never run: the engine's settings and the names it knows."""
+    """Make the disk of a node that has never run: the names it knows and, unless the lab is bare, the registry that its engine trusts."""
     home = directory / node
     (home / "etc").mkdir(parents=True)
     (home / "data").mkdir(mode=0o711)
     known = {description.address(name): name for name in description.nodes} | {description.bridge_address: registry.HOST}
     (home / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in known.items()))
-    settings = {
-        "hosts": [f"unix://{engine_socket(directory, node)}"],
-        "data-root": str(home / "data"),
-        "exec-root": "/run/docker",
-        "insecure-registries": [registry.REGISTRY],
-        # A branch of its own for each machine, so that what a killed one leaves can be told apart and removed.
-        "cgroup-parent": _cgroup(description.name, node),
-        "exec-opts": ["native.cgroupdriver=cgroupfs"],
-        "log-level": "warn",
-    }
-    (home / "daemon.json").write_text(json.dumps(settings, indent=2) + "\n")
+    if not description.bare:
+        settings = {"insecure-registries": [registry.REGISTRY]}
+        (home / "etc" / "daemon.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def boot(directory: Path, description: Description, node: str) -> None:
@@ -58,7 +52,7 @@ def boot(directory: Path, description: Description, node: str) -> None:
     script = Path(__file__).with_name("machine.sh")
     engine = Path(description.engine) if description.engine else None
     machine(directory, node).spawn(
-        ["sh", str(script), str(home), node, description.shared],
+        ["sh", str(script), str(home), node, description.shared, *_flags(directory, description, node)],
         enter=[*fabric.enter(description.name, node), *_NEW_NAMESPACES],
         log=home / "log",
         env={"PATH": search_path(engine)},
@@ -83,11 +77,16 @@ def wait_until_up(directory: Path, node: str, *, seconds: float = 60) -> dict[st
         time.sleep(0.02)
 
 
-def form_swarm(directory: Path, description: Description) -> None:
-    """Wait for all engines, make the first the manager of a swarm, and have the others join it. Raises LabError."""
-    first, *others = description.nodes
+def wait_until_all_up(directory: Path, description: Description) -> None:
+    """Return when all engines answer. Raises LabError with the log of one that does not."""
     with ThreadPoolExecutor(len(description.nodes)) as pool:
         list(pool.map(lambda node: wait_until_up(directory, node), description.nodes))
+
+
+def form_swarm(directory: Path, description: Description) -> None:
+    """Make the first of the running engines the manager of a swarm, and have the others join it. Raises LabError."""
+    first, *others = description.nodes
+    with ThreadPoolExecutor(len(description.nodes)) as pool:
         manager = engine_socket(directory, first)
         listen = {"ListenAddr": "0.0.0.0:2377", "AdvertiseAddr": description.address(first)}
         api.request(manager, "POST", "/swarm/init", {**listen, "DefaultAddrPool": [_OVERLAY_POOL], "SubnetSize": 24})
@@ -134,6 +133,20 @@ def _ready(manager: Path) -> set[str]:
     except (OSError, LabError):  # a manager that was just booted has no leader for a moment
         return set()
     return {member["Description"]["Hostname"] for member in members if member["Status"]["State"] == "ready"}
+
+
+def _flags(directory: Path, description: Description, node: str) -> list[str]:
+    """Return the engine's flags: what makes it one of several on this machine. The rest is for its daemon.json."""
+    return [
+        f"--host=unix://{engine_socket(directory, node)}",
+        f"--host={OWN_SOCKET}",
+        f"--data-root={directory / node / 'data'}",
+        "--exec-root=/run/docker",
+        # A branch of its own for each machine, so that what a killed one leaves can be told apart and removed.
+        f"--cgroup-parent={_cgroup(description.name, node)}",
+        "--exec-opt=native.cgroupdriver=cgroupfs",
+        "--log-level=warn",
+    ]
 
 
 def _cgroup(lab: str, node: str) -> str:

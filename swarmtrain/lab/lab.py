@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One line of `lab status`. `state` is up, dead or cut; `link` is up, cut, or the rate it is held to; `pid` is the machine's init."""
+    """One line of `lab status`.
+
+    `state` is up, dead or cut; `role` is manager or worker, "" in a bare lab; `link` is up, cut, or the rate it is held to;
+    `pid` is the machine's init.
+    """
 
     node: str
     state: str
@@ -50,8 +54,8 @@ class Lab:
         state.check_directory(self._directory)
         fabric.check_kernel()
 
-    def up(self, nodes: int, *, engine: Path | None = None, shared: Path | None = None, say: Say) -> None:
-        """Bring up `nodes` engines, joined into a swarm whose manager is node0, and a registry.
+    def up(self, nodes: int, *, bare: bool = False, engine: Path | None = None, shared: Path | None = None, say: Say) -> None:
+        """Bring up `nodes` engines, joined into a swarm whose manager is node0 unless the lab is to be `bare`, and a registry.
 
         `engine` is a directory that holds another dockerd and containerd, `shared` one that all nodes are to share.
         What is made is removed again if anything fails.
@@ -61,16 +65,16 @@ class Lab:
         if not 1 <= nodes <= state.MAX_NODES:
             raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
         with state.locked(self._base):
-            if self._runs_already(nodes, say):
+            if self._runs_already(nodes, bare, say):
                 return
             self._remove()
             try:
-                self._make(self._describe(nodes, engine, shared), say)
+                self._make(self._describe(nodes, bare, engine, shared), say)
             except BaseException:
                 say("failed or interrupted: removing what was made")
                 self._remove()
                 raise
-        self._introduce(say)
+        self._introduce(bare, say)
 
     def down(self, *, keep_images: bool = False, say: Say) -> None:
         """Remove the lab and all its data; with the last lab of this machine go the images, unless they are to be kept."""
@@ -93,17 +97,20 @@ class Lab:
         """Take the node's power: engine and containers are gone at once, no peer is told. Its disk stays."""
         description = self._living(node)
         engines.power_off(self._directory, description, node)
-        say(f"{node}: power off; the swarm notices in about 15 s. `swarmtrain lab start {node}` boots it again")
+        say(f"{node}: power off; a swarm notices in about 15 s. `{self._command('start', node)}` boots it again")
 
     def start(self, node: str, *, say: Say) -> None:
-        """Boot a node that was killed, with its data. Returns when its engine answers and, if the manager lives, counts it as ready."""
+        """Boot a node that was killed, with its data. Returns when its engine answers and, where there is a manager, it is ready."""
         description = self._known(node)
         if engines.machine(self._directory, node).pid is not None:
-            raise LabError("runs already", place=node, hint="swarmtrain lab status")
+            raise LabError("runs already", place=node, hint=self._command("status"))
         engines.power_off(self._directory, description, node)  # what an engine that died by itself left behind
         fabric.connect(description, node)
         engines.boot(self._directory, description, node)
         engines.wait_until_up(self._directory, node)
+        if description.bare:
+            say(f"{node}: runs again")
+            return
         if engines.machine(self._directory, description.nodes[0]).pid is None:
             say(f"{node}: runs again, and joins when the manager does")
             return
@@ -114,7 +121,7 @@ class Lab:
         """Cut the node's network: it lives on, alone."""
         self._living(node)
         fabric.cut(self.name, node)
-        say(f"{node}: cut off, its engine and containers run on. `swarmtrain lab heal {node}` brings the network back")
+        say(f"{node}: cut off, its engine and containers run on. `{self._command('heal', node)}` brings the network back")
 
     def heal(self, node: str, *, say: Say) -> None:
         """Bring the node's network back, at full speed."""
@@ -126,10 +133,10 @@ class Lab:
         """Hold the node's network to `rate` (100mbit, 1gbit) in both directions."""
         self._living(node)
         fabric.slow(self.name, node, rate)
-        say(f"{node}: network at {rate} in both directions. `swarmtrain lab heal {node}` takes that off")
+        say(f"{node}: network at {rate} in both directions. `{self._command('heal', node)}` takes that off")
 
     def env(self) -> dict[str, str]:
-        """Return the environment that points Docker's tools at the lab's manager."""
+        """Return the environment that points Docker's tools at the engine of node0, the lab's manager."""
         return {"DOCKER_HOST": self.docker_host(self._description().nodes[0])}
 
     def docker_host(self, node: str) -> str:
@@ -137,46 +144,63 @@ class Lab:
         self._known(node)
         return f"unix://{engines.engine_socket(self._directory, node)}"
 
-    def enter(self, node: str) -> list[str]:
-        """Return the prefix that runs a command on the machine `node`, beside its engine."""
+    def enter(self, node: str, *, folder: Path = Path("/")) -> list[str]:
+        """Return the prefix that runs a command on the machine `node`, beside its engine, in `folder` if the machine has that."""
         self._living(node)
         pid = engines.machine(self._directory, node).pid
-        return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid"]
+        there = folder if state.visible(folder) else Path("/")
+        return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", f"--wdns={there}"]
 
-    def _describe(self, nodes: int, engine: Path | None, shared: Path | None) -> Description:
+    def environment_on(self, node: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return `environ` as a command on the machine `node` is to have it: Docker's tools use the machine's own engine."""
+        self._known(node)
+        elsewhere = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
+        return {**{name: value for name, value in environ.items() if name not in elsewhere}, "DOCKER_HOST": engines.OWN_SOCKET}
+
+    def _describe(self, nodes: int, bare: bool, engine: Path | None, shared: Path | None) -> Description:
         subnet = state.choose_subnet(self.name, state.taken_subnets(self._base))
         names = tuple(f"node{index}" for index in range(nodes))
         disk = (shared or self._own_disk).absolute()
-        return Description(self.name, subnet, names, str(disk), str(engine.absolute()) if engine else None)
+        return Description(self.name, subnet, names, str(disk), str(engine.absolute()) if engine else None, bare)
 
     def _make(self, description: Description, say: Say) -> None:
         self._directory.mkdir(parents=True)
         state.write(self._directory, description)
         self.shared.mkdir(parents=True, exist_ok=True)
         self.shared.chmod(0o1777)
-        say(f"lab {self.name}: {len(description.nodes)} engines on {description.subnet}")
+        say(f"lab {self.name}: {len(description.nodes)} engines on {description.subnet}{', in no swarm' if description.bare else ''}")
         fabric.make(description)
         for node in description.nodes:
             engines.prepare(self._directory, description, node)
             fabric.connect(description, node)
             engines.boot(self._directory, description, node)
         registry.start(description, self._directory)
-        engines.form_swarm(self._directory, description)
+        engines.wait_until_all_up(self._directory, description)
+        if not description.bare:
+            engines.form_swarm(self._directory, description)
         state.write(self._directory, replace(description, ready=True))
 
-    def _introduce(self, say: Say) -> None:
+    def _introduce(self, bare: bool, say: Say) -> None:
         driver = engines.wait_until_up(self._directory, "node0")["Driver"]
         if driver == "vfs":
             say("storage driver vfs, since overlay does not work on this disk: images take far more space and time")
         fate = ", and is deleted by `down`" if self.shared == self._own_disk else ""
         say(f"shared disk: {self.shared} here is /mnt/shared on every node{fate}")
-        say(f"registry: {registry.REGISTRY}, for images built and pushed through the lab's engines")
-        option = "" if self.name == DEFAULT_NAME else f" --name {self.name}"
+        trusted = "which the engines do not trust before their daemon.json says so" if bare else "for images built and pushed from here"
+        say(f"registry: {registry.REGISTRY}, {trusted}")
         say("next:")
-        say(f'  eval "$(swarmtrain lab env{option})"')
+        if bare:
+            say(f"  {self._command('enter', 'node0')}")
+            return
+        say(f'  eval "$({self._command("env")})"')
         say(f"  swarmtrain image build . --tag {registry.REGISTRY}/swarmtrain:0.1 --push")
 
-    def _runs_already(self, nodes: int, say: Say) -> bool:
+    def _command(self, verb: str, *arguments: str) -> str:
+        """Return the command line that does `verb` to this lab."""
+        option = [] if self.name == DEFAULT_NAME else ["--name", self.name]
+        return " ".join(["swarmtrain", "lab", verb, *option, *arguments])
+
+    def _runs_already(self, nodes: int, bare: bool, say: Say) -> bool:
         description = state.read(self._directory)
         if not description or not description.ready:
             return False
@@ -186,7 +210,10 @@ class Lab:
             return False
         what = f"{len(running)} of its {len(description.nodes)} engines run"
         if len(description.nodes) != nodes:
-            raise LabError(f"it is up already: {what}", place=f"lab {self.name}", hint=f"swarmtrain lab down --name {self.name}")
+            raise LabError(f"it is up already: {what}", place=f"lab {self.name}", hint=self._command("down"))
+        if description.bare != bare:
+            kind = "bare" if description.bare else "a swarm"
+            raise LabError(f"it is up already, and {kind}: {what}", place=f"lab {self.name}", hint=self._command("down"))
         say(f"lab {self.name}: {what} already ({', '.join(running)}); left as it is")
         return True
 
@@ -220,7 +247,7 @@ class Lab:
             except OSError:
                 version = "no answer"
         condition = "dead" if pid is None else "cut" if link == "cut" else "up"
-        role = "manager" if node == description.nodes[0] else "worker"
+        role = "" if description.bare else "manager" if node == description.nodes[0] else "worker"
         return NodeStatus(node, condition, role, link if pid is not None else "", version, description.address(node), pid)
 
     def _description(self) -> Description:
@@ -241,5 +268,5 @@ class Lab:
         check_root()
         description = self._known(node)
         if engines.machine(self._directory, node).pid is None:
-            raise LabError("it is dead", place=node, hint=f"swarmtrain lab start {node}")
+            raise LabError("it is dead", place=node, hint=self._command("start", node))
         return description

@@ -1,11 +1,12 @@
 #!/bin/sh
 # The init process (pid 1) of one lab machine: gives it a name, a hosts file and disks of its own, then runs the engine.
-# usage: machine.sh DIR HOSTNAME SHARED
+# usage: machine.sh DIR HOSTNAME SHARED FLAG…    the flags are the engine's; its file /etc/docker/daemon.json is the machine's own
 #
 # Started in fresh mount, UTS, IPC and PID namespaces, and in the machine's network namespace. When this process is
 # killed, the kernel kills all that runs in the machine: engine, containerd, shims and containers.
 set -eu
 dir=$1 name=$2 shared=$3
+shift 3
 mount -t proc proc /proc
 hostname "$name"
 mount --bind "$dir/hosts" /etc/hosts
@@ -13,7 +14,7 @@ mount --bind "$dir/hosts" /etc/hosts
 # Hides the host's own dockerd and containerd, and is empty after every boot: no stale pid files.
 mount -t tmpfs -o mode=755 tmpfs /run
 
-# The engine's key and certificates survive a reboot, and are not the host's.
+# The engine's settings, key and certificates survive a reboot, and are not the host's.
 mkdir -p /etc/docker
 mount --bind "$dir/etc" /etc/docker
 
@@ -26,7 +27,7 @@ mkdir /mnt/shared
 mount --bind "$shared" /mnt/shared
 
 # A clean environment: a proxy set for the user's shell would swallow the way to the lab's registry.
-env -i PATH="$PATH" HOME=/root dockerd --config-file "$dir/daemon.json" &
+env -i PATH="$PATH" HOME=/root dockerd "$@" &
 
 # Not `exec`: pid 1 must also reap the orphans that containers and shims leave.
 wait $!

@@ -29,7 +29,7 @@ _HIDDEN_IN_MACHINES = ("/run", "/mnt", "/proc")
 class Description:
     """What a lab is, as its lab.json says. `engine` is the directory of its dockerd, None for the one in PATH.
 
-    `shared` is the directory that all nodes share.
+    `shared` is the directory that all nodes share; the engines of a `bare` lab are in no swarm, and trust no registry.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Description:
     nodes: tuple[str, ...]
     shared: str
     engine: str | None = None
+    bare: bool = False
     ready: bool = False
 
     def address(self, node: str) -> str:
@@ -80,9 +81,14 @@ def check_directory(directory: Path) -> None:
         raise LabError(f"{longest}: the path of a socket cannot be longer than {_SOCKET_PATH_LIMIT} bytes", place="lab", hint=hint)
 
 
+def visible(directory: Path) -> bool:
+    """Return whether a machine of the lab has the same `directory` as this machine."""
+    return not any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_IN_MACHINES)
+
+
 def check_visible(directory: Path, hint: str) -> None:
     """Raise LabError with `hint` where a machine of the lab could not see `directory`."""
-    if any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_IN_MACHINES):
+    if not visible(directory):
         raise LabError(f"{directory}: a lab's machines have their own {', '.join(_HIDDEN_IN_MACHINES)}", place="lab", hint=hint)
 
 

@@ -279,6 +279,44 @@ def test_down_leaves_nothing_and_other_labs_alone(lab: Lab, new_lab: Callable[[s
     assert [node.pid for node in lab.status()] == pids
 
 
+def test_a_command_on_a_node_means_that_nodes_engine(lab: Lab) -> None:
+    """As it would there, whatever the shell points to here; its exit code is the command's own."""
+    elsewhere = {**os.environ, "DOCKER_HOST": lab.docker_host("node0")}
+    words = ["sh", "-c", "hostname && pwd && docker info --format {{.Name}} && ls /mnt/shared && exit 7"]
+    argv = [sys.executable, "-m", "swarmtrain", "lab", "enter", "--name", lab.name, "node1", *words]
+    done = subprocess.run(argv, cwd=ROOT, env=elsewhere, check=False, capture_output=True, text=True, timeout=30)
+    assert (done.stdout.splitlines()[:3], done.returncode) == (["node1", str(ROOT), "node1"], 7), done.stderr
+
+
+def test_a_bare_lab_is_machines_that_nobody_has_set_up(new_lab: Callable[[str], Lab]) -> None:
+    lab = new_lab("bare")
+    said: list[str] = []
+    lab.up(2, bare=True, say=said.append)
+    assert said[-1] == f"  swarmtrain lab enter --name {lab.name} node0"
+    assert [(node.state, node.role) for node in lab.status()] == [("up", "")] * 2
+    first, second = (Engine(lab.docker_host(node)) for node in ("node0", "node1"))
+    assert [engine.get("/info")["Swarm"]["LocalNodeState"] for engine in (first, second)] == ["inactive"] * 2
+    assert "registry.lab:5000" not in first.get("/info")["RegistryConfig"]["IndexConfigs"]
+    lab.kill("node1", say=say)
+    lab.start("node1", say=say)
+    assert [node.state for node in lab.status()] == ["up", "up"]
+    with pytest.raises(LabError, match="up already, and bare"):
+        lab.up(2, say=say)
+
+    def typed(node: str, *command: str) -> str:
+        argv = [*lab.enter(node), *command]
+        return subprocess.run(argv, check=True, capture_output=True, text=True, env=lab.environment_on(node, os.environ)).stdout
+
+    typed("node0", "docker", "swarm", "init", "--advertise-addr", "eth0")
+    token = typed("node0", "docker", "swarm", "join-token", "--quiet", "worker").strip()
+    typed("node1", "docker", "swarm", "join", "--advertise-addr", "eth0", "--token", token, "node0:2377")
+    assert node_states(first) == {"node0": "ready", "node1": "ready"}
+    lab.kill("node1", say=say)
+    lab.start("node1", say=say)
+    wait_for("node1 is back in the swarm that was made by hand", lambda: node_states(first)["node1"] == "ready", 40)
+    lab.down(say=say)
+
+
 def test_up_replaces_a_lab_whose_engines_are_dead(new_lab: Callable[[str], Lab]) -> None:
     lab = new_lab("dead")
     lab.up(2, say=say)

@@ -111,3 +111,20 @@ def test_a_lab_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
     with pytest.raises(LabError, match="no such lab; there is none"):
         Lab("nowhere").env()
+
+
+def test_what_a_command_on_a_node_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
+    (tmp_path / "lab").mkdir()
+    state.write(tmp_path / "lab", state.Description("lab", "10.77.3.0/24", ("node0",), "/srv/shared"))
+    here = {"HOME": "/root", "DOCKER_HOST": "tcp://elsewhere:2376", "DOCKER_CONTEXT": "elsewhere", "DOCKER_TLS_VERIFY": "1"}
+    assert Lab("lab").environment_on("node0", here) == {"HOME": "/root", "DOCKER_HOST": "unix:///var/run/docker.sock"}
+    with pytest.raises(LabError, match="no such node"):
+        Lab("lab").environment_on("node1", here)
+
+
+def test_a_lab_that_was_written_down_before_there_were_bare_ones_is_read(tmp_path: Path) -> None:
+    (tmp_path / "lab.json").write_text('{"name": "lab", "subnet": "10.77.3.0/24", "nodes": ["node0"], "shared": "/srv/shared"}')
+    found = state.read(tmp_path)
+    assert found is not None
+    assert not found.bare
