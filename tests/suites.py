@@ -17,7 +17,7 @@ SUITES = {
     "fast": ["unit", "golden", "architecture", "docs", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
-    "launchers": ["launchers"],
+    "launchers": ["launchers", "interruption"],
     "lab": ["lab"],
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")

@@ -95,6 +95,10 @@ class LocalLauncher:
         """Return the names of the runs on this machine, sorted."""
         return local_runs()
 
+    def leaving(self) -> list[str]:
+        """Return nothing: a run is there until all of it has ended."""
+        return []
+
     def tasks(self, run: str) -> list[TaskState]:
         """Return how each process stands, nodes first. Raises RunNotFound."""
         folder = RunFolder(run)

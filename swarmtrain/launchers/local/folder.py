@@ -184,15 +184,15 @@ class RunFolder:
             (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the run; its events and logs stay."""
-        for name in self.names():
-            self.forget(name)
-        (self.path / _MARK).unlink(missing_ok=True)
+        """Remove the run; its events and logs stay. The mark goes last: until then the run can be found, and removed again."""
+        for name in ("code", "secrets"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
         half_written = self.path.glob(".*")
         for path in (self.path / "deployed.json", self.path / "config.json", *half_written):
             path.unlink(missing_ok=True)
-        for name in ("code", "secrets"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in self.names():
+            self.forget(name)
+        (self.path / _MARK).unlink(missing_ok=True)
 
     def _wait(self, keepers: dict[str, int], seconds: float) -> None:
         end = time.monotonic() + seconds
