@@ -1,4 +1,7 @@
-"""The command line: parse, call, print. Nothing here decides anything."""
+"""The command line: parse, call, print. Nothing here decides anything.
+
+The modules of commands do without `from __future__ import annotations`: Typer would evaluate each annotation twice, at every start.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """init, plan, generate: the commands that only read and write files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

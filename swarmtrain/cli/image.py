@@ -1,7 +1,5 @@
 """`swarmtrain image`: the image that the nodes run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

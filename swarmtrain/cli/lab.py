@@ -1,7 +1,5 @@
 """`swarmtrain lab`: a real swarm on this one machine, and its faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -105,13 +103,13 @@ def env(name: Name = DEFAULT_NAME) -> None:
         typer.echo(f"export {key}={shlex.quote(value)}")
 
 
-def _lab(name: str) -> Lab:
+def _lab(name: str) -> "Lab":
     from swarmtrain.lab import Lab
 
     return Lab(name)
 
 
-def _table(found: list[NodeStatus]) -> str:
+def _table(found: "list[NodeStatus]") -> str:
     rows = [("NODE", "STATE", "ROLE", "LINK", "ENGINE", "ADDRESS", "PID")]
     rows += [
         (node.node, node.state, node.role or "-", node.link or "-", node.engine or "-", node.address, str(node.pid or "-"))

@@ -1,7 +1,5 @@
 """deploy, status, logs, scale, stop, down: the commands that touch a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
