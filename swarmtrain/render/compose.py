@@ -57,10 +57,10 @@ def stack(plan: Plan) -> Stack:
     """Return the stack of `plan`. Raises StackError for a file that is over Swarm's limit."""
     cargo = _Cargo(plan)
     services = {node.name: _node_service(plan, node, cargo) for node in plan.nodes}
-    services[RENDEZVOUS] = _rendezvous_service(plan)
+    services[RENDEZVOUS] = _rendezvous_service(plan, cargo)
     document = {
         "version": "3.8",
-        "x-swarmtrain": {"run": plan.run, "version": __version__, "config": plan.config.resolved().digest},
+        "x-swarmtrain": {"run": plan.run, "version": __version__, "config": cargo.config_digest},
         "services": services,
         "networks": {NETWORK: _network(plan)},
         "configs": {key: {"file": path} for key, path in cargo.configs.items()},
@@ -108,7 +108,10 @@ class _Cargo:
         self.mounted: list[dict[str, Any]] = []
         self.mounted_secrets: list[dict[str, Any]] = []
         config = plan.config.resolved()
-        self._add(CodeFile("config.json", config.to_json().encode(), config.digest), CONFIG_PATH, self.configs, self.mounted, _MAX_CONFIG)
+        self.config_digest = config.digest
+        self._add(
+            CodeFile("config.json", config.to_json().encode(), self.config_digest), CONFIG_PATH, self.configs, self.mounted, _MAX_CONFIG
+        )
         for item in plan.cargo.code:
             self._add(item, str(WORKSPACE / item.name), self.configs, self.mounted, _MAX_CONFIG)
         for item in plan.cargo.secrets:
@@ -147,16 +150,16 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
     if cargo.mounted_secrets:
         service["secrets"] = cargo.mounted_secrets
     service["volumes"] = _mounts(plan)
-    service["deploy"] = _deploy(plan, ROLE_NODE, constraints, {LABEL_HOST: node.host, LABEL_SLOTS: str(node.slots)})
+    service["deploy"] = _deploy(plan, cargo, ROLE_NODE, constraints, {LABEL_HOST: node.host, LABEL_SLOTS: str(node.slots)})
     resources = _resources(plan, node)
     if resources:
         service["deploy"]["resources"] = resources
     return service
 
 
-def _rendezvous_service(plan: Plan) -> dict[str, Any]:
+def _rendezvous_service(plan: Plan, cargo: _Cargo) -> dict[str, Any]:
     service = _service(plan, "rendezvous", board_env(plan, _place(plan)))
-    service["deploy"] = _deploy(plan, ROLE_RENDEZVOUS, ["node.role==manager"], {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)})
+    service["deploy"] = _deploy(plan, cargo, ROLE_RENDEZVOUS, ["node.role==manager"], {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)})
     return service
 
 
@@ -187,13 +190,13 @@ def _service(plan: Plan, role: str, environment: dict[str, str]) -> dict[str, An
     }
 
 
-def _deploy(plan: Plan, role: str, constraints: list[str], labels: dict[str, str]) -> dict[str, Any]:
+def _deploy(plan: Plan, cargo: _Cargo, role: str, constraints: list[str], labels: dict[str, str]) -> dict[str, Any]:
     return {
         "mode": "replicated",
         "replicas": 1,
         # A virtual IP drops idle connections after 900 s.
         "endpoint_mode": "dnsrr",
-        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: plan.config.resolved().digest, **labels},
+        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: cargo.config_digest, **labels},
         "placement": {"constraints": constraints},
         # Exit 0 is final; whatever else happens, the node comes back. The budget is kept by the notice board.
         "restart_policy": {"condition": "on-failure", "delay": "2s"},
