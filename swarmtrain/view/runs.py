@@ -44,8 +44,8 @@ def bring_up(place: Launcher, plan: Plan) -> None:
 
 def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
     """Follow `run` and return the exit code that its verdict means."""
-    say(f"following {run}; Ctrl-C detaches, the job goes on")
     try:
+        say(f"following {run}; Ctrl-C detaches, the job goes on")
         verdict = follow(place.watch(run))
     except KeyboardInterrupt:
         say(f"\ndetached; {run} goes on\nhint: swarmtrain status {run} | logs -f {run} | down {run}")

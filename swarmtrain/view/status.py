@@ -98,6 +98,7 @@ def duration(seconds: float) -> str:
 def _state(verdict: dict[str, Any] | None, last: dict[str, Any], tasks: Sequence[TaskState]) -> str:
     if verdict:
         return str(verdict["status"])
-    if tasks and all(task.state == "stopped" for task in tasks):
+    nodes = [task for task in tasks if task.node != wire.RENDEZVOUS]
+    if nodes and all(task.state in ("stopped", "shutdown") for task in nodes):
         return "stopped"
     return "training" if wire.PROGRESS in last else "starting"

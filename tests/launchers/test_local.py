@@ -18,6 +18,7 @@ from swarmtrain.launchers import scaled_plan
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
+from swarmtrain.view.status import status
 from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
 
 TRAIN = """
@@ -43,7 +44,8 @@ while step < int(sys.argv[1]):
     time.sleep(0.02)
     step += 1
     if dist.get_rank() == 0:
-        state.write_text(str(step))
+        pathlib.Path("new").write_text(str(step))
+        os.replace("new", state)
         if step % 5 == 0:
             Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step}))
 dist.barrier()
@@ -118,8 +120,8 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     assert launcher.changes(plan) == []
     assert "start node1: has changed, or has ended" in launcher.changes(plan_of(launcher, 11))
     assert "end node1: is not in the plan" in launcher.changes(plan_of(launcher, 10, nodes=1, most=2))
-    status, lines, states = verdict_of(LocalLauncher())
-    assert status == "done: all 2 nodes have finished"
+    outcome, lines, states = verdict_of(LocalLauncher())
+    assert outcome == "done: all 2 nodes have finished"
     starts = [(line.rank, line.node) for line in lines if line.text == "start at 0 of world 2, hush"]
     assert sorted(rank for rank, _ in starts if rank is not None) == [0, 1]
     assert {node for _, node in starts} == {"node0", "node1"}
@@ -138,14 +140,14 @@ def test_stop_saves_and_up_goes_on_where_it_was(launcher: LocalLauncher, tmp_pat
     launcher.up(plan_of(launcher, 10_000), print)
     until(launcher, "progress")
     launcher.stop("demo", print)
-    assert ours(tmp_path) == []
-    assert {task.state for task in launcher.tasks("demo")} == {"shutdown"}
+    assert {task.node: task.state for task in launcher.tasks("demo")} == {"node0": "shutdown", "node1": "shutdown", RENDEZVOUS: "running"}
+    assert status("demo", launcher.events("demo"), launcher.tasks("demo")).state == "stopped"
     saved = (tmp_path / "state").read_text()
     assert 0 < int(saved) < 10_000
     (tmp_path / "enough").touch()
     launcher.up(plan_of(launcher, 10_000), print)
-    status, lines, _ = verdict_of(launcher)
-    assert status.startswith("done")
+    outcome, lines, _ = verdict_of(launcher)
+    assert outcome.startswith("done")
     assert [line.text for line in lines if line.text.startswith("start at")] == [f"start at {saved} of world 2, hush"] * 2
 
 
@@ -159,8 +161,8 @@ def test_a_killed_supervisor_is_started_again_and_a_killed_board_too(launcher: L
     os.kill(before["rendezvous"], signal.SIGKILL)
     until(launcher, "world", lambda event: len([1 for each in launcher.events("demo") if each.kind == "world"]) == 3)
     (tmp_path / "enough").touch()
-    status, _, _ = verdict_of(launcher)
-    assert status.startswith("done")
+    outcome, _, _ = verdict_of(launcher)
+    assert outcome.startswith("done")
     assert len([event for event in launcher.events("demo") if event.kind == "board"]) == 2
 
 
@@ -192,8 +194,8 @@ def test_a_new_script_restarts_the_nodes_and_a_failure_is_the_verdict(launcher: 
     launcher.up(plan_of(launcher, 10_000, nodes=1, most=1), print)
     until(launcher, "progress")
     launcher.up(plan_of(launcher, 10_000, script="raise ValueError('no such thing')\n", nodes=1, most=1), print)
-    status, _, _ = verdict_of(launcher)
-    assert status.startswith("failed: node0 rank 0: ValueError: no such thing; failed 2 times in a row")
+    outcome, _, _ = verdict_of(launcher)
+    assert outcome.startswith("failed: node0 rank 0: ValueError: no such thing; failed 2 times in a row")
 
 
 def supervisor(folder: Path, role: str) -> int:

@@ -25,6 +25,7 @@ from swarmtrain.render.command import MODULE, Place, board_env, node_env
 from swarmtrain.wire import RENDEZVOUS, Event
 
 _MOST_NODES = 64
+_GOODBYE = 5.0
 _LOOPBACK = "127.0.0.1"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -66,7 +67,7 @@ class LocalLauncher:
         _, wanted, same = _compare(folder, plan)
         there = folder.names() if folder.exists else []
         ends = [f"end {name}: is not in the plan" for name in there if name not in wanted]
-        missing = [name for name in wanted if name not in same]
+        missing = [name for name in wanted if name not in same or _idle(folder, name)]
         starts = [f"start {name}: {'has changed, or has ended' if name in there else 'is not there'}" for name in missing]
         return ends + starts
 
@@ -83,7 +84,7 @@ class LocalLauncher:
         if RENDEZVOUS not in same:
             folder.put_old_events_aside()
         for name in sorted(wanted, key=lambda name: name != RENDEZVOUS):
-            if name not in same or (not folder.alive(name) and not _complete(folder, name)):
+            if name not in same or _idle(folder, name):
                 folder.launch(wanted[name])
                 say(f"{name} started, log in {folder.log(name)}")
 
@@ -135,26 +136,25 @@ class LocalLauncher:
         return logs(_existing(run), follow=follow, tail=tail)
 
     def stop(self, run: str, say: Say) -> None:
-        """Let the ranks save and leave; `up` goes on from there. Raises RunNotFound."""
+        """Let the ranks save and leave; the notice board stays, and `up` goes on from there. Raises RunNotFound."""
         folder = _existing(run)
         with folder.locked(say):
-            _stop(folder)
+            _end_nodes(folder)
         say(f"{run} stopped")
 
     def down(self, run: str, say: Say) -> None:
         """End everything and remove the run; events and logs stay in its folder. Raises RunNotFound."""
         folder = _existing(run)
         with folder.locked(say):
-            _stop(folder)
+            _end_nodes(folder)
+            folder.end([RENDEZVOUS], _GOODBYE)
             folder.remove()
         say(f"{run} removed; its events and logs are in {folder.path}")
 
 
-def _stop(folder: RunFolder) -> None:
+def _end_nodes(folder: RunFolder) -> None:
     """The nodes first: ranks that save on their way out still talk to the board."""
-    grace = folder.facts().stop_grace
-    folder.end([name for name in folder.names() if name != RENDEZVOUS], grace)
-    folder.end([RENDEZVOUS], grace)
+    folder.end([name for name in folder.names() if name != RENDEZVOUS], folder.facts().stop_grace)
 
 
 def _existing(run: str) -> RunFolder:
@@ -163,9 +163,10 @@ def _existing(run: str) -> RunFolder:
     return folder
 
 
-def _complete(folder: RunFolder, name: str) -> bool:
+def _idle(folder: RunFolder, name: str) -> bool:
+    """Whether `name` was stopped, or its keeper is gone; what has completed is as it should be."""
     state = folder.state(name)
-    return state is not None and state.state == "complete"
+    return not folder.alive(name) and (state is None or state.state != "complete")
 
 
 def _compare(folder: RunFolder, plan: Plan) -> tuple[Facts, dict[str, Spec], set[str]]:
