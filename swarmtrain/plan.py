@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmtrain.config import Config
-from swarmtrain.config.runner import GpuMode, host_name, host_slots
+from swarmtrain.config.base import twice
+from swarmtrain.config.files import Unreadable, read
+from swarmtrain.config.names import host_name, host_slots
+from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import PlanError, SwarmtrainError
 
 _RUN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _NODE_ID = re.compile(r"[a-z0-9]{25}")
-# "<run>_rendezvous" is the longest service name, and a name in DNS has at most 63 characters.
-_RUN_MAX = 63 - len("_rendezvous")
+# Swarm takes 64 characters for the name of a config, and the longest that cannot be shortened is "<run>_config-<digest>".
+_RUN_MAX = 64 - len("_config-") - 10
+_LARGEST_FILE = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -166,36 +171,50 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
         CodeFile.of(path.name, _content(folder / path, "runner.script" if path == runner.script else "runner.code"))
         for path in (runner.script, *runner.code)
     )
-    names = [item.name for item in code]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PlanError(f"{', '.join(twice)} stands twice: files travel side by side, by their names", place="config runner.code")
+    if names := twice(item.name for item in code):
+        raise PlanError(
+            f"{names} is listed twice, the script counted: files travel side by side, by their names",
+            place="config runner.code",
+            hint="list it once, or give one of two files another name",
+        )
     secrets = tuple(CodeFile.of(name, _content(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items()))
     return Cargo(code, secrets)
 
 
 def _content(path: Path, key: str) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SwarmtrainError(
-            f"{path}: {error.strerror}", place=f"config {key}", hint="paths are relative to the folder you are in"
-        ) from None
+        return read(path, _LARGEST_FILE)
+    except Unreadable as error:
+        raise SwarmtrainError(f"{path}: {error}", place=f"config {key}", hint="paths are relative to the folder you are in") from None
 
 
 def _named(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:
     hosts = config.runner.hosts or ()
     if wanted > len(hosts):
-        raise PlanError(f"lists {_count(len(hosts), 'host')}, but {_count(wanted, 'node')} are asked for", place="config runner.hosts")
-    return tuple(_node(config, index, host, _find(inventory, host_name(host))) for index, host in enumerate(hosts[:wanted]))
-
-
-def _find(inventory: Inventory, name: str) -> Machine:
-    by_id = [machine for machine in inventory.machines if machine.id and machine.id == name]
-    found = by_id or [machine for machine in inventory.machines if machine.host == name]
-    if not found:
-        known = ", ".join(machine.host for machine in inventory.machines) or "none"
         raise PlanError(
-            f"there is no such node on {inventory.origin}; it has: {known}",
+            f"lists {_count(len(hosts), 'host')}, but {_count(wanted, 'node')} are asked for",
+            place="config runner.hosts",
+            hint="list more hosts in the config and deploy it again",
+        )
+    known: dict[str, list[Machine]] = {}
+    for machine in inventory.machines:
+        for name in {machine.id, machine.host} - {""}:
+            known.setdefault(name, []).append(machine)
+    found = [_find(inventory, known, host_name(host)) for host in hosts[:wanted]]
+    if again := twice(machine.id or machine.host for machine in found):
+        raise PlanError(
+            f"names one node twice, by its host name and by its id: {again}", place="config runner.hosts", hint="keep one of the two"
+        )
+    return tuple(_node(config, index, host, machine) for index, (host, machine) in enumerate(zip(hosts, found, strict=False)))
+
+
+def _find(inventory: Inventory, known: Mapping[str, list[Machine]], name: str) -> Machine:
+    called = known.get(name, [])
+    found = [machine for machine in called if machine.id == name] or called
+    if not found:
+        there = ", ".join(machine.host for machine in inventory.machines) or "none"
+        raise PlanError(
+            f"there is no such node on {inventory.origin}; it has: {there}",
             place=f"config runner.hosts: {name}",
             hint="docker node ls shows them",
         )
@@ -227,13 +246,13 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
             place="config runner.nodes",
             hint="swarmtrain plan CONFIG -o runner.nodes=N asks for fewer",
         )
-    hosts = [machine.host for machine in fitting]
+    hosts = Counter(machine.host for machine in fitting)
     suited = f"{_count(len(fitting), 'ready node')}{' with the labels' if labels else ''}, by name"
     planned = []
     for index, machine in enumerate(fitting[:wanted]):
         slots, why = _slots(config, None, machine)
         # A host name that two machines share says nothing about which is meant, so the id pins.
-        constraint = f"node.hostname=={machine.host}" if hosts.count(machine.host) == 1 else f"node.id=={machine.id}"
+        constraint = f"node.hostname=={machine.host}" if hosts[machine.host] == 1 else f"node.id=={machine.id}"
         planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, f"{index + 1} of {suited}; {why}"))
     return tuple(planned)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Section
+from swarmtrain.config.base import Section, twice, wrong
 from swarmtrain.config.data import DataConfig
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.logger import LoggerConfig
@@ -50,9 +50,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
-        names = [group.group_name for group in self.training_groups]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"training_groups has {', '.join(twice)} more than once: a group's name must be its own")
+        if names := twice(group.group_name for group in self.training_groups):
+            raise wrong("training_groups", f"has {names} more than once: a group's name must be its own")
         shape, tensor = self.transformer_architecture, self.topology.tensor
         for name, size in (
             ("num_attention_heads", shape.num_attention_heads),
@@ -60,10 +59,10 @@ class Config(Section):
             ("vocab_size", shape.vocab_size),
         ):
             if size % tensor:
-                raise ValueError(f"transformer_architecture.{name} {size} is no multiple of topology.model_parallel_size {tensor}")
+                raise wrong(f"transformer_architecture.{name}", f"{size} is no multiple of topology.model_parallel_size {tensor}")
         if int(shape.hidden_size * shape.mlp_factor) % tensor:
-            raise ValueError(
-                f"transformer_architecture.mlp_factor makes a width that is no multiple of topology.model_parallel_size {tensor}"
+            raise wrong(
+                "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )
         return self
 

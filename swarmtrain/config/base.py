@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
@@ -9,9 +12,14 @@ from pydantic_core import PydanticCustomError
 class Section(BaseModel):
     """A part of the config. Values are checked strictly: a quoted number is an error, not a number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def wrong(name: str, message: str) -> PydanticCustomError:
     """Return the error with which a section's validator blames its field `name`, so that the report points at the field's line."""
     return PydanticCustomError("wrong_field", "{message}", {"message": message, "name": name})
+
+
+def twice(names: Iterable[str]) -> str:
+    """Return those of `names` that come more than once, sorted, as text."""
+    return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from swarmtrain.config.base import Section, wrong
+from swarmtrain.config import names
+from swarmtrain.config.base import Section, twice, wrong
+from swarmtrain.config.names import host_name
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_HOST = re.compile(r"^(?P<name>[^\s=]+)(?:\s+slots=(?P<slots>\d+))?$")
+_MOST_NODES = 10_000
+_LARGEST = 1 << 62
 
 
 def _bytes(value: Any) -> Any:
@@ -21,7 +24,10 @@ def _bytes(value: Any) -> Any:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
     if match is None:
         raise ValueError("give a number of bytes, or a size such as 512m or 16g")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > _LARGEST:
+        raise ValueError("is more than any machine has")
+    return int(size)
 
 
 def _pairs(value: Any) -> Any:
@@ -35,40 +41,12 @@ def _pairs(value: Any) -> Any:
     return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
-def _absolute(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    for source, target in pairs:
-        if source.startswith((".", "~")):
-            raise ValueError(f"{source}: a mount's source is a path on every node, so it must be absolute (or the name of a volume)")
-        if not PurePosixPath(target).is_absolute():
-            raise ValueError(f"{target}: a mount's target is a path in the container and must be absolute")
-    return pairs
-
-
-def _host(text: str) -> str:
-    match = _HOST.match(text)
-    if match is None or match["slots"] == "0":
-        raise ValueError(f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4'")
-    return text
-
-
-def _identifiers(names: dict[str, Any]) -> dict[str, Any]:
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} is not a variable name: letters, digits and _ only")
-    return names
-
-
-def _not_ours(env: dict[str, str]) -> dict[str, str]:
-    for name in env:
-        if name.startswith("SWARMTRAIN_"):
-            raise ValueError(f"{name}: names that begin with SWARMTRAIN_ are swarmtrain's own")
-    return _identifiers(env)
-
-
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
-Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs), AfterValidator(_absolute)]
-Host = Annotated[str, AfterValidator(_host)]
-Environment = Annotated[dict[str, str], AfterValidator(_not_ours)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=_LARGEST)]
+Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs), AfterValidator(names.mounts)]
+Image = Annotated[str, AfterValidator(names.image)]
+Labels = Annotated[dict[str, str], AfterValidator(names.labels)]
+Host = Annotated[str, AfterValidator(names.host)]
+Environment = Annotated[dict[str, str], AfterValidator(names.variables)]
 
 
 class RunnerType(StrEnum):
@@ -89,19 +67,21 @@ class GpuMode(StrEnum):
 class DockerConfig(Section):
     """The container that each node runs."""
 
-    docker_container: str = Field("registry.lab:5000/swarmtrain:latest", min_length=1, description="Image, with its registry.")
+    docker_container: Image = Field("registry.lab:5000/swarmtrain:latest", description="Image, with its registry.")
     docker_mounts: Mounts = Field(
         (), description="Pairs of a path on every node (or the name of a volume) and a path in the container. A shared disk belongs here."
     )
     shm_size: Bytes = Field(2**30, description="Size of /dev/shm, in bytes or as 8g. Docker's own 64 MiB is too small for NCCL.")
-    cpus: float | None = Field(None, gt=0, description="CPUs a node's container may use. null: all.")
+    cpus: float | None = Field(None, ge=0.01, le=65536, description="CPUs a node's container may use. null: all.")
     memory: Bytes | None = Field(None, description="Memory a node's container may use, in bytes or as 64g. /dev/shm counts too. null: all.")
 
 
 class SwarmConfig(Section):
     """What only a Docker Swarm has."""
 
-    network: str | None = Field(None, min_length=1, description="Overlay network to join. null: the stack makes its own.")
+    network: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Overlay network to join. null: the stack makes its own."
+    )
     mtu: int | None = Field(
         None, ge=576, le=65535, description="MTU of the network beneath the overlay, 9000 for jumbo frames. null: 1500."
     )
@@ -111,14 +91,14 @@ class SwarmConfig(Section):
         description="none: CPU. visible: every GPU that the node's default runtime shows. reserve: as many as slots, of generic_resource.",
     )
     generic_resource: str = Field("NVIDIA-GPU", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Kind reserved when gpu is reserve.")
-    labels: dict[str, str] = Field({}, description="Only nodes that carry all these labels are used.")
+    labels: Labels = Field({}, description="Only nodes that carry all these labels are used.")
 
     @model_validator(mode="after")
     def _network_is_ours(self) -> SwarmConfig:
         if self.network in ("host", "bridge", "none"):
             raise wrong("network", f"{self.network}: name an overlay network, or leave it out to get one of the stack's own")
         if self.network and (self.mtu or self.encrypted):
-            raise ValueError("mtu and encrypted belong to the network that the stack makes; an existing one keeps its own")
+            raise wrong("network", "mtu and encrypted belong to the network that the stack makes; an existing one keeps its own")
         return self
 
 
@@ -130,35 +110,44 @@ class RunnerConfig(Section):
         None,
         description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4'. null: the cluster's own nodes.",
     )
-    nodes: int | None = Field(None, ge=1, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
-    min_nodes: int | None = Field(None, ge=1, description="Fewest nodes the run goes on with. null: nodes, so a lost node is waited for.")
-    max_nodes: int | None = Field(None, ge=1, description="Most nodes it can be scaled to without restarting the others. null: nodes.")
+    nodes: int | None = Field(None, ge=1, le=_MOST_NODES, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
+    min_nodes: int | None = Field(
+        None, ge=1, le=_MOST_NODES, description="Fewest nodes the run goes on with. null: nodes, so a lost node is waited for."
+    )
+    max_nodes: int | None = Field(
+        None, ge=1, le=_MOST_NODES, description="Most nodes it can be scaled to without restarting the others. null: nodes."
+    )
     default_gpu_count: int | None = Field(
-        None, ge=1, description="Slots (ranks) of a host that does not say. null: its GPUs as the cluster reports them, else 1."
+        None,
+        ge=1,
+        le=names.MOST_SLOTS,
+        description="Slots (ranks) of a host that does not say. null: its GPUs as the cluster reports them, else 1.",
     )
     script: Path = Field(Path("training_code.py"), description="What torchrun starts on every slot.")
     script_args: tuple[str, ...] = Field((), description="Its arguments.")
     code: tuple[Path, ...] = Field((), description="Files that travel beside the script, so that editing them needs no new image.")
     env: Environment = Field({}, description="Environment of every rank, for instance NCCL_DEBUG: INFO.")
-    secrets: Annotated[dict[str, Path], AfterValidator(_identifiers)] = Field(
+    secrets: Annotated[dict[str, Path], AfterValidator(names.secrets)] = Field(
         {}, description="Name to file. Ranks find the file's path in the variable NAME_FILE; the secret itself enters no variable."
     )
     master_port: int = Field(29500, ge=1, le=65534, description="Port of the rendezvous store; the notice board listens on the next one.")
-    max_restarts: int = Field(3, ge=0, description="Failures in a row, without a new step between them, after which the run is given up.")
-    stop_grace: float = Field(90.0, ge=5, description="Seconds from SIGTERM to SIGKILL: the time a checkpoint may take.")
+    max_restarts: int = Field(
+        3, ge=0, le=1_000_000, description="Failures in a row, without a new step between them, after which the run is given up."
+    )
+    stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time a checkpoint may take.")
     docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
     swarm: SwarmConfig = Field(SwarmConfig(), description="What only a Docker Swarm has.")
 
     @model_validator(mode="after")
     def _counts_fit(self) -> RunnerConfig:
         if self.hosts is not None:
-            names = [host_name(host) for host in self.hosts]
-            if not names:
+            hosts = [host_name(host) for host in self.hosts]
+            if not hosts:
                 raise wrong("hosts", "is empty: list at least one, or write null for the cluster's own nodes")
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise wrong("hosts", f"names {', '.join(twice)} more than once: one service runs on each node")
-            if self.nodes is not None and self.nodes > len(names):
-                raise wrong("nodes", f"{self.nodes}, but hosts lists only {len(names)}")
+            if again := twice(hosts):
+                raise wrong("hosts", f"names {again} more than once: one service runs on each node")
+            if self.nodes is not None and self.nodes > len(hosts):
+                raise wrong("nodes", f"{self.nodes}, but hosts lists only {len(hosts)}")
         low, nodes, high = self.node_range
         if not low <= nodes <= high:
             raise wrong(
@@ -171,14 +160,3 @@ class RunnerConfig(Section):
         """min_nodes, nodes and max_nodes with their defaults filled in."""
         nodes = self.nodes or (len(self.hosts) if self.hosts else self.min_nodes or 1)
         return self.min_nodes or nodes, nodes, self.max_nodes or nodes
-
-
-def host_name(host: str) -> str:
-    """Return the host name or node id of an entry of `hosts`."""
-    return host.split(maxsplit=1)[0]
-
-
-def host_slots(host: str) -> int | None:
-    """Return the slots that an entry of `hosts` names, or None."""
-    match = _HOST.match(host)
-    return int(match["slots"]) if match and match["slots"] else None

@@ -15,7 +15,7 @@ def _patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
     return patterns
 

@@ -7,7 +7,6 @@ same bytes. What depends on how many nodes there are *now* stays out of the serv
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,10 +15,12 @@ from typing import Any
 import yaml
 
 from swarmtrain import __version__
+from swarmtrain.config.files import reason
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import StackError
 from swarmtrain.plan import CodeFile, Plan, PlannedNode
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
+from swarmtrain.render.files import OPEN, SECRET, write_all
 from swarmtrain.wire import (
     CONFIG_PATH,
     LABEL_CONFIG,
@@ -38,6 +39,7 @@ NETWORK = "training"
 # Swarm's own limits: docker/swarmkit refuses larger ones.
 _MAX_CONFIG = 1000 * 1024
 _MAX_SECRET = 500 * 1024
+_LONGEST_NAME = 64
 # An overlay is a /24 unless told otherwise, and each node takes two of its addresses: a task's and a load balancer's.
 _NODES_IN_24 = 100
 _WIDE_SUBNET = "10.128.0.0/16"
@@ -82,20 +84,23 @@ def to_yaml(stack: Stack) -> str:
 def write(stack: Stack, path: Path) -> None:
     """Write the YAML to `path` and its files beside it; files of an earlier `write` that nothing refers to any more are removed.
 
-    Each file appears whole or not at all. Raises StackError if the folder cannot be written.
+    Raises StackError if that is not possible; then nothing has changed.
     """
+    secret = _secret_files(stack)
+    folder = path.parent / _folder(stack)
     try:
-        folder = path.parent / _folder(stack)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in stack.files.items():
-            _replace(path.parent / name, content, secret=name in _secret_files(stack))
-        _replace(path, to_yaml(stack).encode())
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        files = {path.parent / name: (content, SECRET if name in secret else OPEN) for name, content in stack.files.items()}
+        write_all({**files, path: (to_yaml(stack).encode(), OPEN)})
         # Last, so that whenever this is interrupted the file that is there refers to files that are there.
         for old in folder.iterdir():
             if _WRITTEN_BY_US.fullmatch(old.name) and f"{_folder(stack)}/{old.name}" not in stack.files:
                 old.unlink()
     except OSError as error:
-        raise StackError(f"cannot be written: {error.strerror}", place=str(error.filename or path)) from None
+        raise StackError(
+            f"the stack file cannot be written: {reason(error)}", place=str(path), hint="--output FILE writes it elsewhere"
+        ) from None
 
 
 class _Cargo:
@@ -109,23 +114,24 @@ class _Cargo:
         self.mounted_secrets: list[dict[str, Any]] = []
         config = plan.config.resolved()
         self.config_digest = config.digest
-        self._add(
-            CodeFile("config.json", config.to_json().encode(), self.config_digest), CONFIG_PATH, self.configs, self.mounted, _MAX_CONFIG
-        )
+        self._longest_stem = _LONGEST_NAME - len(f"{plan.run}_-{config.digest}")
+        resolved = CodeFile("config.json", config.to_json().encode(), self.config_digest)
+        self._add(resolved, CONFIG_PATH, self.configs, self.mounted, "config, with all defaults")
         for item in plan.cargo.code:
-            self._add(item, str(WORKSPACE / item.name), self.configs, self.mounted, _MAX_CONFIG)
+            self._add(item, str(WORKSPACE / item.name), self.configs, self.mounted, f"file {item.name}")
         for item in plan.cargo.secrets:
-            self._add(item, item.name, self.secrets, self.mounted_secrets, _MAX_SECRET)
+            self._add(item, item.name, self.secrets, self.mounted_secrets, f"config runner.secrets.{item.name}")
 
-    def _add(self, item: CodeFile, target: str, keys: dict[str, str], mounts: list[dict[str, Any]], limit: int) -> None:
+    def _add(self, item: CodeFile, target: str, keys: dict[str, str], mounts: list[dict[str, Any]], place: str) -> None:
+        limit = _MAX_SECRET if keys is self.secrets else _MAX_CONFIG
         if len(item.content) >= limit:
             raise StackError(
-                f"{len(item.content) / 1024:.0f} KiB; Swarm takes less than {limit // 1024} KiB",
-                place=item.name,
-                hint="put it into the image, or onto a mounted disk",
+                f"{len(item.content) / 1024:.0f} KiB, where Swarm takes less than {limit // 1024} KiB",
+                place=place,
+                hint="put what is large into the image, or onto a disk that docker_mounts names",
             )
         stem, dot, suffix = item.name.partition(".")
-        key = f"{_object_name(stem)}-{item.digest}"
+        key = f"{_object_name(stem)[: self._longest_stem]}-{item.digest}"
         path = f"generated/{key}{dot}{suffix}"
         self.files[path] = item.content
         keys[key] = path
@@ -269,12 +275,3 @@ def _folder(stack: Stack) -> str:
 
 def _secret_files(stack: Stack) -> set[str]:
     return {secret["file"] for secret in stack.document.get("secrets", {}).values()}
-
-
-def _replace(path: Path, content: bytes, *, secret: bool = False) -> None:
-    """Write by rename; a secret is readable by its owner alone from the first byte on."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
-        file.write(content)
-    new.replace(path)

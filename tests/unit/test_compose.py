@@ -118,7 +118,7 @@ def test_writing_removes_what_an_earlier_version_left_and_nothing_else(tmp_path:
 
 
 def test_a_file_over_swarms_limit_is_refused() -> None:
-    with pytest.raises(StackError, match=r"training_code\.py: 1000 KiB; Swarm takes less than 1000 KiB"):
+    with pytest.raises(StackError, match=r"training_code\.py: 1000 KiB, where Swarm takes less than 1000 KiB"):
         made(code=CodeFile.of("training_code.py", b"#" * 1024_000))
 
 

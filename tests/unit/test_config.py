@@ -37,11 +37,11 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 def test_what_scaling_changes_is_not_in_what_nodes_are_given() -> None:
-    three = parse("", ["runner.nodes=3", "runner.min_nodes=1", "runner.max_nodes=4"])
-    four = parse("", ["runner.nodes=4", "runner.min_nodes=1", "runner.hosts=[a, b, c, d]"])
+    three = parse("{}", ["runner.nodes=3", "runner.min_nodes=1", "runner.max_nodes=4"])
+    four = parse("{}", ["runner.nodes=4", "runner.min_nodes=1", "runner.hosts=[a, b, c, d]"])
     assert three.resolved().digest == four.resolved().digest
     assert three.resolved().resolved() == three.resolved()
-    assert parse("", ["runner.nodes=3"]).resolved().digest != three.resolved().digest
+    assert parse("{}", ["runner.nodes=3"]).resolved().digest != three.resolved().digest
 
 
 def test_a_flat_list_of_mounts_is_read_as_pairs() -> None:

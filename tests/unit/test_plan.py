@@ -69,6 +69,11 @@ def test_two_machines_of_one_name_are_told_apart_by_id_or_refused() -> None:
     assert refusal(twins, "runner.hosts=[a]") == "config runner.hosts: a: 2 nodes have this host name, with the ids 1, 2"
 
 
+def test_a_node_named_twice_is_refused() -> None:
+    machine = Machine("a", id=NODE_ID)
+    assert refusal(swarm(machine), f"runner.hosts=[a, {NODE_ID}]").startswith("config runner.hosts: names one node twice")
+
+
 def test_labels_choose_nodes() -> None:
     inventory = swarm(Machine("a", labels={"gpu": "old"}), Machine("b", labels={"gpu": "new", "x": "y"}))
     assert [node.host for node in plan(inventory, "runner.swarm.labels={gpu: new}").nodes] == ["b"]
@@ -98,10 +103,10 @@ def test_scaling_overrides_the_number_of_nodes() -> None:
     assert len(plan(THREE, "runner.nodes=1", "runner.max_nodes=3", nodes=3).nodes) == 3
 
 
-@pytest.mark.parametrize("run", ["", "Upper", "a_b", "-a", "a" * 60])
+@pytest.mark.parametrize("run", ["", "Upper", "a_b", "-a", "a" * 47])
 def test_a_run_name_must_be_able_to_stand_in_a_host_name(run: str) -> None:
     with pytest.raises(PlanError, match="must be lower-case letters"):
-        make_plan(parse(""), THREE, Cargo(()), run=run)
+        make_plan(parse("{}"), THREE, Cargo(()), run=run)
 
 
 def test_cargo_holds_the_script_what_travels_beside_it_and_the_secrets(tmp_path: Path) -> None:
@@ -116,5 +121,5 @@ def test_cargo_holds_the_script_what_travels_beside_it_and_the_secrets(tmp_path:
 
 
 def test_a_missing_file_is_named_with_its_key(tmp_path: Path) -> None:
-    with pytest.raises(SwarmtrainError, match=r"config runner\.script: .*training_code\.py: No such file"):
-        read_cargo(parse(""), tmp_path)
+    with pytest.raises(SwarmtrainError, match=r"config runner\.script: .*training_code\.py: no such file"):
+        read_cargo(parse("{}"), tmp_path)

@@ -1,0 +1,101 @@
+"""The names in a config that Docker and Swarm read: hosts, images, volumes, labels, variables.
+
+Each function returns what it is given, or raises ValueError with what is wrong. What passes here is not refused later by an
+engine, in the middle of a deploy: the patterns are those of distribution/reference (images), volume/names (volumes) and
+swarmkit's manager/constraint (labels, which become constraints).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+from swarmtrain.config.base import twice
+
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
+_IMAGE_PATH = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::\d{{1,5}})?/)?{_IMAGE_PATH}(?:/{_IMAGE_PATH})*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+)
+_VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{1,190}")
+_LABEL_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]+")
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9:_\s.*()?+\[\]\\^$|/-]+")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SHM = "/dev/shm"  # noqa: S108  # a path in the container
+_LONGEST, _LONGEST_IMAGE = 63, 400
+MOST_SLOTS = 1024
+"""Ranks on one node: far more than any machine has GPUs, and few enough to reckon with."""
+
+
+def host(text: str) -> str:
+    """Check an entry of `hosts`."""
+    match = _HOST.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4'")
+    if max(map(len, match["name"].split("."))) > _LONGEST:
+        raise ValueError(f"{match['name']}: a part of a host name has at most {_LONGEST} characters")
+    if match["slots"] and not 1 <= int(match["slots"]) <= MOST_SLOTS:
+        raise ValueError(f"{text!r}: slots are 1 to {MOST_SLOTS}")
+    return text
+
+
+def host_name(text: str) -> str:
+    """Return the host name or node id of an entry of `hosts`."""
+    return text.split(maxsplit=1)[0]
+
+
+def host_slots(text: str) -> int | None:
+    """Return the slots that an entry of `hosts` names, or None."""
+    match = _HOST.fullmatch(text)
+    return int(match["slots"]) if match and match["slots"] else None
+
+
+def image(text: str) -> str:
+    """Check an image reference."""
+    if len(text) > _LONGEST_IMAGE or not _IMAGE.fullmatch(text):
+        raise ValueError(f"{text!r} is not an image: write REGISTRY/NAME:TAG, the name in lower case, as in registry.lab:5000/swarmtrain:1")
+    return text
+
+
+def mounts(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Check pairs of a source, a path or the name of a volume, and a target."""
+    for source, target in pairs:
+        if source.startswith((".", "~")):
+            raise ValueError(f"{source}: a mount's source is a path on every node, so it must be absolute (or the name of a volume)")
+        if not source.startswith("/") and not _VOLUME.fullmatch(source):
+            raise ValueError(f"{source!r} is neither an absolute path nor the name of a volume: letters, digits, _ . and -")
+        if not PurePosixPath(target).is_absolute() or PurePosixPath(target) == PurePosixPath("/"):
+            raise ValueError(f"{target}: a mount's target is a path in the container and must be absolute, below /")
+    if again := twice([_SHM, *(str(PurePosixPath(target)) for _, target in pairs)]):
+        raise ValueError(f"{again} is the target of two mounts; {_SHM} always is one, of shm_size")
+    return pairs
+
+
+def labels(wanted: dict[str, str]) -> dict[str, str]:
+    """Check labels by which nodes are chosen."""
+    for key, value in wanted.items():
+        if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+            raise ValueError(
+                f"{key}={value}: Swarm finds nodes by labels of letters and digits alone, not with braces, quotes, commas or ="
+            )
+    return wanted
+
+
+def variables(named: dict[str, Any]) -> dict[str, Any]:
+    """Check names of environment variables."""
+    for name in named:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is not a variable name: letters, digits and _ only")
+        if name.startswith("SWARMTRAIN_"):
+            raise ValueError(f"{name}: names that begin with SWARMTRAIN_ are swarmtrain's own")
+    return named
+
+
+def secrets(named: dict[str, Any]) -> dict[str, Any]:
+    """Check names of secrets, which become files and variables."""
+    for name in variables(named):
+        if len(name) > _LONGEST:
+            raise ValueError(f"{name}: the name of a secret has at most {_LONGEST} characters")
+    return named
