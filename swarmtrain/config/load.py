@@ -61,8 +61,7 @@ def _text(path: Path) -> str:
     try:
         content = read(path, _MAX_BYTES)
     except Unreadable as error:
-        missing = not path.exists()
-        hint = f"swarmtrain init {path} writes one to start from" if missing else "a config is a small YAML file"
+        hint = f"swarmtrain init {path} writes one to start from" if error.missing else "a config is a small YAML file"
         raise SwarmtrainError(str(error), place=str(path), hint=hint) from None
     try:
         text = content.decode("utf-8")

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from swarmtrain.config import Config
+from swarmtrain.config.files import OPEN, reason, write_all
 from swarmtrain.errors import SwarmtrainError
 
 _WIDTH = 110
@@ -26,12 +27,11 @@ def template() -> str:
 def write_template(path: Path, *, force: bool = False) -> None:
     """Write the template to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
     try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(template())
-    except FileExistsError:
-        raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it") from None
+        if path.exists() and not force:
+            raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it")
+        write_all({path: (template().encode(), OPEN)})
     except OSError as error:
-        raise SwarmtrainError(f"cannot be written: {error.strerror}", place=str(path)) from None
+        raise SwarmtrainError(f"cannot be written: {reason(error)}", place=str(path), hint="name another file") from None
 
 
 def _section(section: BaseModel, indent: str) -> str:

@@ -15,12 +15,11 @@ from typing import Any
 import yaml
 
 from swarmtrain import __version__
-from swarmtrain.config.files import reason
+from swarmtrain.config.files import OPEN, SECRET, reason, write_all
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import StackError
 from swarmtrain.plan import CodeFile, Plan, PlannedNode
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
-from swarmtrain.render.files import OPEN, SECRET, write_all
 from swarmtrain.wire import (
     CONFIG_PATH,
     LABEL_CONFIG,
@@ -89,8 +88,6 @@ def write(stack: Stack, path: Path) -> None:
     secret = _secret_files(stack)
     folder = path.parent / _folder(stack)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "it is a folder")
         files = {path.parent / name: (content, SECRET if name in secret else OPEN) for name, content in stack.files.items()}
         write_all({**files, path: (to_yaml(stack).encode(), OPEN)})
         # Last, so that whenever this is interrupted the file that is there refers to files that are there.
