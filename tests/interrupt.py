@@ -20,18 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IMPORTS = ("import",)
-EFFECTS = (
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "shutil.rmtree",
-    "subprocess.Popen",
-    "os.kill",
-    "http.client.send",
-    "fcntl.flock",
-)
-"""Changes to files and processes, and requests to an engine."""
+CHANGES = ("http.client.send",)
+"""Requests that change something in an engine."""
+EFFECTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "subprocess.Popen", "os.kill", "fcntl.flock", *CHANGES)
+"""Changes to files and processes, and to what an engine has."""
 _PATIENCE = 150.0
 _HOOK = """
 import os, signal, sys
@@ -44,7 +36,8 @@ def hook(event, arguments):
     global came, armed
     # What the interpreter does before our own first line is not ours.
     armed = armed or (event == "import" and arguments[0] == begin)
-    if armed and event in events:
+    asks = event == "http.client.send" and arguments[1][:4] not in (b"POST", b"DELE")
+    if armed and event in events and not asks:
         came += 1
         if came == int(at):
             os.kill(os.getpid(), int(number))
@@ -80,16 +73,16 @@ def at_event(number: signal.Signals, at: int, events: tuple[str, ...], *argv: st
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def at_each_effect(*argv: str, cwd: Path, step: int = 1, most: int = 400) -> Iterator[Ended]:
-    """Interrupt `swarmtrain ARGV` before each thing that it does to the world, each time with another signal, until it gets to its end.
+def at_each(events: tuple[str, ...], *argv: str, cwd: Path, step: int = 1, most: int = 400) -> Iterator[Ended]:
+    """Interrupt `swarmtrain ARGV` before each of `events`, each time with another signal, until it gets to its end.
 
     Yields how each ended, so that the caller can look at what is left and put the scene in order. `step` takes samples.
     Raises AssertionError for a traceback, or another exit code than 130 (and that of the last).
     """
     for at in range(1, most, step):
-        ended = at_event(SIGNALS[at % len(SIGNALS)], at, EFFECTS, *argv, cwd=cwd)
-        assert "Traceback" not in ended.err, f"at effect {at}:\n{ended.err}"
-        assert ended.code in (0, 130), f"at effect {at}: exit code {ended.code}\n{ended.err}"
+        ended = at_event(SIGNALS[at // step % len(SIGNALS)], at, events, *argv, cwd=cwd)
+        assert "Traceback" not in ended.err, f"at {at}:\n{ended.err}"
+        assert ended.code in (0, 130), f"at {at}: exit code {ended.code}\n{ended.err}"
         yield ended
         if ended.code == 0:
             return

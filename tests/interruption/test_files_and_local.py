@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from interrupt import IMPORTS, ROOT, SIGNALS, at_each_effect, at_event, at_line
+from interrupt import EFFECTS, IMPORTS, ROOT, SIGNALS, at_each, at_event, at_line
 
 # Trains for ever, and saves when it is asked to leave.
 SCRIPT = """
@@ -84,7 +84,7 @@ def test_init_and_generate_leave_the_old_file_or_the_new_one(project: Path) -> N
     assert swarmtrain("generate", "config.yml", *override, "--output", "new/generated.yml", cwd=project).returncode == 0
     old, new = (tree(project / name)["generated.yml"] for name in ("compose", "new"))
     interrupted = 0
-    for ended in at_each_effect("generate", "config.yml", *override, cwd=project):
+    for ended in at_each(EFFECTS, "generate", "config.yml", *override, cwd=project):
         interrupted += ended.interrupted
         stack = (project / "compose" / "generated.yml").read_bytes()
         assert stack in (old, new)
@@ -96,7 +96,7 @@ def test_init_and_generate_leave_the_old_file_or_the_new_one(project: Path) -> N
 
 def test_deploy_leaves_nothing_or_a_run_that_goes_on(project: Path, tmp_path: Path) -> None:
     interrupted = 0
-    for ended in at_each_effect("deploy", "config.yml", "--detach", cwd=project):
+    for ended in at_each(EFFECTS, "deploy", "config.yml", "--detach", cwd=project):
         interrupted += ended.interrupted
         if ended.interrupted:
             assert "interrupted: nothing of it is left" in ended.err
@@ -119,11 +119,11 @@ def test_who_follows_detaches_and_the_run_goes_on(project: Path, tmp_path: Path,
 
 def test_scale_stop_and_down_can_be_repeated(project: Path, tmp_path: Path) -> None:
     assert swarmtrain("deploy", "config.yml", "--detach", cwd=project).returncode == 0
-    assert all(ended.code in (0, 130) for ended in at_each_effect("scale", "--nodes", "2", cwd=project))
+    assert all(ended.code in (0, 130) for ended in at_each(EFFECTS, "scale", "--nodes", "2", cwd=project))
     listed = [line.split()[0] for line in swarmtrain("status", cwd=project).stdout.splitlines()]
     assert [name for name in listed if name.startswith("node")] == ["node0", "node1"]
     for command, left in (("stop", ["rendezvous.spec"]), ("down", [])):
-        for ended in at_each_effect(command, cwd=project):
+        for ended in at_each(EFFECTS, command, cwd=project):
             if ended.interrupted:
                 assert f"interrupted: swarmtrain {command} config again" in ended.err
         assert keepers(tmp_path) == left
