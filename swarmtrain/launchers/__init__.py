@@ -5,6 +5,7 @@ The functions here are what every command does with whichever launcher it is: fi
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from pathlib import Path
 
@@ -66,25 +67,34 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
 
     Raises RunNotFound, which lists the runs there are.
     """
+    places: list[Launcher] = []
     runs: list[tuple[Launcher, str]] = []
     unreachable: EngineError | None = None
     for kind in _REGISTRY:
         try:
-            found = launcher(kind)
-            runs += [(found, run) for run in found.runs()]
+            places.append(launcher(kind))
+            runs += [(places[-1], run) for run in places[-1].runs()]
         except EngineError as error:
             unreachable = error
-    matching = [item for item in runs if name in (None, item[1])]
+    matching = [item for item in runs if name in (None, item[1])] or _leaving(places, name)
     if len(matching) == 1:
         return matching[0]
     if not matching and unreachable is not None and not runs:
         raise unreachable
-    known = ", ".join(sorted(run for _, run in runs))
+    known = ", ".join(sorted(run for _, run in runs or matching))
     if name is not None and not matching:
         raise RunNotFound(f"there is no run of this name; there is: {known or 'none'}", place=f"run {name}")
-    if not runs:
+    if not matching:
         raise RunNotFound("there is no run", hint="swarmtrain deploy CONFIG starts one")
     raise RunNotFound(f"there are several runs: {known}", hint="name the one you mean")
+
+
+def _leaving(places: list[Launcher], name: str | None) -> list[tuple[Launcher, str]]:
+    found = []
+    for place in places:
+        with contextlib.suppress(EngineError):  # it was told already
+            found += [(place, run) for run in place.leaving() if name in (None, run)]
+    return found
 
 
 def run_name(config_file: Path) -> str:

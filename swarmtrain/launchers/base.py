@@ -69,7 +69,10 @@ class Launcher(Protocol):
     def up(self, plan: Plan, say: Say) -> None:
         """Make what runs equal to `plan`: create, change, add, remove. What is equal already is left alone.
 
-        A first `up` that fails removes what it made.
+        A first `up` that fails or is interrupted removes what it made, and nothing that somebody else has changed since.
+        `up`, `stop` and `down` of one run change it one at a time, from whichever machines they come: a second one says
+        whom it waits for. Only changes are waited for, not containers that start: an `up` that waits for those ends with
+        an error when another command changes the run.
         """
         ...
 
@@ -83,6 +86,10 @@ class Launcher(Protocol):
 
     def runs(self) -> list[str]:
         """Return the names of all runs there are, sorted."""
+        ...
+
+    def leaving(self) -> list[str]:
+        """Return the names of runs that are gone but for what still stops, or was left half removed; `down` ends that."""
         ...
 
     def tasks(self, run: str) -> list[TaskState]:
@@ -105,7 +112,7 @@ class Launcher(Protocol):
         ...
 
     def stop(self, run: str, say: Say) -> None:
-        """Ask the ranks to save and leave; the run stays, and an `up` resumes it. Raises RunNotFound."""
+        """Ask the ranks to save and leave; the run and its notice board stay, and an `up` resumes it. Raises RunNotFound."""
         ...
 
     def down(self, run: str, say: Say) -> None:

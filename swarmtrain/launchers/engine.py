@@ -81,7 +81,7 @@ class Engine:
 
     def frames(self, path: str, params: Mapping[str, str]) -> LogStream:
         """Open the log at `path`. Raises EngineError."""
-        return LogStream(self._request("GET", path, params, stream=True))
+        return LogStream(self._request("GET", path, params, stream=True), self.address)
 
     def _connect(self, address: str | None) -> APIClient:
         import docker
@@ -142,23 +142,23 @@ class Engine:
 
 
 class LogStream:
-    """A multiplexed log. Iterate it for its lines; `close` from any thread ends the iteration."""
+    """A multiplexed log. Iterate it for its lines; `close` from any thread breaks it off."""
 
-    def __init__(self, response: Response) -> None:
-        self._response = response
+    def __init__(self, response: Response, address: str) -> None:
+        self._response, self._address = response, address
         self._closed = False
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (1 for stdout or 2 for stderr, bytes). Ends when the engine ends the log or the connection breaks."""
+        """Yield (1 for stdout or 2 for stderr, bytes) until the engine ends the log. Raises EngineError if it breaks off."""
         import urllib3
 
         try:
             while len(header := self._response.raw.read(_STREAM_HEADER)) == _STREAM_HEADER:
                 stream, length = struct.unpack(">BxxxL", header)
                 yield stream, self._response.raw.read(length)
-        except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError):
+        except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:
             # AttributeError and ValueError are what reading from a socket looks like that another thread closed.
-            return
+            raise _unreachable(error, self._address) from None
 
     def close(self) -> None:
         """End the stream; a reader that waits for its next line is woken."""

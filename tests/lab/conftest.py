@@ -6,23 +6,24 @@ Where this machine can host no lab, the tests skip and say why; with CI=true the
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from stand_in import RUN, STAND_IN, build, say
 
 from swarmtrain import images
+from swarmtrain.config import Config
 from swarmtrain.errors import LabError
+from swarmtrain.images.base import ensure_base
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import SwarmLauncher, observe
+from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 
 IMAGE = f"{REGISTRY}/swarmtrain:test"
 ROOT = Path(__file__).parents[2]
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +67,44 @@ def image(engine: Engine) -> str:
     images.build(engine.client, ROOT, IMAGE, say=say)
     images.push(engine.client, IMAGE, say=say)
     return IMAGE
+
+
+@pytest.fixture(scope="session")
+def base(engine: Engine) -> str:
+    """An image with Python but without swarmtrain, in the lab's registry."""
+    made = ensure_base(engine.client, None, say=say)
+    return build(engine, f"{REGISTRY}/base:test", {"Dockerfile": f"FROM {made}\n"})
+
+
+@pytest.fixture(scope="session")
+def stand_in(engine: Engine, base: str) -> str:
+    """An image whose entrypoint only prints and waits, in the lab's registry."""
+    dockerfile = f"FROM {base}\nCOPY swarmtrain /stand-in/swarmtrain\nENV PYTHONPATH=/stand-in\n"
+    files = {"Dockerfile": dockerfile, "swarmtrain/__init__.py": "", "swarmtrain/entrypoint.py": STAND_IN}
+    return build(engine, f"{REGISTRY}/stand-in:test", files)
+
+
+@pytest.fixture
+def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLauncher]:
+    """The launcher on the lab's manager; what a test leaves of its run is taken down."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made = SwarmLauncher(lab.docker_host("node0"))
+    yield made
+    if not observe.observe(made._engine, RUN).empty:
+        made.down(RUN, say)
+
+
+@pytest.fixture
+def planned(launcher: SwarmLauncher, stand_in: str) -> Callable[..., Plan]:
+    """Return a function that plans the run on the stand-in image."""
+
+    def make(
+        nodes: int = 2, script: bytes = b"train()\n", image: str = stand_in, mounts: tuple[tuple[str, str], ...] = (), **runner: Any
+    ) -> Plan:
+        docker = {"docker_container": image, "docker_mounts": mounts}
+        settings = {"nodes": nodes, "min_nodes": 1, "max_nodes": 3, "stop_grace": 10, "docker_config": docker, **runner}
+        config = Config.model_validate({"runner": settings})
+        cargo = Cargo((CodeFile.of("training_code.py", script),), (CodeFile.of("TOKEN", b"hidden"),))
+        return make_plan(config, launcher.inventory(), cargo, run=RUN)
+
+    return make

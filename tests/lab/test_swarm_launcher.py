@@ -5,126 +5,27 @@ The containers run a stand-in for the entrypoint that starts in no time: what th
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 import subprocess
-import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import say
+from stand_in import NODES, RUN, SILENT, command_lines, docker, nothing_left, say, task_ids
 
-from swarmtrain import images, wire
-from swarmtrain.config import Config
+from swarmtrain import wire
 from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
-from swarmtrain.images.base import ensure_base
-from swarmtrain.images.engine import follow
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import SwarmLauncher, observe, settle
 from swarmtrain.launchers.swarm.record import directory
-from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
+from swarmtrain.plan import Plan, make_plan
 from swarmtrain.render.compose import stack, write
-
-STAND_IN = """
-import os, signal, sys, time
-
-def leave(*_):
-    print("[rank 0] saved", flush=True)
-    sys.exit(75)
-
-signal.signal(signal.SIGTERM, leave)
-# The number of restarts says how the run ends: 77 well, 78 badly, and otherwise not at all.
-verdict = {"77": '"status": "done", "why": "all steps", "exit_code": 0', "78": '"status": "failed", "why": "no luck", "exit_code": 9'}
-if sys.argv[1] == "rendezvous":
-    print('{"event": "board", "time": 1.0, "run": "any"}', flush=True)
-    time.sleep(2)
-    if os.environ["SWARMTRAIN_MAX_RESTARTS"] in verdict:
-        print('{"event": "verdict", "time": 2.0, %s}' % verdict[os.environ["SWARMTRAIN_MAX_RESTARTS"]], flush=True)
-        sys.exit(0)
-    time.sleep(10**6)
-for step in range(10**6):
-    print(f"[rank 0] step {step} of {os.environ.get('SWARMTRAIN_NODE')}" + "." * (40_000 if step == 1 else 0), flush=True)
-    time.sleep(0.3)
-"""
-RUN = "demo"
-SILENT: Callable[[str], None] = lambda line: None  # noqa: E731
-
-
-@pytest.fixture(scope="module")
-def base(engine: Engine) -> str:
-    """An image with Python but without swarmtrain, in the lab's registry."""
-    made = ensure_base(engine.client, None, say=say)
-    return build(engine, f"{REGISTRY}/base:test", {"Dockerfile": f"FROM {made}\n"})
-
-
-@pytest.fixture(scope="module")
-def stand_in(engine: Engine, base: str) -> str:
-    dockerfile = f"FROM {base}\nCOPY swarmtrain /stand-in/swarmtrain\nENV PYTHONPATH=/stand-in\n"
-    files = {"Dockerfile": dockerfile, "swarmtrain/__init__.py": "", "swarmtrain/entrypoint.py": STAND_IN}
-    return build(engine, f"{REGISTRY}/stand-in:test", files)
-
-
-def build(engine: Engine, tag: str, files: dict[str, str]) -> str:
-    context = io.BytesIO()
-    with tarfile.open(fileobj=context, mode="w") as packed:
-        for name, text in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(text.encode())
-            packed.addfile(entry, io.BytesIO(text.encode()))
-    context.seek(0)
-    follow(engine.client.build(fileobj=context, custom_context=True, tag=tag, rm=True, decode=True), place=tag, say=say)
-    images.push(engine.client, tag, say=say)
-    return tag
-
-
-@pytest.fixture
-def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLauncher]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = SwarmLauncher(lab.docker_host("node0"))
-    yield made
-    if not observe.observe(made._engine, RUN).empty:
-        made.down(RUN, say)
-
-
-@pytest.fixture
-def planned(launcher: SwarmLauncher, stand_in: str) -> Callable[..., Plan]:
-    def make(
-        nodes: int = 2, script: bytes = b"train()\n", image: str = stand_in, mounts: tuple[tuple[str, str], ...] = (), **runner: Any
-    ) -> Plan:
-        docker = {"docker_container": image, "docker_mounts": mounts}
-        settings = {"nodes": nodes, "min_nodes": 1, "max_nodes": 3, "stop_grace": 10, "docker_config": docker, **runner}
-        config = Config.model_validate({"runner": settings})
-        cargo = Cargo((CodeFile.of("training_code.py", script),), (CodeFile.of("TOKEN", b"hidden"),))
-        return make_plan(config, launcher.inventory(), cargo, run=RUN)
-
-    return make
-
-
-def docker(lab: Lab, *arguments: str, program: str = "docker") -> str:
-    argv = [program, "-H", lab.docker_host("node0"), *arguments]
-    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-
-
-def task_ids(engine: Engine) -> dict[str, set[str]]:
-    """Return the ids of all tasks there ever were, by service."""
-    names = {service.id: service.name for service in observe.services(engine, RUN)}
-    found: dict[str, set[str]] = {}
-    for task in observe.tasks(engine, RUN):
-        found.setdefault(names.get(task.service, "removed"), set()).add(task.id)
-    return found
-
-
-def nothing_left(lab: Lab, engine: Engine) -> bool:
-    containers = [docker(lab, "ps", "-q", "--filter", f"label={wire.LABEL_STACK}={RUN}")]
-    return observe.observe(engine, RUN).empty and not observe.tasks(engine, RUN) and containers == [""]
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
@@ -146,16 +47,6 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         text = text.replace(number, f"id of {name}")
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def command_lines() -> list[str]:
-    """Return the docker command lines of this machine, one of each version."""
-    found = {}
-    for program in (shutil.which("docker"), "/usr/bin/docker", "/usr/local/bin/docker"):
-        if program and Path(program).exists():
-            version = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout
-            found.setdefault(version, program)
-    return list(found.values())
 
 
 def test_the_same_specs_as_docker_stack_deploy(lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan], tmp_path: Path) -> None:
@@ -244,14 +135,27 @@ def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher,
 def test_stopped_containers_leave_and_come_back(lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     launcher.up(planned(), say)
     launcher.stop(RUN, say)
-    assert {task.state for task in launcher.tasks(RUN)} == {"stopped"}
-    assert docker(lab, "ps", "-q", "--filter", f"label={wire.LABEL_STACK}={RUN}") == ""
+    assert [(task.node, task.state) for task in launcher.tasks(RUN)] == [
+        ("node0", "stopped"),
+        ("node1", "stopped"),
+        ("rendezvous", "running"),
+    ]
+    names = [docker(lab, "ps", "--format", "{{.Names}}", "--filter", f"label={wire.LABEL_STACK}={RUN}", node=node) for node in NODES]
+    assert "".join(names).split(".")[0] == "demo_rendezvous"
+    assert "node" not in "".join(names)
+    # What the board knows is known still, whoever follows is told that it is over, and stopping again changes nothing.
+    assert [event.kind for event in launcher.events(RUN)] == [wire.BOARD_UP]
+    assert [update for update in launcher.watch(RUN) if isinstance(update, wire.Event) and update.kind == wire.VERDICT] == []
+    board = task_ids(launcher._engine)["demo_rendezvous"]
+    launcher.stop(RUN, say)
     # Swarm has forgotten the logs with the tasks; what was said last is kept here.
     assert [(directory(RUN) / f"node{number}.log").read_text().splitlines()[-1].partition(" ")[2] for number in (0, 1)] == [
         "[rank 0] saved"
     ] * 2
+    assert {str(step).partition(": ")[2] for step in launcher.changes(planned())} == {"Replicas 0 → 1"}
     launcher.up(planned(), say)
     assert {task.state for task in launcher.tasks(RUN)} == {"running"}
+    assert task_ids(launcher._engine)["demo_rendezvous"] == board
 
 
 def test_a_run_is_followed_to_its_verdict(launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
@@ -382,7 +286,7 @@ def test_a_stack_of_somebody_else_is_never_touched(lab: Lab, launcher: SwarmLaun
     finally:
         from swarmtrain.launchers.swarm import removal
 
-        removal.take_down(launcher._engine, RUN, say)
+        removal.take_down(launcher._engine, RUN, say, lambda: None)
 
 
 def test_a_worker_sends_to_a_manager(lab: Lab) -> None:

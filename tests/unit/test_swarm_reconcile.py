@@ -62,9 +62,9 @@ def test_a_first_deploy_makes_everything_what_services_need_first() -> None:
     steps = printed(reconcile(wanted(), nothing()))
     config, code = (name for name in wanted().configs)
     assert steps == [
-        "create network run_training: is not there",
         f"create config {config}: is not there",
         f"create config {code}: is not there",
+        "create network run_training: is not there",
         "create service run_node0: is not there",
         "create service run_node1: is not there",
         "create service run_rendezvous: is not there",

@@ -19,11 +19,11 @@ from swarmtrain.images import pin
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import checks, logs, observe, removal
-from swarmtrain.launchers.swarm.deploy import apply
 from swarmtrain.launchers.swarm.follow import follow
-from swarmtrain.launchers.swarm.reconcile import Ended, Step, Verb, reconcile
-from swarmtrain.launchers.swarm.settle import await_running, known_tasks
+from swarmtrain.launchers.swarm.lock import Lock
+from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
 from swarmtrain.launchers.swarm.specs import Specs, specs
+from swarmtrain.launchers.swarm.up import up
 from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
 from swarmtrain.render.compose import WORKSPACE, stack
 from swarmtrain.wire import CONFIG_PATH, LABEL_HOSTS, RENDEZVOUS, VERDICT, Event, Verdict
@@ -48,30 +48,12 @@ class SwarmLauncher:
 
     def changes(self, plan: Plan) -> list[Step]:
         """Return what `up` would do, in order; each step prints itself. Raises ImageError, StackError, EngineError."""
-        services = observe.services(self._engine, plan.run)
-        if checks.foreign(services):
-            found = checks.foreign_finding(plan.run)
-            raise StackError(found.message, place=found.place, hint=found.hint)
-        return reconcile(self._specs(plan), observe.observe(self._engine, plan.run), self._ended(services, plan.run))
+        return self._steps(self._specs(plan))
 
     def up(self, plan: Plan, say: Say) -> None:
-        steps = self.changes(plan)
-        first = not observe.services(self._engine, plan.run)
+        wanted = self._specs(plan)
         self._up_since[plan.run] = time.time()
-        old = known_tasks(self._engine, plan.run)
-        if not steps:
-            say(f"{plan.run} is as it should be: nothing to do")
-            return
-        try:
-            apply(self._engine, plan.run, steps, say)
-            await_running(self._engine, plan.run, old, frozenset(step.id for step in steps if step.restarts), say)
-            leaving = [step.service for step in steps if step.verb is Verb.remove and step.service]
-            removal.await_stopped(self._engine, plan.run, leaving, say)
-        except BaseException:
-            if first:
-                say("failed or interrupted: removing what was made")
-                removal.take_down(self._engine, plan.run, say)
-            raise
+        up(self._engine, plan.run, lambda: self._steps(wanted), say)
 
     def deployed(self, run: str) -> tuple[Config, Cargo]:
         services = observe.run_services(self._engine, run)
@@ -99,10 +81,14 @@ class SwarmLauncher:
     def runs(self) -> list[str]:
         return observe.runs(self._engine)
 
+    def leaving(self) -> list[str]:
+        return observe.leaving(self._engine)
+
     def tasks(self, run: str) -> list[TaskState]:
         services = observe.run_services(self._engine, run)
         found, hosts = observe.tasks(self._engine, run), observe.hosts(self._engine)
-        return [observe.task_state(_short(service, run), found, service, hosts) for service in services]
+        states = [observe.task_state(_short(service, run), found, service, hosts) for service in services]
+        return [*observe.stopping(found, services, hosts), *states]
 
     def events(self, run: str) -> list[Event]:
         return self._events(observe.run_services(self._engine, run), run)
@@ -116,13 +102,27 @@ class SwarmLauncher:
         return self._follow_lines(run, tail) if follow else self._lines(services, run, tail)
 
     def stop(self, run: str, say: Say) -> None:
-        removal.stop(self._engine, run, observe.run_services(self._engine, run), say)
+        observe.run_services(self._engine, run)
+        lock = Lock(self._engine, run, "stops it")
+        with lock.held(say):
+            removal.stop(self._engine, run, observe.run_services(self._engine, run), say, lock.check)
 
     def down(self, run: str, say: Say) -> None:
         there = observe.observe(self._engine, run)
-        if there.empty or checks.foreign(list(there.services.values())):
+        if checks.foreign(list(there.services.values())) or (there.empty and run not in observe.leaving(self._engine)):
             raise observe.not_found(self._engine, run)
-        removal.take_down(self._engine, run, say)
+        lock = Lock(self._engine, run, "takes it down")
+        with lock.held(say):
+            removal.take_down(self._engine, run, say, lock.check)
+        say(f"nothing of {run} is left")
+
+    def _steps(self, wanted: Specs) -> list[Step]:
+        there = observe.observe(self._engine, wanted.stack)
+        services = list(there.services.values())
+        if checks.foreign(services):
+            found = checks.foreign_finding(wanted.stack)
+            raise StackError(found.message, place=found.place, hint=found.hint)
+        return reconcile(wanted, there, self._ended(services, wanted.stack))
 
     def _specs(self, plan: Plan) -> Specs:
         wanted = stack(plan)

@@ -18,22 +18,31 @@ _AT_ONCE = 8
 _UPDATE_TRIES = 10
 _Item = TypeVar("_Item")
 
+Check = Callable[[], None]
+"""Raises StackError if nothing may be changed any more."""
 
-def apply(engine: Engine, stack: str, steps: list[Step], say: Say) -> None:
-    """Carry out `steps`, saying each. Raises EngineError, StackError."""
+
+def apply(engine: Engine, stack: str, steps: list[Step], *, made: set[str], say: Say, check: Check) -> None:
+    """Carry out `steps`, saying each. Raises EngineError, StackError.
+
+    The names of what is created are added to `made`, before it is asked for: the answer may be lost.
+    """
     for step in steps:
         if step.verb is Verb.create and step.kind is not Kind.service:
             say(str(step))
-            _create(engine, step)
+            check()
+            _create(engine, step, made)
     services = [step for step in steps if step.kind is Kind.service]
     if services:
         there = observe(engine, stack)
         for step in services:
             say(str(step))
-        side_by_side(lambda step: _service(engine, step, there.configs, there.secrets), services)
+        check()
+        side_by_side(lambda step: _service(engine, step, there.configs, there.secrets, made), services)
     for step in steps:
         if step.verb is Verb.remove and step.kind is not Kind.service:
             say(str(step))
+            check()
             _remove(engine, step, say)
 
 
@@ -47,8 +56,9 @@ def side_by_side(work: Callable[[_Item], object], items: Iterable[_Item]) -> Non
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _create(engine: Engine, step: Step) -> None:
+def _create(engine: Engine, step: Step, made: set[str]) -> None:
     body = step.spec or {}
+    made.add(step.name)
     try:
         if step.kind is Kind.network:
             # Before API 1.44 the engine makes a second network of the same name unless it is asked to look.
@@ -60,6 +70,7 @@ def _create(engine: Engine, step: Step) -> None:
         if error.status != 409:
             raise
         # Somebody else made it since we looked. Contents are in the names of configs and secrets, so it is the same.
+        made.discard(step.name)
 
 
 def _check_content(step: Step) -> None:
@@ -71,16 +82,28 @@ def _check_content(step: Step) -> None:
         )
 
 
-def _service(engine: Engine, step: Step, configs: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+def _service(engine: Engine, step: Step, configs: Mapping[str, str], secrets: Mapping[str, str], made: set[str]) -> None:
     if step.verb is Verb.remove:
         engine.delete(f"/services/{step.id}")
         return
     spec = with_ids(step.spec or {}, configs, secrets)
     image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
     if step.verb is Verb.create:
-        engine.post("/services/create", spec, image=image)
+        _create_service(engine, step, spec, image, made)
     else:
         update(engine, step.id, step.service.version if step.service else 0, spec)
+
+
+def _create_service(engine: Engine, step: Step, spec: Spec, image: str, made: set[str]) -> None:
+    made.add(step.name)
+    try:
+        engine.post("/services/create", spec, image=image)
+    except EngineError as error:
+        if error.status is not None:
+            made.discard(step.name)
+        if error.status == 409:
+            raise StackError("somebody else has made it meanwhile", place=f"service {step.name}", hint="deploy again") from None
+        raise
 
 
 def update(engine: Engine, service: str, version: int, spec: Spec) -> None:

@@ -12,13 +12,13 @@ from swarmtrain.launchers.base import TaskState, Update
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.logs import Line, Reader
+from swarmtrain.launchers.swarm.look import Looker, Seen
 from swarmtrain.launchers.swarm.observe import Service, Task
 from swarmtrain.launchers.swarm.record import Record
-from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
+from swarmtrain.wire import NOTE, RENDEZVOUS, VERDICT, Event
 
 # Lines that wait this long together are put in the order of their times.
 _WINDOW = 0.2
-_POLL = 1.0
 # After the verdict, for lines that are still on their way.
 _TRAIL = 1.0
 # A run without a verdict has ended when for so long nothing of it was to run any more.
@@ -26,6 +26,8 @@ _OVER = 5.0
 # A log that is silent for so many seconds is asked for anew.
 _BOARD_SILENCE = 10.0
 _NODE_SILENCE = 30.0
+# A manager that does not answer for so many seconds is told of, and after so many given up.
+_SILENCE = 3.0
 _MANAGER_PATIENCE = 120.0
 # Readers wait when the consumer is that far behind.
 _QUEUE = 50_000
@@ -37,7 +39,8 @@ def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = 
     """Yield what happens to `run` until its verdict or its removal: the board's lines from the start, the nodes' from `since`.
 
     `since` is in seconds since the epoch, None for all there is; `tail` bounds the lines of each node from before now.
-    Raises EngineError if the managers do not answer for two minutes.
+    When the manager does not answer, a note says so, and another when it answers again; nothing is lost meanwhile.
+    Raises EngineError if it does not for two minutes.
     """
     follower = _Follower(engine, run, since, tail)
     try:
@@ -76,21 +79,20 @@ class _Follower:
         self._lines: queue.Queue[Line] = queue.Queue(_QUEUE)
         self._readers: dict[str, Reader] = {}
         self._states: dict[str, TaskState] = {}
-        self._hosts: dict[str, str] = {}
         self._record = Record(run)
         self._old_boards: frozenset[str] = frozenset()
         self._gone = False
         self._over_since: float | None = None
+        self._looker = Looker(engine, run)
         self._answered = time.monotonic()
+        self._lost = ""
 
     def updates(self) -> Iterator[Update]:
-        """Poll, read, and stop when there is nothing more to come."""
-        next_poll = 0.0
+        """Look, read, and stop when there is nothing more to come."""
         verdict_at: float | None = None
+        self._looker.start()
         while True:
-            if time.monotonic() >= next_poll:
-                yield from self._poll()
-                next_poll = time.monotonic() + _POLL
+            yield from self._news()
             batch = self._batch()
             for line in batch:
                 update = self._update(line)
@@ -102,7 +104,8 @@ class _Follower:
                 return
 
     def close(self) -> None:
-        """End all readers and close the record."""
+        """End all threads and close the record."""
+        self._looker.close()
         for reader in self._readers.values():
             reader.close()
         self._record.close()
@@ -136,27 +139,49 @@ class _Follower:
             return now - verdict_at > _TRAIL
         return self._gone or (self._over_since is not None and now - self._over_since > _OVER)
 
-    def _poll(self) -> list[TaskState]:
-        try:
-            services = observe.services(self._engine, self._run)
-            found = observe.tasks(self._engine, self._run)
-            if not self._hosts or any(task.node not in self._hosts for task in found if task.node):
-                self._hosts = observe.hosts(self._engine)
-        except EngineError:
-            if time.monotonic() - self._answered > _MANAGER_PATIENCE:
-                raise
-            return []
-        self._answered = time.monotonic()
-        self._gone = not services
-        self._remember_board(services, found)
-        self._read_new(services)
-        self._notice_end(services, found)
-        return self._changes(services, found)
+    def _news(self) -> Iterator[Update]:
+        """Yield what the newest looks say, or once that there are none. Raises EngineError when there were none for too long."""
+        while not self._looker.seen.empty():
+            seen = self._looker.seen.get()
+            self._answered = time.monotonic()
+            if self._lost:
+                self._lost = ""
+                yield self._note("answers again")
+            yield from self._take_in(seen)
+        silence = time.monotonic() - self._answered
+        if silence > _SILENCE and not self._lost:
+            self._lost = self._why_lost()
+            yield self._note(f"{self._lost}; {self._run} goes on, and is followed again as soon as that is possible")
+        if silence > _MANAGER_PATIENCE:
+            raise EngineError(f"{self._why_lost()} for {silence:.0f} s", place=self._manager(), hint=self._way_on())
 
-    def _remember_board(self, services: list[Service], found: list[Task]) -> None:
-        board = observe.board(services, self._run)
+    def _note(self, message: str) -> Event:
+        return Event(NOTE, {"node": self._manager(), "message": message})
+
+    def _manager(self) -> str:
+        return f"the manager at {self._engine.address}"
+
+    def _why_lost(self) -> str:
+        error = self._looker.error
+        # Without a status, there was no answer at all, whatever the reason is called.
+        return error.message if error and error.status is not None else "does not answer"
+
+    def _way_on(self) -> str:
+        others = f", or through another manager ({', '.join(self._looker.managers)}) with DOCKER_HOST=ssh://MANAGER"
+        more = others if len(self._looker.managers) > 1 else ""
+        return f"{self._run} goes on; follow it again with swarmtrain logs -f {self._run}{more}"
+
+    def _take_in(self, seen: Seen) -> list[TaskState]:
+        self._gone = not seen.services
+        self._remember_board(seen)
+        self._read_new(seen.services)
+        self._notice_end(seen)
+        return self._changes(seen)
+
+    def _remember_board(self, seen: Seen) -> None:
+        board = observe.board(seen.services, self._run)
         if board is not None:
-            self._old_boards = observe.replaced(found, board.id)
+            self._old_boards = observe.replaced(seen.tasks, board.id)
 
     def _read_new(self, services: list[Service]) -> None:
         for service in services:
@@ -175,19 +200,29 @@ class _Follower:
             if node in ended or reader.silence > (_BOARD_SILENCE if node == RENDEZVOUS else _NODE_SILENCE):
                 reader.renew()
 
-    def _notice_end(self, services: list[Service], found: list[Task]) -> None:
-        newest = [observe.newest(found, service.id) for service in services if service.replicas]
-        over = all(task is not None and task.over and task.desired in ("shutdown", "remove") for task in newest)
+    def _notice_end(self, seen: Seen) -> None:
+        nodes = [service for service in seen.services if service.is_node]
+        # The board of a run that was stopped lives on.
+        stopped = bool(nodes) and not any(service.replicas for service in nodes)
+        over = all(_over(service, seen.tasks) for service in (nodes if stopped else seen.services))
         self._over_since = (self._over_since or time.monotonic()) if over else None
 
-    def _changes(self, services: list[Service], found: list[Task]) -> list[TaskState]:
-        states = [observe.task_state(_short(service, self._run), found, service, self._hosts) for service in services]
+    def _changes(self, seen: Seen) -> list[TaskState]:
+        states = [observe.task_state(_short(service, self._run), seen.tasks, service, seen.hosts) for service in seen.services]
         present = {state.node for state in states}
         removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
         changed = [state for state in states if self._states.get(state.node) != state]
-        self._renew_silent(services, {state.node for state in changed if state.state in observe.FINAL})
+        self._renew_silent(seen.services, {state.node for state in changed if state.state in observe.FINAL})
         self._states = {state.node: state for state in states}
         return [*changed, *removed]
+
+
+def _over(service: Service, found: list[Task]) -> bool:
+    """Say whether nothing of the service runs, and nothing is to."""
+    task = observe.newest(found, service.id)
+    if service.replicas == 0:
+        return task is None or task.over
+    return task is not None and task.over and task.desired in ("shutdown", "remove")
 
 
 def _short(service: Service, run: str) -> str:

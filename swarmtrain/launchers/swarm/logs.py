@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from swarmtrain.errors import EngineError
@@ -32,12 +32,16 @@ _OVERLAP = 60.0
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a service's log: when (as Docker writes it, so that text order is time order), by which task, and what."""
+    """A line of a service's log: when (as Docker writes it, so that text order is time order), by which task, and what.
+
+    `stream` is 1 for stdout, 2 for stderr.
+    """
 
     node: str
     time: str
     task: str
     text: str
+    stream: int = 1
 
     @property
     def seconds(self) -> float:
@@ -82,11 +86,10 @@ class Reader(threading.Thread):
             try:
                 params = _params(follow=True, since=self._since, tail=self._tail)
                 self._stream = self._engine.frames(f"/services/{self._service.id}/logs", params)
+                self._read(self._stream)
             except EngineError as error:
                 if gone(error):
                     return
-            else:
-                self._read(self._stream)
             self._closing.wait(_RETRY)
             self._once.again()
 
@@ -127,29 +130,30 @@ class Reader(threading.Thread):
 
 
 class Once:
-    """Tells new lines from those that come again after a reconnect; a task's lines come in the order of time."""
+    """Tells new lines from those that come again after a reconnect; those of one stream of a task come in the order of time."""
 
     def __init__(self) -> None:
-        self._last: dict[str, str] = {}
-        self._texts: dict[str, Counter[str]] = {}
-        self._again: dict[str, Counter[str]] = {}
+        self._last: dict[tuple[str, int], str] = {}
+        self._texts: dict[tuple[str, int], Counter[str]] = {}
+        self._again: dict[tuple[str, int], Counter[str]] = {}
 
     def again(self) -> None:
         """Expect lines that were there before."""
-        self._again = {task: texts.copy() for task, texts in self._texts.items()}
+        self._again = {source: texts.copy() for source, texts in self._texts.items()}
 
     def is_new(self, line: Line) -> bool:
         """Say whether the line was not there before, and remember it."""
-        last = self._last.get(line.task, "")
+        source = (line.task, line.stream)
+        last = self._last.get(source, "")
         if line.time < last:
             return False
         if line.time > last:
-            self._last[line.task], self._texts[line.task] = line.time, Counter()
-            self._again.pop(line.task, None)
-        elif self._again.get(line.task, Counter())[line.text] > 0:
-            self._again[line.task][line.text] -= 1
+            self._last[source], self._texts[source] = line.time, Counter()
+            self._again.pop(source, None)
+        elif self._again.get(source, Counter())[line.text] > 0:
+            self._again[source][line.text] -= 1
             return False
-        self._texts[line.task][line.text] += 1
+        self._texts[source][line.text] += 1
         return True
 
 
@@ -165,18 +169,21 @@ def _params(*, follow: bool = False, since: float | None = None, tail: int | Non
 
 
 def _lines(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[Line]:
-    """Put the pieces of long lines together again: all but the last lack the line's end."""
+    """Put the pieces of long lines together again: all but the last lack the line's end.
+
+    Where the frames break off, the error passes: a line that is cut off is none, and comes as a whole with the next log.
+    """
     pieces: dict[tuple[str, int], Line] = {}
     for stream, data in frames:
         text = data.decode(errors="replace")
         match = _LINE.fullmatch(text)
-        line = Line(node, match["time"], _task(match["details"]), match["text"]) if match else Line(node, "", "", text)
+        line = Line(node, match["time"], _task(match["details"]), match["text"], stream) if match else Line(node, "", "", text, stream)
         key = (line.task, stream)
         begun = pieces.pop(key, None)
         if begun is not None:
-            line = Line(node, begun.time, begun.task, begun.text + line.text)
+            line = replace(begun, text=begun.text + line.text)
         if line.text.endswith("\n") or not line.task:
-            yield Line(node, line.time, line.task, line.text.rstrip("\r\n"))
+            yield replace(line, text=line.text.rstrip("\r\n"))
         else:
             pieces[key] = line
     yield from pieces.values()

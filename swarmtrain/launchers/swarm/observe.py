@@ -11,8 +11,11 @@ from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.plan import Inventory, Machine
-from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS, ROLE_NODE
+from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, PREFIX, RENDEZVOUS, ROLE_NODE
 
+_NODE = f"{PREFIX}NODE="
+# The config of configs: the first thing that is made of a run and the last that is removed, so that none is forgotten.
+_MARK = re.compile(r"config-[0-9a-f]{10}")
 # States after which a task never runs again; the others lead to running, or are it.
 FINAL = frozenset({"complete", "shutdown", "failed", "rejected", "remove", "orphaned"})
 
@@ -24,6 +27,8 @@ class Service:
     id: str
     version: int
     spec: dict[str, Any]
+    changed: bool = False
+    """It is not as it was made: somebody has updated it since."""
 
     @property
     def name(self) -> str:
@@ -51,6 +56,10 @@ class Task:
     reason: str
     exit_code: int | None
     created: str
+    name: str = ""
+    """Of the run's node, or rendezvous."""
+    grace: float = 0.0
+    """Seconds from the signal to stop to the kill."""
 
     @property
     def over(self) -> bool:
@@ -95,7 +104,8 @@ def observe(engine: Engine, stack: str) -> Observed:
 def services(engine: Engine, stack: str) -> list[Service]:
     """Return the services of `stack`, nodes first, by number. Raises EngineError."""
     found = [
-        Service(item["ID"], item["Version"]["Index"], item["Spec"]) for item in engine.listing("/services", label=f"{LABEL_STACK}={stack}")
+        Service(item["ID"], item["Version"]["Index"], item["Spec"], "PreviousSpec" in item)
+        for item in engine.listing("/services", label=f"{LABEL_STACK}={stack}")
     ]
     return sorted(found, key=lambda service: (not service.is_node, natural(service.name)))
 
@@ -110,6 +120,8 @@ def run_services(engine: Engine, run: str) -> list[Service]:
 
 def not_found(engine: Engine, run: str) -> RunNotFound:
     """Return the error for a run that is not there, which lists those that are."""
+    if run in leaving(engine):
+        return RunNotFound("it is going down", place=f"run {run}", hint=f"swarmtrain down {run} waits until it is gone")
     known = ", ".join(runs(engine)) or "none"
     message = f"there is no such run on the swarm at {engine.address}; there is: {known}"
     return RunNotFound(message, place=f"run {run}", hint="docker stack ls")
@@ -121,6 +133,25 @@ def runs(engine: Engine) -> list[str]:
     return sorted({item["Spec"]["Labels"].get(LABEL_STACK, "") for item in found} - {""})
 
 
+def leaving(engine: Engine) -> list[str]:
+    """Return the runs whose services are gone and of which something is still there or still stops, sorted. Raises EngineError."""
+    configs = [(_stack(item), item["Spec"]["Name"]) for item in engine.listing("/configs")]
+    left = {stack for stack, name in configs if stack and is_mark(stack, name)}
+    stopping = [item for item in engine.listing("/tasks", label=LABEL_RUN) if item["DesiredState"] == "remove"]
+    down = down_nodes(engine) if stopping else {}
+    left |= {item["Spec"]["ContainerSpec"]["Labels"][LABEL_STACK] for item in stopping if item.get("NodeID", "") not in down}
+    return sorted(left - {_stack(item) for item in engine.listing("/services")})
+
+
+def is_mark(stack: str, config: str) -> bool:
+    """Say whether this is the config by which a run is known when its services are gone."""
+    return bool(_MARK.fullmatch(config.removeprefix(f"{stack}_")))
+
+
+def _stack(item: dict[str, Any]) -> str:
+    return str((item["Spec"].get("Labels") or {}).get(LABEL_STACK, ""))
+
+
 def tasks(engine: Engine, stack: str) -> list[Task]:
     """Return all tasks of `stack` that the swarm still knows, oldest first; those of removed services too. Raises EngineError."""
     found = [_task(item) for item in engine.listing("/tasks", label=f"{LABEL_STACK}={stack}")]
@@ -130,6 +161,7 @@ def tasks(engine: Engine, stack: str) -> list[Task]:
 def _task(item: dict[str, Any]) -> Task:
     status = item.get("Status", {})
     container = status.get("ContainerStatus") or {}
+    spec = item["Spec"].get("ContainerSpec", {})
     return Task(
         id=item["ID"],
         service=item.get("ServiceID", ""),
@@ -139,6 +171,8 @@ def _task(item: dict[str, Any]) -> Task:
         reason=status.get("Err", ""),
         exit_code=container.get("ExitCode") if status.get("State") in ("failed", "complete") else None,
         created=item["CreatedAt"],
+        name=next((setting.removeprefix(_NODE) for setting in spec.get("Env") or [] if setting.startswith(_NODE)), RENDEZVOUS),
+        grace=float(spec.get("StopGracePeriod", 10 * 10**9)) / 1e9,
     )
 
 
@@ -165,9 +199,21 @@ def task_state(observed_name: str, found: list[Task], service: Service, hosts: M
     return TaskState(observed_name, hosts.get(task.node, host), task.state, reason, task.exit_code)
 
 
+def stopping(found: list[Task], services: list[Service], hosts: Mapping[str, str]) -> list[TaskState]:
+    """Return the nodes whose services are removed and whose containers still run."""
+    there = {service.id for service in services}
+    left = [task for task in found if task.service not in there and task.node and not task.over]
+    return [TaskState(task.name, hosts.get(task.node, ""), "stopping", "its service is removed") for task in left]
+
+
 def hosts(engine: Engine) -> dict[str, str]:
     """Return the host name of each node id. Raises EngineError."""
     return {node["ID"]: node["Description"]["Hostname"] for node in engine.listing("/nodes")}
+
+
+def managers(engine: Engine) -> list[str]:
+    """Return the host names of the swarm's managers, sorted. Raises EngineError."""
+    return sorted((node["Description"]["Hostname"] for node in engine.listing("/nodes", role="manager")), key=natural)
 
 
 def down_nodes(engine: Engine) -> dict[str, str]:

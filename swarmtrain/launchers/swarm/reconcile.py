@@ -73,9 +73,9 @@ def reconcile(wanted: Specs, there: Observed, ended: Ended | None = None) -> lis
     check_networks(wanted, there)
     again = _why_again(wanted, there, ended)
     return [
-        *_create(Kind.network, wanted.networks, there.networks),
-        *_create(Kind.secret, wanted.secrets, there.secrets),
         *_create(Kind.config, wanted.configs, there.configs),
+        *_create(Kind.secret, wanted.secrets, there.secrets),
+        *_create(Kind.network, wanted.networks, there.networks),
         *_services(wanted, there, again),
         *_remove(Kind.config, there.configs, wanted.configs),
         *_remove(Kind.secret, there.secrets, wanted.secrets),

@@ -7,6 +7,7 @@ itself refuses (no such image, no such folder) again and again is an error.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmtrain.errors import StackError
@@ -56,15 +57,19 @@ def known_tasks(engine: Engine, stack: str) -> frozenset[str]:
     return frozenset(task.id for task in observe.tasks(engine, stack))
 
 
-def await_running(engine: Engine, stack: str, old: frozenset[str], restarted: frozenset[str], say: Say) -> None:
+def await_running(
+    engine: Engine, stack: str, old: frozenset[str], restarted: frozenset[str], *, say: Say, still_ours: Callable[[], None]
+) -> None:
     """Return when every service of `stack` runs, has run, or waits for a node that is not there.
 
-    `old` are the ids of tasks that were there before, `restarted` those of services that get a new one.
+    `old` are the ids of tasks that were there before, `restarted` those of services that get a new one. `still_ours`
+    is asked at each look, and raises when somebody else has changed the stack.
     Raises StackError, with the node's reason, for a service that cannot be started.
     """
     watch = _Watch()
     hosts = observe.hosts(engine)
     while True:
+        still_ours()
         services = observe.services(engine, stack)
         found = observe.tasks(engine, stack)
         new = [task for task in found if task.id not in old]
@@ -100,7 +105,7 @@ def _steady(stack: str, services: list[Service], new: list[Task], watch: _Watch)
 
 def _unchanged(service: Service, found: list[Task], old: frozenset[str]) -> bool:
     task = observe.newest(found, service.id)
-    return task is not None and task.id in old and task.state == "running"
+    return task is not None and task.id in old and task.state in ("running", "complete")
 
 
 def _tell(states: list[TaskState], unchanged: set[str], watch: _Watch, say: Say) -> None:
