@@ -55,7 +55,7 @@ class Stack:
 
 
 def stack(plan: Plan) -> Stack:
-    """Return the stack of `plan`. Raises StackError for a file that is over Swarm's limit."""
+    """Return the stack of `plan`. Raises StackError for a file that is empty, or over Swarm's limit."""
     cargo = _Cargo(plan)
     services = {node.name: _node_service(plan, node, cargo) for node in plan.nodes}
     services[RENDEZVOUS] = _rendezvous_service(plan, cargo)
@@ -121,6 +121,9 @@ class _Cargo:
 
     def _add(self, item: CodeFile, target: str, keys: dict[str, str], mounts: list[dict[str, Any]], place: str) -> None:
         limit = _MAX_SECRET if keys is self.secrets else _MAX_CONFIG
+        # The content of a secret that is on the swarm already is not known here.
+        if not item.content and keys is self.configs:
+            raise StackError("is empty, and Swarm takes no empty file", place=place, hint="put a comment into it")
         if len(item.content) >= limit:
             raise StackError(
                 f"{len(item.content) / 1024:.0f} KiB, where Swarm takes less than {limit // 1024} KiB",
