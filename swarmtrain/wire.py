@@ -88,7 +88,9 @@ class NodeEnv(_Env):
     slots: int
     """Ranks to start here."""
     min_nodes: int
+    """Fewest nodes that may train."""
     max_nodes: int
+    """Most nodes that may join."""
     board: str
     """host:port of the notice board."""
     store: str
@@ -98,8 +100,9 @@ class NodeEnv(_Env):
     script: str
     """Path of the user's script."""
     script_args: tuple[str, ...]
+    """Its arguments, JSON."""
     secrets: dict[str, str]
-    """Secret's name to the path of the file that holds it. The secrets themselves never enter the environment."""
+    """Secret's name to the path of the file that holds it, JSON. The secrets themselves never enter the environment."""
     stop_grace: float
     """Seconds from SIGTERM to SIGKILL."""
     log_dir: str
@@ -111,8 +114,11 @@ class BoardEnv(_Env):
     """All that the rendezvous role is told."""
 
     run: str
+    """Name of the run."""
     board_port: int
+    """Port that the notice board listens on."""
     store_port: int
+    """Port that the rendezvous store listens on."""
     bind: str
     """Address to listen on: 0.0.0.0 inside the run's own network, 127.0.0.1 for a run on one machine."""
     max_restarts: int

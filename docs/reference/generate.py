@@ -1,20 +1,32 @@
-"""Write docs/reference/cli.md and config.md from the code. `python docs/reference/generate.py`; a test fails when they are stale."""
+"""Write what the pages of this folder take from the code. `python docs/reference/generate.py`; a test fails when they are stale.
+
+cli.md and config.md are made whole. In environment.md and stack-file.md a person's words stand around what is made:
+`<!-- made: NAME -->`, up to `<!-- end -->`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer.main
+import yaml
 from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from swarmtrain.cli import build
 from swarmtrain.config import Config
 from swarmtrain.config.training_groups import TrainingGroupConfig
+from swarmtrain.wire import PREFIX, BoardEnv, NodeEnv
 
 HERE = Path(__file__).parent
+STACK = HERE.parents[1] / "compose" / "generated.yml"
+_MADE = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def cli() -> str:
@@ -32,6 +44,45 @@ def config() -> str:
     groups = _section("training_groups", "A list of these. " + told["training_groups"], TrainingGroupConfig(group_name="…"))
     free = f"\n## script\n\n{Config.model_fields['script'].description}\n"
     return head + "".join(pages) + groups + free
+
+
+def environment() -> str:
+    """Return the page of environment variables, with what crosses between launcher and nodes as wire.py has it."""
+    return _filled("environment.md", lambda name: _variables({"NodeEnv": NodeEnv, "BoardEnv": BoardEnv}[name]))
+
+
+def stack_file() -> str:
+    """Return the page of the stack file, with its excerpts as they stand in the quickstart's."""
+    document = yaml.safe_load(STACK.read_text())
+    return _filled("stack-file.md", lambda name: f"```yaml\n{_excerpt(document, name.split('.'))}```\n")
+
+
+def _filled(page: str, made: Callable[[str], str]) -> str:
+    return _MADE.sub(lambda found: f"{found[1]}{made(found[2])}{found[3]}", (HERE / page).read_text())
+
+
+def _variables(kind: type) -> str:
+    """Return a table of the variables that `kind` travels as; what a field is, its docstring says."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    told = {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+    }
+    return "| variable | what it is |\n| --- | --- |\n" + "".join(
+        f"| `{PREFIX}{name.upper()}` | {told[name]} |\n" for name in kind.__annotations__
+    )
+
+
+def _excerpt(document: Any, keys: list[str]) -> str:
+    """Return what stands at the dotted `keys` as it stands in the file; `a+b` are two keys beside each other."""
+    *path, last = keys
+    for key in path:
+        document = document[key]
+    chosen = {key: document[key] for key in last.split("+")}
+    for key in reversed(path):
+        chosen = {key: chosen}
+    return yaml.safe_dump(chosen, sort_keys=False, width=140, allow_unicode=True)
 
 
 def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -68,7 +119,7 @@ def _default(value: Any) -> str:
     return "null" if value is None else "[]" if value == () else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-PAGES = {"cli.md": cli, "config.md": config}
+PAGES = {"cli.md": cli, "config.md": config, "environment.md": environment, "stack-file.md": stack_file}
 
 if __name__ == "__main__":
     for page, text in PAGES.items():

@@ -1,0 +1,58 @@
+"""The reference leaves nothing out: every variable that the code reads or sets, every key that a stack file has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+# os.environ["X"], environ.get("X", …), environ.setdefault("X", …), "X" in os.environ, and torch's agent handing on its own.
+_READ = re.compile(r'environ(?:\[|\.(?:get|setdefault|pop)\()"([A-Z][A-Z0-9_]+)"|"([A-Z][A-Z0-9_]+)" (?:not )?in (?:os\.)?environ')
+_NAME = re.compile(r"`([A-Z][A-Z0-9_]+)`")
+
+
+def variables_in_the_code() -> set[str]:
+    code = [*(ROOT / "swarmtrain").rglob("*.py"), ROOT / "training_code.py", ROOT / "datautils.py"]
+    return {first or second for path in code for first, second in _READ.findall(path.read_text())}
+
+
+def test_the_pattern_finds_what_the_code_reads() -> None:
+    assert {"DOCKER_HOST", "NO_COLOR", "RANK", "XDG_STATE_HOME", "SWARMTRAIN_LAB_DIR"} <= variables_in_the_code()
+
+
+def test_every_variable_is_in_the_reference() -> None:
+    told = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
+    assert variables_in_the_code() - told == set()
+
+
+def test_what_torchs_agent_gives_its_ranks_is_in_the_reference() -> None:
+    told = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
+    agents = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
+    interfaces = set(re.findall(r'"([A-Z]+_SOCKET_IFNAME)"', (ROOT / "swarmtrain" / "entrypoint" / "interface.py").read_text()))
+    assert len(interfaces) == 3
+    assert (agents | interfaces) - told == set()
+
+
+def test_every_key_of_the_stack_file_is_explained() -> None:
+    """In the words around the excerpts: an excerpt shows a key and explains nothing."""
+    page = re.sub(r"```.*?```", "", (REFERENCE / "stack-file.md").read_text(), flags=re.DOTALL)
+    told = set(re.findall(r"`([a-z_-]+)(?::[^`]*)?`", page))
+    document = yaml.safe_load((ROOT / "compose" / "generated.yml").read_text())
+    assert set(keys(document)) - told == set()
+
+
+def keys(value: Any, *, names: bool = False) -> Iterator[str]:
+    """Yield the keys that Docker gives a meaning: those of services, networks, configs, labels and variables are names of ours."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not names:
+                yield key
+            yield from keys(inner, names=not names and key in ("services", "networks", "configs", "labels", "environment"))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys(inner)
