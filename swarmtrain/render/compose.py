@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -76,8 +77,23 @@ def stack(plan: Plan) -> Stack:
 def to_yaml(stack: Stack) -> str:
     """Return the document as YAML for `docker stack deploy`, which reads `$` as a variable unless it is doubled."""
     head = f"# Written by swarmtrain. Run it with: docker stack deploy -c THIS_FILE {stack.name}\n"
+    return head + "".join(_pieces(stack.document))
+
+
+def _pieces(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the document's YAML, each service by itself: a dumper keeps what it has seen, and is the slower the more that is."""
+    for key, value in document.items():
+        if key != "services":
+            yield _dumped({key: value})
+            continue
+        yield f"{key}:\n"
+        for name, service in value.items():
+            yield _dumped({key: {name: service}}).removeprefix(f"{key}:\n")
+
+
+def _dumped(part: dict[str, Any]) -> str:
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return head + yaml.dump(_doubled(stack.document), Dumper=dumper, sort_keys=False, width=140, allow_unicode=True)
+    return str(yaml.dump(_doubled(part), Dumper=dumper, sort_keys=False, width=140, allow_unicode=True))
 
 
 def write(stack: Stack, path: Path) -> None:
