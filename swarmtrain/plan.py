@@ -6,6 +6,7 @@ Ranks are not planned: they are dealt at the rendezvous, anew for each world.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from collections import Counter
@@ -185,7 +186,8 @@ def _content(path: Path, key: str) -> bytes:
     try:
         return read(path, _LARGEST_FILE)
     except Unreadable as error:
-        raise SwarmtrainError(f"{path}: {error}", place=f"config {key}", hint="paths are relative to the folder you are in") from None
+        hint = "paths are relative to the folder you are in" if error.number == errno.ENOENT else f"ls -l {path} shows what it is"
+        raise SwarmtrainError(f"{path}: {error}", place=f"config {key}", hint=hint) from None
 
 
 def _named(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:

@@ -5,13 +5,29 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False)]
+from swarmtrain.cli import completion
+
+# Typer would call a file that may not be read a mistake of the command line; ours to say, with a hint.
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False, readable=False, autocompletion=completion.configs),
+]
 Overrides = Annotated[
     list[str],
     typer.Option(
-        "-o", "--override", metavar="KEY=VALUE", help="Override a value: -o trainer.train_iterations=100. Repeatable.", show_default=False
+        "-o",
+        "--override",
+        metavar="KEY=VALUE",
+        help="Override a value: -o trainer.train_iterations=100. Repeatable.",
+        show_default=False,
+        autocompletion=completion.overrides,
     ),
 ]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run. Without it: the config file's name.", show_default=False)]
-Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Name of the run. Without it: the only one there is.", show_default=False)]
+Run = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]", help="Name of the run. Without it: the only one there is.", show_default=False, autocompletion=completion.runs
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print what a script needs, as JSON.")]

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Section, twice, wrong
+from swarmtrain.config.base import Section, check_multiple, twice, wrong
 from swarmtrain.config.data import DataConfig
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.logger import LoggerConfig
@@ -58,8 +58,7 @@ class Config(Section):
             ("attention_num_kv_heads", shape.kv_heads),
             ("vocab_size", shape.vocab_size),
         ):
-            if size % tensor:
-                raise wrong(f"transformer_architecture.{name}", f"{size} is no multiple of topology.model_parallel_size {tensor}")
+            check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
         if int(shape.hidden_size * shape.mlp_factor) % tensor:
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"

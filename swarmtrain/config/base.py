@@ -15,9 +15,18 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-def wrong(name: str, message: str) -> PydanticCustomError:
+def wrong(name: str, message: str, hint: str = "") -> PydanticCustomError:
     """Return the error with which a section's validator blames its field `name`, so that the report points at the field's line."""
-    return PydanticCustomError("wrong_field", "{message}", {"message": message, "name": name})
+    return PydanticCustomError("wrong_field", "{message}", {"message": message, "name": name, "hint": hint})
+
+
+def check_multiple(name: str, value: int, of: str, unit: int) -> int:
+    """Return how often `unit`, called `of`, goes into `value`. Raises the error that blames the field `name` if it leaves a rest."""
+    if value % unit:
+        above = (value // unit + 1) * unit
+        fits = f"{above - unit} or {above}" if above > unit else str(above)
+        raise wrong(name, f"{value} is no multiple of {of} {unit}", f"{fits} would fit")
+    return value // unit
 
 
 def twice(names: Iterable[str]) -> str:

@@ -14,11 +14,14 @@ OPEN, SECRET = 0o644, 0o600
 
 
 class Unreadable(Exception):
-    """A file cannot be read; the text says why and fits behind the file's name and a colon. `missing`: it is not there at all."""
+    """A file cannot be read; the text says why and fits behind the file's name and a colon.
 
-    def __init__(self, why: str, *, missing: bool = False) -> None:
+    `number` is the system's own of the error (errno), 0 if the system did not refuse.
+    """
+
+    def __init__(self, why: str, number: int = 0) -> None:
         super().__init__(why)
-        self.missing = missing
+        self.number = number
 
 
 def read(path: Path, most: int) -> bytes:
@@ -32,7 +35,7 @@ def read(path: Path, most: int) -> bytes:
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
-        raise Unreadable(reason(error), missing=isinstance(error, FileNotFoundError)) from None
+        raise Unreadable(reason(error), error.errno or 0) from None
     if len(content) > most:
         raise Unreadable(f"is {max(facts.st_size, len(content)) / 1e6:.1f} MB; at most {most / 1e6:g} MB are read")
     return content
@@ -48,7 +51,7 @@ def write_all(files: Mapping[Path, tuple[bytes, int]]) -> None:
         if path.exists() and not path.is_file():
             raise FileExistsError(errno.EEXIST, "it is a folder or a device")
     asides = {path: path.with_name(f".{path.name}.new") for path in files}
-    made = [folder for path in files for folder in _missing(path.parent)]
+    made = {folder for path in files for folder in _missing(path.parent)}
     try:
         for path, (content, mode) in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,12 +59,9 @@ def write_all(files: Mapping[Path, tuple[bytes, int]]) -> None:
             with os.fdopen(os.open(asides[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(content)
     except BaseException:
-        with contextlib.suppress(OSError):
-            for aside in asides.values():
-                aside.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            for folder in sorted(made, reverse=True):
-                folder.rmdir()
+        for undo in (*(aside.unlink for aside in asides.values()), *(folder.rmdir for folder in sorted(made, reverse=True))):
+            with contextlib.suppress(OSError):
+                undo()
         raise
     for path, aside in asides.items():
         aside.replace(path)

@@ -6,6 +6,7 @@ Each problem names its key path, its line in the file, and for an unknown key th
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from swarmtrain.config.source import NotYaml, kind, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 
 _MAX_BYTES = 1_000_000
+_HELP = {errno.ENOENT: "swarmtrain init {} writes one to start from", errno.EACCES: "ls -l {} shows who may read it"}
 _MOST_PROBLEMS = 50
 _LONGEST_MESSAGE, _LONGEST_KEY = 400, 80
 
@@ -49,9 +51,10 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str | None = None
     try:
         config = Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        problems = [*problems, *_problems(error, found.lines, overridden)]
+        known = {problem.path for problem in problems}
+        problems += [problem for problem in _problems(error, found.lines, overridden) if problem.path not in known]
     except ValueError as error:
-        problems = [*problems, Problem("", f"holds a value that a config cannot hold: {error}")]
+        problems.append(Problem("", f"holds a value that a config cannot hold: {error}"))
     if problems:
         raise ConfigError(_in_order(problems), source=source)
     return config
@@ -61,8 +64,9 @@ def _text(path: Path) -> str:
     try:
         content = read(path, _MAX_BYTES)
     except Unreadable as error:
-        hint = f"swarmtrain init {path} writes one to start from" if error.missing else "a config is a small YAML file"
-        raise SwarmtrainError(str(error), place=str(path), hint=hint) from None
+        raise SwarmtrainError(
+            str(error), place=str(path), hint=_HELP.get(error.number, "a config is a small YAML file").format(path)
+        ) from None
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
@@ -130,8 +134,9 @@ def _explain(detail: ErrorDetails, keys: list[str]) -> tuple[str, str | None]:
     message = re.sub(r"must be an object", "must be a mapping", message)
     if code not in ("value_error", "wrong_field"):
         message += f", not {kind(given)}"
-    hint = "quote it" if code == "string_type" and isinstance(given, bool | int | float) else None
-    return message, hint
+    if code == "string_type" and isinstance(given, bool | int | float):
+        return message, "quote it"
+    return message, detail.get("ctx", {}).get("hint") or None
 
 
 def _fields_at(keys: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ _IMAGE = re.compile(
     r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
 )
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{1,190}")
+_NETWORK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LABEL_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]+")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9:_\s.*()?+\[\]\\^$|/-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -71,6 +72,13 @@ def mounts(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     if again := twice([_SHM, *(str(PurePosixPath(target)) for _, target in pairs)]):
         raise ValueError(f"{again} is the target of two mounts; {_SHM} always is one, of shm_size")
     return pairs
+
+
+def network(name: str) -> str:
+    """Check the name of an overlay network."""
+    if name in ("host", "bridge", "none") or not _NETWORK.fullmatch(name):
+        raise ValueError(f"{name}: name an overlay network, or leave it out to get one of the stack's own")
+    return name
 
 
 def labels(wanted: dict[str, str]) -> dict[str, str]:

@@ -44,6 +44,7 @@ def _pairs(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=_LARGEST)]
 Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs), AfterValidator(names.mounts)]
 Image = Annotated[str, AfterValidator(names.image)]
+Network = Annotated[str, AfterValidator(names.network)]
 Labels = Annotated[dict[str, str], AfterValidator(names.labels)]
 Host = Annotated[str, AfterValidator(names.host)]
 Environment = Annotated[dict[str, str], AfterValidator(names.variables)]
@@ -79,9 +80,7 @@ class DockerConfig(Section):
 class SwarmConfig(Section):
     """What only a Docker Swarm has."""
 
-    network: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Overlay network to join. null: the stack makes its own."
-    )
+    network: Network | None = Field(None, description="Overlay network to join. null: the stack makes its own.")
     mtu: int | None = Field(
         None, ge=576, le=65535, description="MTU of the network beneath the overlay, 9000 for jumbo frames. null: 1500."
     )
@@ -94,9 +93,7 @@ class SwarmConfig(Section):
     labels: Labels = Field({}, description="Only nodes that carry all these labels are used.")
 
     @model_validator(mode="after")
-    def _network_is_ours(self) -> SwarmConfig:
-        if self.network in ("host", "bridge", "none"):
-            raise wrong("network", f"{self.network}: name an overlay network, or leave it out to get one of the stack's own")
+    def _network_is_made_by_us(self) -> SwarmConfig:
         if self.network and (self.mtu or self.encrypted):
             raise wrong("network", "mtu and encrypted belong to the network that the stack makes; an existing one keeps its own")
         return self
@@ -145,9 +142,15 @@ class RunnerConfig(Section):
             if not hosts:
                 raise wrong("hosts", "is empty: list at least one, or write null for the cluster's own nodes")
             if again := twice(hosts):
-                raise wrong("hosts", f"names {again} more than once: one service runs on each node")
+                raise wrong(
+                    "hosts",
+                    f"names {again} more than once: one service runs on each node",
+                    "several ranks on one host are its slots: 'gpu-1 slots=2'",
+                )
             if self.nodes is not None and self.nodes > len(hosts):
-                raise wrong("nodes", f"{self.nodes}, but hosts lists only {len(hosts)}")
+                raise wrong(
+                    "nodes", f"{self.nodes}, but hosts lists only {len(hosts)}", "list more hosts, or leave nodes out to use those listed"
+                )
         low, nodes, high = self.node_range
         if not low <= nodes <= high:
             raise wrong(

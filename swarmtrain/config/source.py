@@ -27,6 +27,7 @@ _HINTS = (
     ("cannot start any token", "YAML takes no tabs for indentation, and a value that begins with @ ` or % needs quotes"),
     ("mapping values are not allowed", "quote a value that holds a colon and a space"),
     ("undefined alias", "quote a value that begins with *"),
+    ("scanning an alias", "quote a value that begins with *"),
     ("constructor for the tag", "quote a value that begins with !"),
     ("another document", "a config is one document: remove the line ---"),
 )
@@ -50,9 +51,9 @@ class _Loader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoa
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
-        except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
             raise yaml.constructor.ConstructorError(
-                None, None, f"this is no {node.tag.rpartition(':')[2]}: {error}", node.start_mark
+                None, None, f"{kind(node.value)} is no {node.tag.rpartition(':')[2]}", node.start_mark
             ) from None
 
 
@@ -111,8 +112,13 @@ def _check_depth(loader: Any) -> None:
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
-    if error.context and error.context_mark and error.context.startswith("while"):
-        return f"{error.problem} {error.context} that begins in line {error.context_mark.line + 1}"
+    if error.context and error.context.startswith("while"):
+        begun = (
+            error.context_mark.line + 1
+            if error.context_mark and error.problem_mark and error.context_mark.line != error.problem_mark.line
+            else 0
+        )
+        return f"{error.problem} {error.context}{f' that begins in line {begun}' if begun else ''}"
     return ", ".join(part for part in (error.context, error.problem) if part)
 
 

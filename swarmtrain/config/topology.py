@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Section, wrong
+from swarmtrain.config.base import Section, check_multiple, wrong
 
 
 class TopologyConfig(Section):
@@ -79,9 +79,9 @@ def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None,
     if pipeline not in (None, 1):
         raise wrong("pipe_parallel_size", f"{pipeline}: pipeline parallelism is not built yet; use 1")
     if tensor is None:
-        tensor = _quotient("world_size", world, "data_parallel_size", data) if world and data else 1
+        tensor = check_multiple("world_size", world, "data_parallel_size", data) if world and data else 1
     if world and not data:
-        data = _quotient("world_size", world, "model_parallel_size", tensor)
+        data = check_multiple("world_size", world, "model_parallel_size", tensor)
     if world and data and world != data * tensor:
         raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {tensor} x 1 x {data}")
     world = data * tensor if data else None
@@ -103,13 +103,7 @@ def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None,
                 "global_batch_size", f"{total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}"
             )
     elif total and micro:
-        _quotient("global_batch_size", total, "micro_batch_size", micro)
+        check_multiple("global_batch_size", total, "micro_batch_size", micro)
     elif total:
-        micro = _quotient("global_batch_size", total, "gradient_accumulation_steps x data_parallel_size =", parts)
+        micro = check_multiple("global_batch_size", total, "gradient_accumulation_steps x data_parallel_size =", parts)
     return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
-
-
-def _quotient(name: str, value: int, divisor_name: str, divisor: int) -> int:
-    if value % divisor:
-        raise wrong(name, f"{value} is no multiple of {divisor_name} {divisor}")
-    return value // divisor

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Section, wrong
+from swarmtrain.config.base import Section, check_multiple, wrong
 
 
 class NormType(StrEnum):
@@ -50,14 +50,12 @@ class TransformerArchitectureConfig(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TransformerArchitectureConfig:
-        if self.hidden_size % self.num_attention_heads:
-            raise wrong("hidden_size", f"{self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}")
+        check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.hidden_size // self.num_attention_heads % 2:
             raise wrong(
                 "num_attention_heads", f"rotary positions need an even head size, not {self.hidden_size // self.num_attention_heads}"
             )
-        if self.num_attention_heads % self.kv_heads:
-            raise wrong("num_attention_heads", f"{self.num_attention_heads} is no multiple of attention_num_kv_heads {self.kv_heads}")
+        check_multiple("num_attention_heads", self.num_attention_heads, "attention_num_kv_heads", self.kv_heads)
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Bad configs: what `plan` answers."""
+"""Configs that are wrong: what `plan` answers. All problems of a config come at once, in the order of its lines."""
 
 from __future__ import annotations
 
@@ -17,3 +17,276 @@ def test_unknown_key(answer: Answer) -> None:
         data: {files: [x]}
         """)
     answer("swarmtrain plan config.yml")
+
+
+def test_wrong_type(answer: Answer) -> None:
+    """Wrong type
+
+    A value of another kind than its key wants. Nothing is converted silently: a quoted number is text, and a bare `true` is none.
+    """
+    answer.config("""\
+        runner:
+          nodes: two
+          env: {NCCL_DEBUG: true}
+          hosts: gpu-1
+        trainer:
+          seed: "42"
+          train_iterations: 1.5
+        topology: 8
+        """)
+    answer("swarmtrain plan config.yml")
+
+
+def test_several_mistakes(answer: Answer) -> None:
+    """Several mistakes
+
+    All of them are told at once, in the order of the file.
+    """
+    answer.config("""\
+        topology: {global_batch_size: 10, micro_batch_size: 3}
+        trainer:
+          save_intervall: 100
+          seed: -1
+        transformer_architecture: {hidden_size: 100, num_attention_heads: 3}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_out_of_range(answer: Answer) -> None:
+    """Value out of range
+
+    A number or a word that its key does not take.
+    """
+    answer.config("""\
+        runner: {runner_type: kubernetes, master_port: 80000, stop_grace: .inf, docker_config: {memory: lots}}
+        optimizer: {beta1: 1.0}
+        learning_rate_scheduler: {learning_rate: 1.0e-4, learning_rate_minimum: 1.0e-3}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_batch_sizes(answer: Answer) -> None:
+    """Batch sizes that do not divide
+
+    Any two of the three batch sizes give the third, and what is given must fit.
+    """
+    for topology in (
+        "{global_batch_size: 10, micro_batch_size: 3}",
+        "{global_batch_size: 10}",
+        "{micro_batch_size: 2, gradient_accumulation_steps: 4}",
+        "{global_batch_size: 10, gradient_accumulation_steps: 4, data_parallel_size: 1}",
+        "{global_batch_size: 16, micro_batch_size: 3, gradient_accumulation_steps: 2, data_parallel_size: 2}",
+    ):
+        answer.config(f"topology: {topology}")
+        answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_parallel_sizes(answer: Answer) -> None:
+    """Parallel sizes that do not multiply
+
+    The world is a whole number of replicas, and a model is divided evenly.
+    """
+    for topology in (
+        "{world_size: 6, model_parallel_size: 4, global_batch_size: 8, micro_batch_size: 1}",
+        "{world_size: 6, model_parallel_size: 2, data_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
+        "{pipe_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
+        "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
+    ):
+        answer.config(f"topology: {topology}")
+        answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_ranks_do_not_fit(answer: Answer) -> None:
+    """Slots that make no whole replicas
+
+    The config is sound in itself, but the ranks that the hosts offer do not fit its topology.
+    """
+    answer.config("""\
+        runner: {hosts: [gpu-1 slots=2, gpu-2 slots=1]}
+        topology: {model_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}
+        """)
+    answer("swarmtrain generate config.yml")
+    answer.config("""\
+        runner: {hosts: [gpu-1 slots=2, gpu-2 slots=1]}
+        topology: {world_size: 4, global_batch_size: 8, micro_batch_size: 1}
+        """)
+    answer("swarmtrain generate config.yml")
+
+
+def test_duplicate_hosts(answer: Answer) -> None:
+    """A host twice
+
+    One service runs on each node; a node with several GPUs has several slots.
+    """
+    answer.config("runner: {hosts: [gpu-1, gpu-2, gpu-1]}")
+    answer("swarmtrain plan config.yml")
+
+
+def test_few_hosts(answer: Answer) -> None:
+    """Fewer hosts than nodes
+
+    `nodes` asks for more than `hosts` lists, or the range of nodes is none.
+    """
+    answer.config("runner: {hosts: [gpu-1, gpu-2], nodes: 3}")
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("runner: {nodes: 4, min_nodes: 5, max_nodes: 8}")
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("runner: {hosts: []}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_bad_hosts(answer: Answer) -> None:
+    """A host that is none
+
+    A part of a host name has at most 63 characters; slots are a number.
+    """
+    answer.config(f"runner: {{hosts: ['gpu-1 slots=many', 'gpu-2 slots=0', gpu 3, {'g' * 64}]}}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_bad_names(answer: Answer) -> None:
+    """Names that Docker does not take
+
+    Images, volumes, networks and labels have names with rules of their own. They are checked here, before an engine refuses one in the
+    middle of a deploy.
+    """
+    answer.config("""\
+        runner:
+          docker_config:
+            docker_container: Registry/My Image
+            docker_mounts: [[./data, /data]]
+          swarm:
+            network: host
+            labels: {gpu: "{{new}}"}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        runner: {docker_config: {docker_mounts: [["{{.Node.Hostname}}", /data]]}}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        runner: {docker_config: {docker_mounts: [[/data, /data], [/mnt/data, /data]]}}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_variables(answer: Answer) -> None:
+    """Environment variables and secrets
+
+    Names are those a shell takes; those that begin with SWARMTRAIN_ are swarmtrain's own; no value can hold a NUL.
+    """
+    answer.config("""\
+        runner:
+          env: {A-B: x}
+          secrets: {SWARMTRAIN_KEY: key.txt}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        runner: {env: {A: "x\\0y"}}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_twice(answer: Answer) -> None:
+    """A key twice
+
+    YAML would silently keep the last of the two.
+    """
+    answer.config("""\
+        trainer: {seed: 1}
+        trainer: {train_iterations: 10}
+        """)
+    answer("swarmtrain plan config.yml")
+
+
+def test_not_yaml(answer: Answer) -> None:
+    """YAML that is not YAML
+
+    A tab, something that is not closed, a value that YAML reads as something else.
+    """
+    for text in (
+        "runner:\n\tnodes: 2",
+        "runner: {nodes: 2\ntrainer: {seed: 1}",
+        'runner: {script: "train.py}',
+        "runner: {script: train.py: fast}",
+        "runner: {script: *.py}",
+        "runner: {nodes: 2}\n---\ntrainer: {seed: 1}",
+        "just words",
+        "script: {when: !!int noon}",
+    ):
+        answer.config(text)
+        answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_too_much(answer: Answer) -> None:
+    """YAML that explodes
+
+    A few lines of aliases that would make millions of values, or nest without end.
+    """
+    answer.config("""\
+        script:
+          a: &a [x, x, x, x, x, x, x, x, x, x]
+          b: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]
+          c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b]
+          d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c]
+          e: [*d, *d, *d, *d, *d, *d, *d, *d, *d, *d]
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("script: &all {again: *all}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_empty(answer: Answer) -> None:
+    """An empty file
+
+    Nothing in it, or comments alone. All defaults are `{}`, said aloud.
+    """
+    answer.situation(": > config.yml")
+    answer("swarmtrain plan config.yml")
+    answer.config("# runner: {nodes: 2}")
+    answer("swarmtrain plan config.yml")
+
+
+def test_not_text(answer: Answer) -> None:
+    """A file that is not text
+
+    Binary, UTF-16, or with NUL bytes in it.
+    """
+    answer.situation("head -c 500 /dev/urandom > config.yml")
+    answer("swarmtrain plan config.yml")
+    answer.situation("printf 'runner: {nodes: 2}' | iconv -t UTF-16 > config.yml")
+    answer("swarmtrain plan config.yml")
+    answer.situation(r"printf 'runner: {nodes: 2}\0' > config.yml")
+    answer("swarmtrain plan config.yml")
+
+
+def test_large(answer: Answer) -> None:
+    """A file of 100 MB
+
+    A config is at most 1 MB; what is larger is not read.
+    """
+    answer.situation("truncate -s 100M config.yml")
+    answer("swarmtrain plan config.yml")
+
+
+def test_no_file(answer: Answer) -> None:
+    """No file
+
+    The config is not there, or is something else than a file. What has no end is not read.
+    """
+    answer("swarmtrain plan config.yml")
+    answer.situation("mkdir configs")
+    answer("swarmtrain plan configs")
+    answer("swarmtrain plan /dev/zero")
+    answer.situation("mkfifo pipe")
+    answer("swarmtrain plan pipe")
+
+
+def test_unreadable(answer: Answer) -> None:
+    """A config that may not be read
+
+    Its mode keeps the user from reading it.
+    """
+    answer.config("runner: {nodes: 2}")
+    answer.situation("chmod 000 config.yml")
+    answer("swarmtrain plan config.yml", nobody=True)
