@@ -42,10 +42,10 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str | None = None
     try:
         found = read_yaml(text)
     except NotYaml as error:
-        raise ConfigError((Problem("", _shown(f"is not YAML: {error}"), error.line, error.hint),), source=source) from None
+        raise ConfigError(_in_order([Problem("", f"is not YAML: {error}", error.line, error.hint)]), source=source) from None
     values = found.values
     if not isinstance(values, dict):
-        raise ConfigError((_no_mapping(values, source),), source=source)
+        raise ConfigError(_in_order([_no_mapping(values, source)]), source=source)
     overridden, problems = override(values, overrides)
     problems = [*found.problems, *problems]
     try:
