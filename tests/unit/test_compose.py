@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,32 @@ def test_values_mean_what_they_say_in_yaml_and_in_go_templates() -> None:
     found = made("runner.env={A: 'cost $5 {{.Node.ID}}'}")
     assert node(found)["environment"]["A"] == 'cost $5 {{"{{"}}.Node.ID}}'
     assert yaml.safe_load(to_yaml(found))["services"]["node0"]["environment"]["A"] == 'cost $$5 {{"{{"}}.Node.ID}}'
+
+
+def test_what_swarm_would_expand_is_escaped_wherever_a_user_can_write_it() -> None:
+    text = "$HOME {{.Node.ID}} $$ {{{"
+    found = made(
+        f"runner.script_args=['{text}']",
+        f"runner.docker_config.docker_mounts=[['/mnt/{text}', '/at/{text}']]",
+        "runner.swarm.labels={rack: 'a$b'}",
+    )
+    service = node(found)
+    escaped = '$HOME {{"{{"}}.Node.ID}} $$ {{"{{"}}{'
+    assert json.loads(service["environment"]["SWARMTRAIN_SCRIPT_ARGS"].replace('{{"{{"}}', "{{")) == [text]
+    assert {key: service["volumes"][1][key] for key in ("source", "target")} == {"source": f"/mnt/{escaped}", "target": f"/at/{escaped}"}
+    assert service["deploy"]["placement"]["constraints"][-1] == "node.labels.rack==a$b"
+    written = yaml.safe_load(to_yaml(found))["services"]["node0"]
+    assert written["volumes"][1]["source"] == f"/mnt/{escaped}".replace("$", "$$")
+    assert written["deploy"]["placement"]["constraints"][-1] == "node.labels.rack==a$$b"
+
+
+def test_long_names_fit_into_swarms() -> None:
+    run = "a" * 46
+    config = parse("runner: {hosts: [a], secrets: {A_LONG_NAME_OF_A_SECRET: key}}\ntopology: {global_batch_size: 1, micro_batch_size: 1}")
+    cargo = Cargo((CODE,), (CodeFile.of("A_LONG_NAME_OF_A_SECRET", b"x"),))
+    found = stack(make_plan(config, offline(["a"]), cargo, run=run)).document
+    longest = max(len(f"{run}_{key}") for part in ("configs", "secrets") for key in found[part])
+    assert (longest, len(found["configs"]), len(found["secrets"])) == (64, 2, 1)
 
 
 def test_gpus_are_hidden_shown_or_reserved() -> None:
