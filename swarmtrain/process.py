@@ -122,7 +122,7 @@ def die_with_parent_now() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back for a moment: between starting a process and writing down that it was started.
+    """Hold Ctrl-C and SIGTERM back for a moment in which they would leave something behind that nobody knows of.
 
     Only the main thread is interrupted by signals, so elsewhere this does nothing.
     """

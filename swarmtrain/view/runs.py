@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from swarmtrain import wire
-from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError
+from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher, Say
 from swarmtrain.plan import Plan
 from swarmtrain.view.console import progress, say, show_finding
@@ -37,9 +37,20 @@ def bring_up(place: Launcher, plan: Plan) -> None:
         show_finding(finding)
     if fatal := sum(finding.fatal for finding in findings):
         raise StackError(f"{fatal} of the checks failed; nothing was changed", place=f"run {plan.run}")
-    rest = "the same command again makes the rest of the change" if plan.run in place.runs() else "nothing of it is left"
-    with progress(f"bringing {plan.run} up", interrupted=rest) as step:
-        place.up(plan, step)
+    try:
+        with progress(f"bringing {plan.run} up") as step:
+            place.up(plan, step)
+    except KeyboardInterrupt:
+        say(f"interrupted: {_what_is_left(place, plan.run)}")
+        raise
+
+
+def _what_is_left(place: Launcher, run: str) -> str:
+    try:
+        there = run in (*place.runs(), *place.leaving())
+    except SwarmtrainError:
+        return f"swarmtrain status {run} shows what is there"
+    return f"the same command again makes the rest of the change; swarmtrain down {run} removes it" if there else "nothing of it is left"
 
 
 def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
