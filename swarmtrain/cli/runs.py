@@ -52,10 +52,11 @@ def logs(
 ) -> None:
     """Print the output of all nodes as one stream."""
     from swarmtrain.launchers import find_run
+    from swarmtrain.view.console import say
     from swarmtrain.view.stream import show_line
 
     place, found = find_run(run)
-    for line in place.logs(found, follow=follow, tail=tail):
+    for line in place.logs(found, follow=follow, tail=tail, say=say):
         if rank in (None, line.rank):
             show_line(line)
 

@@ -107,8 +107,11 @@ class Launcher(Protocol):
         """
         ...
 
-    def logs(self, run: str, *, follow: bool, tail: int | None = None) -> Iterator[LogLine]:
-        """Yield the output of all nodes as one stream; the last `tail` lines of each, or all. Raises RunNotFound."""
+    def logs(self, run: str, *, follow: bool, tail: int | None = None, say: Say | None = None) -> Iterator[LogLine]:
+        """Yield the output of all nodes as one stream; the last `tail` lines of each, or all. Raises RunNotFound.
+
+        `say` is told when nothing can be read for a while, and when it can again.
+        """
         ...
 
     def stop(self, run: str, say: Say) -> None:

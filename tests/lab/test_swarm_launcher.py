@@ -286,7 +286,7 @@ def test_a_stack_of_somebody_else_is_never_touched(lab: Lab, launcher: SwarmLaun
     finally:
         from swarmtrain.launchers.swarm import removal
 
-        removal.take_down(launcher._engine, RUN, say, lambda: None)
+        removal.take_down(launcher._engine, RUN, say)
 
 
 def test_a_worker_sends_to_a_manager(lab: Lab) -> None:

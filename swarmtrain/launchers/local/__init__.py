@@ -129,8 +129,8 @@ class LocalLauncher:
         except RunNotFound:
             return []
 
-    def logs(self, run: str, *, follow: bool, tail: int | None = None) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound."""
+    def logs(self, run: str, *, follow: bool, tail: int | None = None, say: Say | None = None) -> Iterator[LogLine]:
+        """Yield the output of all nodes. Raises RunNotFound. There is nothing to `say`: files can always be read."""
         from swarmtrain.launchers.local.follow import logs
 
         return logs(_existing(run), follow=follow, tail=tail)

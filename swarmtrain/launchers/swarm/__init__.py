@@ -19,14 +19,14 @@ from swarmtrain.images import pin
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import checks, logs, observe, removal
-from swarmtrain.launchers.swarm.follow import follow
+from swarmtrain.launchers.swarm.follow import follow, manager
 from swarmtrain.launchers.swarm.lock import Lock
 from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
 from swarmtrain.launchers.swarm.specs import Specs, specs
 from swarmtrain.launchers.swarm.up import up
 from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
 from swarmtrain.render.compose import WORKSPACE, stack
-from swarmtrain.wire import CONFIG_PATH, LABEL_HOSTS, RENDEZVOUS, VERDICT, Event, Verdict
+from swarmtrain.wire import CONFIG_PATH, LABEL_HOSTS, NOTE, RENDEZVOUS, VERDICT, Event, Verdict
 
 
 class SwarmLauncher:
@@ -97,9 +97,9 @@ class SwarmLauncher:
         observe.run_services(self._engine, run)
         return follow(self._engine, run, since=self._up_since.get(run, time.time()))
 
-    def logs(self, run: str, *, follow: bool, tail: int | None = None) -> Iterator[LogLine]:
+    def logs(self, run: str, *, follow: bool, tail: int | None = None, say: Say | None = None) -> Iterator[LogLine]:
         services = observe.run_services(self._engine, run)
-        return self._follow_lines(run, tail) if follow else self._lines(services, run, tail)
+        return self._follow_lines(run, tail, say) if follow else self._lines(services, run, tail)
 
     def stop(self, run: str, say: Say) -> None:
         observe.run_services(self._engine, run)
@@ -154,10 +154,12 @@ class SwarmLauncher:
             if line.event() is None:
                 yield line.log_line()
 
-    def _follow_lines(self, run: str, tail: int | None) -> Iterator[LogLine]:
+    def _follow_lines(self, run: str, tail: int | None, say: Say | None) -> Iterator[LogLine]:
         for update in follow(self._engine, run, since=None, tail=tail):
             if isinstance(update, LogLine):
                 yield update
+            elif say and isinstance(update, Event) and update.kind == NOTE and update.data["node"] == manager(self._engine):
+                say(f"{update.data['node']} {update.data['message']}")
 
     def _content(self, config: str) -> bytes:
         return base64.b64decode(self._engine.get(f"/configs/{config}")["Spec"]["Data"])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState, Update
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import observe
+from swarmtrain.launchers.swarm import look, observe
 from swarmtrain.launchers.swarm.logs import Line, Reader
 from swarmtrain.launchers.swarm.look import Looker, Seen
 from swarmtrain.launchers.swarm.observe import Service, Task
@@ -26,9 +26,6 @@ _OVER = 5.0
 # A log that is silent for so many seconds is asked for anew.
 _BOARD_SILENCE = 10.0
 _NODE_SILENCE = 30.0
-# A manager that does not answer for so many seconds is told of, and after so many given up.
-_SILENCE = 3.0
-_MANAGER_PATIENCE = 120.0
 # Readers wait when the consumer is that far behind.
 _QUEUE = 50_000
 # Lines of each container that are still read when it is stopped, whatever was followed before.
@@ -71,6 +68,11 @@ def _waiting(lines: queue.Queue[Line]) -> Iterator[Line]:
     with contextlib.suppress(queue.Empty):
         while True:
             yield lines.get_nowait()
+
+
+def manager(engine: Engine) -> str:
+    """Return how the manager is called in what is said of it; notes bear this as their node."""
+    return f"the manager at {engine.address}"
 
 
 class _Follower:
@@ -149,17 +151,14 @@ class _Follower:
                 yield self._note("answers again")
             yield from self._take_in(seen)
         silence = time.monotonic() - self._answered
-        if silence > _SILENCE and not self._lost:
+        if silence > look.SILENCE and not self._lost:
             self._lost = self._why_lost()
             yield self._note(f"{self._lost}; {self._run} goes on, and is followed again as soon as that is possible")
-        if silence > _MANAGER_PATIENCE:
-            raise EngineError(f"{self._why_lost()} for {silence:.0f} s", place=self._manager(), hint=self._way_on())
+        if silence > look.PATIENCE:
+            raise EngineError(f"{self._why_lost()} for {silence:.0f} s", place=manager(self._engine), hint=self._way_on())
 
     def _note(self, message: str) -> Event:
-        return Event(NOTE, {"node": self._manager(), "message": message})
-
-    def _manager(self) -> str:
-        return f"the manager at {self._engine.address}"
+        return Event(NOTE, {"node": manager(self._engine), "message": message})
 
     def _why_lost(self) -> str:
         error = self._looker.error

@@ -22,7 +22,7 @@ from typing import Any
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Say
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm.observe import gone
+from swarmtrain.launchers.swarm.observe import LABEL_LOCK, gone
 
 _TOKEN = "swarmtrain.lock.token"  # noqa: S105  # a label's name
 _WHO = "swarmtrain.lock.who"
@@ -70,11 +70,12 @@ class Lock:
             self._take(say)
             threading.Thread(target=self._keep, name=f"lock of {self._run}", daemon=True).start()
             yield
-        finally:
-            self._over.set()
+        except BaseException:
             # What cannot be given back now is taken over by the next one.
             with contextlib.suppress(EngineError):
                 self._release()
+            raise
+        self._release()
 
     def check(self) -> None:
         """Raise StackError if the lock has been lost, so that nothing more may be changed."""
@@ -133,6 +134,7 @@ class Lock:
                     self._lost = True
 
     def _release(self) -> None:
+        self._over.set()
         # Held first: what is lent may be another's a moment later, and then is not ours to remove.
         if self.take_back():
             self._engine.delete(f"/configs/{self._name}")
@@ -181,7 +183,7 @@ class Lock:
         return True
 
     def _spec(self) -> dict[str, Any]:
-        labels = {_TOKEN: self._token, _WHO: _who(), _DOES: self._does, _SINCE: self._since}
+        labels = {LABEL_LOCK: self._run, _TOKEN: self._token, _WHO: _who(), _DOES: self._does, _SINCE: self._since}
         return {"Name": self._name, "Labels": {**labels, **({_LENT: "yes"} if self._lent else {})}}
 
 

@@ -13,6 +13,8 @@ from swarmtrain.launchers.engine import Engine
 from swarmtrain.plan import Inventory, Machine
 from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, PREFIX, RENDEZVOUS, ROLE_NODE
 
+# On the lock of a run.
+LABEL_LOCK = "swarmtrain.lock.run"
 _NODE = f"{PREFIX}NODE="
 # The config of configs: the first thing that is made of a run and the last that is removed, so that none is forgotten.
 _MARK = re.compile(r"config-[0-9a-f]{10}")
@@ -121,7 +123,8 @@ def run_services(engine: Engine, run: str) -> list[Service]:
 def not_found(engine: Engine, run: str) -> RunNotFound:
     """Return the error for a run that is not there, which lists those that are."""
     if run in leaving(engine):
-        return RunNotFound("it is going down", place=f"run {run}", hint=f"swarmtrain down {run} waits until it is gone")
+        hint = f"swarmtrain down {run} returns when nothing of it is left"
+        return RunNotFound("it is going down, or was left half made", place=f"run {run}", hint=hint)
     known = ", ".join(runs(engine)) or "none"
     message = f"there is no such run on the swarm at {engine.address}; there is: {known}"
     return RunNotFound(message, place=f"run {run}", hint="docker stack ls")
@@ -134,9 +137,10 @@ def runs(engine: Engine) -> list[str]:
 
 
 def leaving(engine: Engine) -> list[str]:
-    """Return the runs whose services are gone and of which something is still there or still stops, sorted. Raises EngineError."""
-    configs = [(_stack(item), item["Spec"]["Name"]) for item in engine.listing("/configs")]
-    left = {stack for stack, name in configs if stack and is_mark(stack, name)}
+    """Return the runs that have no services and of which something is still there or still stops, sorted. Raises EngineError."""
+    configs = engine.listing("/configs")
+    left = {_stack(item) for item in configs if _stack(item) and is_mark(_stack(item), item["Spec"]["Name"])}
+    left |= {item["Spec"]["Labels"][LABEL_LOCK] for item in configs if LABEL_LOCK in (item["Spec"].get("Labels") or {})}
     stopping = [item for item in engine.listing("/tasks", label=LABEL_RUN) if item["DesiredState"] == "remove"]
     down = down_nodes(engine) if stopping else {}
     left |= {item["Spec"]["ContainerSpec"]["Labels"][LABEL_STACK] for item in stopping if item.get("NodeID", "") not in down}

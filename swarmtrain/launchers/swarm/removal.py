@@ -24,7 +24,7 @@ _MARGIN = 60.0
 _NETWORK_PATIENCE = 60.0
 
 
-def take_down(engine: Engine, stack: str, say: Say, check: Check) -> None:
+def take_down(engine: Engine, stack: str, say: Say, check: Check = lambda: None) -> None:
     """Remove all that is labelled as of `stack` and return when it is gone. Raises StackError if it will not go in time.
 
     `check` is called before each change, and raises if nothing may be changed any more.
