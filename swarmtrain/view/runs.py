@@ -61,17 +61,19 @@ def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
     except KeyboardInterrupt:
         say(f"\ndetached; {run} goes on\nhint: swarmtrain status {run} | logs -f {run} | down {run}")
         return EXIT_INTERRUPTED
+    stopped = verdict is None and run in place.runs()
     if as_json:
         show_json(
             {
                 "run": run,
-                "status": verdict.status if verdict else "gone",
+                "status": verdict.status if verdict else "stopped" if stopped else "gone",
                 "why": verdict.why if verdict else "",
                 "exit_code": verdict.exit_code if verdict else None,
             }
         )
     if verdict is None:
-        say(f"{run} was taken down before it ended")
+        said = f"stopped before it ended\nhint: deploying {run} again resumes it" if stopped else "taken down before it ended"
+        say(f"{run} was {said}")
         return EXIT_JOB_FAILED
     if verdict.done:
         say(f"{run} is done\nhint: swarmtrain down {run} removes its services; checkpoints stay")
