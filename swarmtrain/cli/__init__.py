@@ -39,6 +39,10 @@ def build() -> typer.Typer:
 
 def run() -> int:
     """Run the command line; return 0 done, 1 our error, 2 usage, 3 the job failed, 130 interrupted."""
+    if os.environ.get("_SWARMTRAIN_COMPLETE") == "complete_bash":
+        from swarmtrain.cli import completion
+
+        completion.rejoin(os.environ)
     try:
         return int(build()(prog_name="swarmtrain", standalone_mode=False) or 0)
     except SwarmtrainError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmtrain.cli import completion
 from swarmtrain.lab import DEFAULT_NAME
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="A real swarm of Docker engines on this one Linux machine, and its faults.")
 
-Name = Annotated[str, typer.Option("--name", help="Which lab; labs of different names do not meet.")]
-Node = Annotated[str, typer.Argument(help="A node of the lab: node0 is the manager.")]
+Name = Annotated[str, typer.Option("--name", help="Which lab; labs of different names do not meet.", autocompletion=completion.labs)]
+Node = Annotated[str, typer.Argument(help="A node of the lab: node0 is the manager.", autocompletion=completion.nodes)]
 
 
 def _say(line: str) -> None:
