@@ -80,7 +80,7 @@ class Case:
     title: str
     story: str
     test: str
-    """Its node id without parameters: tests/mistakes/test_config.py::test_unknown_key."""
+    """Its node id without parameters: tests/mistakes/test_bad_configs.py::test_unknown_key."""
 
 
 def cases() -> list[Case]:

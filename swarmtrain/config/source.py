@@ -7,6 +7,7 @@ deeply, no alias makes millions of values of a few, and no two places share one 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -170,6 +171,8 @@ class _Reading:
             wrong, hint = "is no text to YAML", "quote it"
         elif isinstance(value, int) and not -_MOST <= value < _MOST:
             wrong = "is too large a number"
+        elif isinstance(value, float) and not math.isfinite(value):
+            wrong = f"must be a finite number, not {value}"
         elif not (value is None or isinstance(value, bool | int | float)):
             wrong = f"is a {type(value).__name__}, and a config holds text, numbers, lists and mappings"
         if wrong is not None:
