@@ -26,13 +26,22 @@ from swarmtrain.wire import PREFIX, BoardEnv, NodeEnv
 
 HERE = Path(__file__).parent
 STACK = HERE.parents[1] / "compose" / "generated.yml"
+_COMPLETION = """
+## Shell completion
+
+`swarmtrain --install-completion`, once, in the shell that you use: bash, zsh, fish or PowerShell. From the next shell on,
+TAB completes commands, options, the names of runs and of the lab's nodes, config files, and for `-o` every key of the config;
+behind the key and `=`, what it may be.
+"""
 _MADE = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def cli() -> str:
     """Return the page of commands, each with its arguments and options."""
     head = "# Command line\n\nMade from the code by `docs/reference/generate.py`. RUN is optional: without it, the only run there is.\n"
-    return head + "".join(_command(name, command) for name, command in _commands("swarmtrain", typer.main.get_command(build())))
+    return (
+        head + _COMPLETION + "".join(_command(name, command) for name, command in _commands("swarmtrain", typer.main.get_command(build())))
+    )
 
 
 def config() -> str:
