@@ -23,6 +23,7 @@ from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Say
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm.observe import LABEL_LOCK, gone
+from swarmtrain.process import uninterrupted
 
 _TOKEN = "swarmtrain.lock.token"  # noqa: S105  # a label's name
 _WHO = "swarmtrain.lock.who"
@@ -134,10 +135,11 @@ class Lock:
                     self._lost = True
 
     def _release(self) -> None:
-        self._over.set()
-        # Held first: what is lent may be another's a moment later, and then is not ours to remove.
-        if self.take_back():
-            self._engine.delete(f"/configs/{self._name}")
+        with uninterrupted():
+            self._over.set()
+            # Held first: what is lent may be another's a moment later, and then is not ours to remove.
+            if self.take_back():
+                self._engine.delete(f"/configs/{self._name}")
 
     def _put(self) -> bool:
         """Write the lock anew, held or lent; False if it is another's by now."""
