@@ -1,6 +1,7 @@
 # make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
 # make test    everything, with the time of each suite
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
+# make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
 # Each target installs what it needs, is safe to repeat, and works in a fresh clone.
 
 VENV ?= .venv
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test check format clean system install install-train install-test
+.PHONY: demo test check bench format clean system install install-train install-test
 
 demo: system install
 	@VENV=$(VENV) TORCH=$(TORCH) MAKE="$(MAKE)" sh examples/demo.sh
@@ -24,6 +25,9 @@ check: install-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python tests/suites.py fast
+
+bench: system install
+	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
 format: install-test
 	$(BIN)/ruff format .
@@ -55,4 +59,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-train
 
 clean:
 	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	find swarmtrain tests -name __pycache__ -prune -exec rm -rf {} +
+	find swarmtrain tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

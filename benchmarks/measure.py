@@ -1,0 +1,106 @@
+"""What a benchmark measures with: figures of several runs, two things in turns, the CPU time of a program."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmtrain import process
+from swarmtrain.errors import ProcessError, SwarmtrainError
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build" / "bench"
+SWARMTRAIN = [sys.executable, "-m", "swarmtrain"]
+
+
+class Unavailable(SwarmtrainError):
+    """A benchmark, or what it is compared with, cannot run on this machine."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The same thing measured several times. The median is what is quoted."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Sample:
+        """Return the sample of these values, of which there is at least one."""
+        return cls(tuple(values))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Smallest and largest."""
+        return min(self.values), max(self.values)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `limit` is the most that `ours` may be; a row without figures says in `why_not` why there are none."""
+
+    name: str
+    what: str
+    unit: str = ""
+    ours: Sample | None = None
+    other: Sample | None = None
+    other_is: str = ""
+    limit: float | None = None
+    note: str = ""
+    why_not: str = ""
+
+
+def say(line: str) -> None:
+    """Tell how it goes, on stderr."""
+    sys.stderr.write(f"  {line}\n")
+    sys.stderr.flush()
+
+
+def in_turns(runs: int, *things: Callable[[], float], warm_up: bool = True) -> list[Sample]:
+    """Measure `things` one after the other, `runs` times over; with `warm_up` once more before, uncounted."""
+    if warm_up:
+        for thing in things:
+            thing()
+    rounds = [[thing() for thing in things] for _ in range(runs)]
+    return [Sample.of(values) for values in zip(*rounds, strict=True)]
+
+
+def cpu_seconds(argv: Sequence[str], env: Mapping[str, str] | None = None) -> float:
+    """Run `argv` in the repository's root; return the CPU time, user and system, of it and its children. Raises ProcessError."""
+    program = process.start(argv, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(program.pid, 0)
+    program.returncode = os.waitstatus_to_exitcode(status)
+    if program.returncode:
+        raise ProcessError(process.show(argv, env), program.returncode, "")
+    return used.ru_utime + used.ru_stime
+
+
+def wall_seconds(argv: Sequence[str], env: Mapping[str, str] | None = None) -> float:
+    """Run `argv` in the repository's root and return how long it took. Raises ProcessError."""
+    begun = time.monotonic()
+    process.run(argv, env=env, cwd=ROOT)
+    return time.monotonic() - begun
+
+
+def until(done: Callable[[], bool], what: str, *, seconds: float = 180.0, every: float = 0.5) -> None:
+    """Return when `done`. Raises Unavailable if it is not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            raise Unavailable(f"{what}: not within {seconds:.0f} s")
+        time.sleep(every)
+
+
+def growth(values: Mapping[int, float]) -> Iterator[str]:
+    """Say what one of many costs at each size: `250: 0.61 ms`."""
+    for size, seconds in values.items():
+        yield f"{size}: {seconds / size * 1e3:.2f} ms"

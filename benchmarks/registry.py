@@ -1,0 +1,28 @@
+"""All benchmarks, in the order in which they run and stand in the table. This is where a new one is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks import commands, labs, runs, services
+from benchmarks.measure import Row
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark: the names of its rows are its own, or begin with it and a slash."""
+
+    name: str
+    what: str
+    rows: Callable[[], Iterator[Row]]
+
+
+BENCHMARKS = (
+    Benchmark("help", "CPU time of --help, beside other launchers", commands.help_time),
+    Benchmark("generate", "CPU time of generate, beside another launcher's dry run", commands.generate_time),
+    Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", commands.generate_many),
+    Benchmark("lab-up-4", "four engines up and joined", labs.lab_up),
+    Benchmark("first-step", "deploy to the first optimizer step", runs.first_step),
+    Benchmark("services-100", "a hundred services up and down", services.hundred),
+)
