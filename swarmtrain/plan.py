@@ -226,7 +226,9 @@ def _find(inventory: Inventory, known: Mapping[str, list[Machine]], name: str) -
             f"{len(found)} nodes have this host name, with the ids {ids}", place=f"config runner.hosts: {name}", hint="write the id instead"
         )
     if found[0].unavailable:
-        raise PlanError(f"the node is {found[0].unavailable}", place=f"node {name}", hint="docker node ls shows its state")
+        takes_none = found[0].unavailable in ("drained", "paused")
+        hint = f"docker node update --availability active {name}" if takes_none else "start it; docker node ls shows when it is back"
+        raise PlanError(f"the node is {found[0].unavailable}", place=f"node {name}", hint=hint)
     return found[0]
 
 
@@ -246,7 +248,7 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
         raise PlanError(
             _too_few(inventory, labels, len(fitting), wanted),
             place="config runner.nodes",
-            hint="swarmtrain plan CONFIG -o runner.nodes=N asks for fewer",
+            hint=_how_to_more(inventory, labels, len(fitting)),
         )
     hosts = Counter(machine.host for machine in fitting)
     suited = f"{_count(len(fitting), 'ready node')}{' with the labels' if labels else ''}, by name"
@@ -257,6 +259,13 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
         constraint = f"node.hostname=={machine.host}" if hosts[machine.host] == 1 else f"node.id=={machine.id}"
         planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, f"{index + 1} of {suited}; {why}"))
     return tuple(planned)
+
+
+def _how_to_more(inventory: Inventory, labels: Mapping[str, str], fitting: int) -> str:
+    if any(not machine.unavailable for machine in inventory.machines) and fitting == 0 and labels:
+        words = " ".join(f"--label-add {key}={value}" for key, value in sorted(labels.items()))
+        return f"docker node update {words} NODE"
+    return "swarmtrain plan CONFIG -o runner.nodes=N asks for fewer"
 
 
 def _too_few(inventory: Inventory, labels: Mapping[str, str], fitting: int, wanted: int) -> str:

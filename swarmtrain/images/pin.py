@@ -7,6 +7,17 @@ from typing import Any, Protocol
 
 from swarmtrain.errors import EngineError, ImageError
 
+# What a registry or the engine says, what that means, and the next step.
+_REASONS = (
+    (
+        ("denied", "unauthorized", "authentication", "credentials"),
+        "its registry does not give it away",
+        "docker login, or another name for it",
+    ),
+    (("unknown", "not found"), "its registry does not have it", "swarmtrain image build . --tag {name}:TAG --push"),
+    (("invalid reference", "invalid repository"), "it is no image's name", "write it as registry.example.com/name:tag"),
+)
+
 
 class Registry(Protocol):
     """What can ask an image's registry about it, and raises EngineError where that does not work."""
@@ -31,12 +42,20 @@ def pin(engine: Registry, image: str) -> Pinned:
     try:
         found = engine.distribution(image)
     except EngineError as error:
-        hint = f"swarmtrain image build . --tag {untagged(image)}:TAG --push"
-        raise ImageError(
-            f"its registry does not have it, or cannot be reached: {error.message}", place=f"image {image}", hint=hint
-        ) from None
+        raise _not_found(image, error) from None
     platforms = tuple((entry["architecture"], entry["os"]) for entry in found.get("Platforms") or [])
     return Pinned(image if "@" in image else f"{tagged(image)}@{found['Descriptor']['digest']}", platforms)
+
+
+def _not_found(image: str, error: EngineError) -> ImageError:
+    place = f"image {image}"
+    if error.status is None:
+        return ImageError(f"its registry cannot be asked: {error}", place=place, hint=error.hint)
+    for words, what, hint in _REASONS:
+        if any(word in error.message.lower() for word in words):
+            return ImageError(f"{what}: {error.message}", place=place, hint=hint.format(name=untagged(image)))
+    hint = "docker pull there shows the same; a registry without TLS must be in the insecure-registries of every engine"
+    return ImageError(f"the engine cannot reach its registry: {error.message}", place=place, hint=hint)
 
 
 def tagged(image: str) -> str:

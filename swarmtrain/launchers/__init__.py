@@ -83,7 +83,8 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
         raise unreachable
     known = ", ".join(sorted(run for _, run in runs or matching))
     if name is not None and not matching:
-        raise RunNotFound(f"there is no run of this name; there is: {known or 'none'}", place=f"run {name}")
+        hint = "swarmtrain deploy CONFIG --name NAME starts one"
+        raise RunNotFound(f"there is no run of this name; there is: {known or 'none'}", place=f"run {name}", hint=hint)
     if not matching:
         raise RunNotFound("there is no run", hint="swarmtrain deploy CONFIG starts one")
     raise RunNotFound(f"there are several runs: {known}", hint="name the one you mean")

@@ -77,7 +77,13 @@ class Engine:
 
     def distribution(self, image: str) -> Any:
         """Return what the image's registry says of it: its descriptor with the digest, and its platforms. Raises EngineError."""
-        return self._request("GET", f"/distribution/{image}/json", headers=self._login(image)).json()
+        path = f"/distribution/{image}/json"
+        try:
+            return self._request("GET", path, headers=self._login(image)).json()
+        except EngineError as error:
+            # It was the engine's registry that refused.
+            message = error.message.removeprefix(_refusal("GET", path))
+            raise EngineError(message, place=error.place, hint=error.hint, status=error.status) from None
 
     def frames(self, path: str, params: Mapping[str, str]) -> LogStream:
         """Open the log at `path`. Raises EngineError."""
@@ -126,7 +132,7 @@ class Engine:
         except (requests.RequestException, docker.errors.DockerException, OSError) as error:
             raise _unreachable(error, self.address) from None
         if response.status_code >= 400:
-            raise _refused(response, f"{method} {path}")
+            raise _refused(response, _refusal(method, path), self.address)
         return response
 
     def _login(self, image: str) -> dict[str, str]:
@@ -186,15 +192,20 @@ def _context_address() -> str | None:
     return None if host is None else host.replace("http+unix://", "unix://")
 
 
-def _refused(response: Response, request: str) -> EngineError:
+def _refusal(method: str, path: str) -> str:
+    return f"the engine refused {method} {path}: "
+
+
+def _refused(response: Response, refusal: str, address: str) -> EngineError:
+    place = f"Docker engine at {address}"
     try:
         message = str(response.json()["message"]).strip()
     except (ValueError, KeyError, TypeError):
         message = response.text.strip() or response.reason
     for fragment, reason, hint in _NO_SWARM:
         if fragment in message:
-            return EngineError(reason, hint=hint, status=response.status_code)
-    return EngineError(f"the engine refused {request}: {message}", status=response.status_code)
+            return EngineError(reason, place=place, hint=hint, status=response.status_code)
+    return EngineError(f"{refusal}{message}", place=place, status=response.status_code)
 
 
 def _unreachable(error: BaseException, address: str) -> EngineError:

@@ -150,7 +150,7 @@ def test_a_network_is_never_changed_in_place() -> None:
 def test_a_missing_external_network_is_named() -> None:
     with pytest.raises(StackError, match="site") as raised:
         reconcile(wanted(swarm={"network": "site"}), nothing())
-    assert raised.value.hint == "docker network create --driver overlay --scope swarm site"
+    assert raised.value.hint == "docker network create --driver overlay site"
 
 
 def test_names_sort_as_people_count() -> None:

@@ -79,6 +79,8 @@ class Observed:
     configs: Mapping[str, str]
     secrets: Mapping[str, str]
     network_ids: Mapping[str, str]
+    local: frozenset[str] = frozenset()
+    """Networks that only this engine has."""
 
     @property
     def empty(self) -> bool:
@@ -100,6 +102,7 @@ def observe(engine: Engine, stack: str) -> Observed:
         configs={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/configs", label=label)},
         secrets={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/secrets", label=label)},
         network_ids={item["Id"]: item["Name"] for item in networks},
+        local=frozenset(item["Name"] for item in networks if item.get("Scope") == "local"),
     )
 
 

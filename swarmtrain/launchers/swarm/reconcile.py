@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
 from swarmtrain.errors import StackError
 from swarmtrain.launchers.swarm.observe import Observed, Service
@@ -17,6 +17,8 @@ from swarmtrain.launchers.swarm.specs import Spec, Specs
 
 # What the engine writes into a stored spec by itself.
 _DEFAULTS = {"Runtime": "container", "Isolation": "default"}
+# Networks of the engine itself that services can be in.
+_EVERYWHERE = ("host", "bridge", "none")
 _OVERLAY_INTERNAL = "com.docker.network.driver.overlay.vxlanid_list"
 _SHOWN_CHANGES = 3
 _SHOWN_CHARACTERS = 60
@@ -191,12 +193,16 @@ def check_networks(wanted: Specs, there: Observed) -> None:
                 hint=f"swarmtrain down {wanted.stack}, then deploy again: training resumes from its newest checkpoint",
             )
     for name in wanted.external:
-        if name not in there.network_ids.values() and name not in ("host", "bridge", "none"):
-            raise StackError(
-                "it is not on this swarm",
-                place=f"config runner.swarm.network: {name}",
-                hint=f"docker network create --driver overlay --scope swarm {name}",
+        if name not in there.network_ids.values():
+            _no_network(name, "it is not on this swarm", f"docker network create --driver overlay {name}")
+        if name in there.local and name not in _EVERYWHERE:
+            _no_network(
+                name, "only this one engine has it, and services need one of the swarm", "docker network create --driver overlay NAME"
             )
+
+
+def _no_network(name: str, reason: str, hint: str) -> NoReturn:
+    raise StackError(reason, place=f"config runner.swarm.network: {name}", hint=hint)
 
 
 def network_changes(spec: Spec, found: Mapping[str, Any]) -> list[str]:

@@ -165,4 +165,4 @@ def _refused(task: Task, *, board: bool) -> bool:
 
 def _last_words(engine: Engine, service: Service, name: str) -> str:
     lines = [line.text for line in logs.read(engine, service, name, tail=_LAST_WORDS) if line.event() is None]
-    return "".join(f"\n  {line}" for line in lines)
+    return "".join(f"\n  {line}" for line in dict.fromkeys(lines))
