@@ -43,7 +43,7 @@ finally:
 @pytest.mark.parametrize(
     ("argv", "heavy"),
     [
-        (["--help"], {"torch", "docker", "numpy", "pydantic", "yaml", "requests"}),
+        (["--help"], {"torch", "docker", "numpy", "pydantic", "yaml", "requests", "swarmtrain.lab.lab"}),
         (["lab", "--help"], {"torch", "docker", "numpy", "yaml", "requests", "swarmtrain.config"}),
         (["generate", "config.yml"], {"torch", "docker", "numpy", "requests"}),
     ],
