@@ -49,7 +49,7 @@ finally:
     ],
 )
 def test_light_commands_load_nothing_heavy(argv: list[str], heavy: set[str], tmp_path: Path) -> None:
-    (tmp_path / "training_code.py").write_text("")
+    (tmp_path / "training_code.py").write_text("pass\n")
     (tmp_path / "config.yml").write_text("runner: {hosts: [a, b]}\n")
     assert modules_after(*argv, cwd=tmp_path) & heavy == set()
 
