@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from swarmtrain.errors import BoardError
-from swarmtrain.wire import Event, Orders, Verdict
+from swarmtrain.wire import Event, Orders, Receipt, Verdict
 
 _RETRY_EVERY = 0.5
 
@@ -26,9 +26,9 @@ class Board:
         self.address = address
         self.timeout = timeout
 
-    def post(self, event: Event) -> None:
+    def post(self, event: Event) -> Receipt:
         """Put an event on the board. Raises BoardError if it cannot be reached."""
-        self._call("post", **asdict(event))
+        return Receipt(**self._call("post", **asdict(event)))
 
     def join(self, node: str) -> Orders:
         """Say that `node` is here. Raises BoardError."""

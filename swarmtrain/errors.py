@@ -11,7 +11,9 @@
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── BoardError              the notice board cannot be reached or answered nonsense
     ├── TrainingError           the trainer cannot go on (data, model, or world do not fit)
-    │   └── CheckpointError     a checkpoint is torn, foreign, or cannot be written
+    │   ├── WorldError          this world cannot go on, another may: it is cut off, or its ranks do not make whole replicas
+    │   └── CheckpointError     a checkpoint is torn, or cannot be written
+    │       └── ForeignCheckpoint   it belongs to another model, or to other data
     └── JobFailed               the job itself failed; exit code 3
 
 A traceback that reaches the user is a bug. The command line prints `error: PLACE: MESSAGE` and `hint: HINT`.
@@ -37,6 +39,9 @@ class SwarmtrainError(Exception):
     """
 
     exit_code = EXIT_ERROR
+    lasting: bool | None = None
+    """What becomes of a job in which this is raised. True: starting it again is of no use. False: that may help.
+    None: it is of no use while the run has not made a step, for then nothing has ever worked."""
 
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -66,6 +71,8 @@ class Problem:
 
 class ConfigError(SwarmtrainError):
     """The config is wrong. All problems are reported together, in file order."""
+
+    lasting = True
 
     def __init__(self, problems: tuple[Problem, ...], *, source: str | None = None) -> None:
         self.problems = problems
@@ -120,8 +127,20 @@ class TrainingError(SwarmtrainError):
     """The trainer cannot go on: data, model and world do not fit together."""
 
 
+class WorldError(TrainingError):
+    """This world cannot go on, another may: it is cut off by a newer one, or its ranks do not make whole replicas."""
+
+    lasting = False
+
+
 class CheckpointError(TrainingError):
-    """A checkpoint is torn, belongs to another model, or cannot be written."""
+    """A checkpoint is torn, or cannot be written."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A checkpoint belongs to another model, or was trained on other data."""
+
+    lasting = True
 
 
 class JobFailed(SwarmtrainError):

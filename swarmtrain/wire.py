@@ -134,11 +134,15 @@ PROGRESS = "progress"  # step, steps, loss, tokens_per_second, eta_seconds, lear
 EVALUATION = "evaluation"  # step, loss
 CHECKPOINT = "checkpoint"  # step, path, seconds
 RESUMED = "resumed"  # step, path
-FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), traceback; permanent: retrying is no use
+FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback; permanent: see AT_FIRST
 NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
 FINISHED = "finished"  # step, and loss_before, loss_after, baseline if known: the last step is made and saved
 LEFT = "left"  # node, exit_code; null if the node fell silent
-VERDICT = "verdict"  # status: done | failed, why, exit_code
+VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is one
+
+AT_FIRST = "at first"
+"""What `permanent` says of a failure: True, it comes again whenever it is tried; AT_FIRST, it does so unless a step has been
+made before, as when a file is missing; False or nothing, it may pass."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +178,22 @@ class Verdict:
     """done or failed"""
     why: str
     exit_code: int
+    hint: str = ""
+    """The next step, if whoever failed knew one."""
 
     @property
     def done(self) -> bool:
         return self.status == "done"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What the board answers to an event."""
+
+    known: bool = False
+    """The event is a failure whose reason has been told already, by another rank of its world."""
+    over: bool = False
+    """The run has failed: nothing is to be started again."""
 
 
 @dataclass(frozen=True)

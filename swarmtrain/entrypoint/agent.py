@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 _DEATHS = "torch.distributed.elastic.multiprocessing.api"
+_AS_WE_WISH = ("death signal", "Terminating process")  # what torch warns of, and what we asked it to do
 _FOR_EVER = 1_000_000
 _RENDEZVOUS = {
     "is_host": 0,  # the store is a service of its own; guessed by host name it would be wrong behind a service name
@@ -125,6 +126,13 @@ class _Lines(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
         super().__init__(sys.stderr)
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told_to_stop = record.exc_info[1] if record.exc_info else None
+        if type(told_to_stop).__name__ == "SignalException" and told_to_stop is not None:
+            raise told_to_stop  # torch was about to print it and go on
+        if not any(words in record.msg for words in _AS_WE_WISH):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging names it
         if type(sys.exc_info()[1]).__name__ == "SignalException":

@@ -14,10 +14,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from swarmtrain.wire import (
+    AT_FIRST,
     BOARD_UP,
     CHECKPOINT,
     EXIT_PLANNED,
@@ -30,6 +31,7 @@ from swarmtrain.wire import (
     WORLD,
     Event,
     Orders,
+    Receipt,
     Verdict,
 )
 
@@ -92,6 +94,7 @@ class Notices:
         self._failures = 0
         self._counted: set[str] = set()
         self._reported: set[tuple[str, str, int]] = set()
+        self._told: dict[str, dict[str, bool]] = {}
         self._cause: _Cause | None = None
         self._decide_at: float | None = None
         self._best_step = -1
@@ -106,6 +109,10 @@ class Notices:
     @property
     def orders(self) -> Orders:
         return Orders(self.round, self._verdict)
+
+    @property
+    def _failed(self) -> bool:
+        return self._verdict is not None and not self._verdict.done
 
     @property
     def ended(self) -> bool:
@@ -156,22 +163,24 @@ class Notices:
             self._world.finished.add(name)
             left = [member for member in self._world.members if self._nodes.get(member, _Node(0.0)).exit_code == 0]
             if len(left) >= self._world.nodes:
-                self._decide(Verdict("done", f"all {len(left)} nodes have finished", 0))
+                self._decide(Verdict("done", f"all {len(left)} nodes have finished" if len(left) > 1 else "its node has finished", 0))
         elif name in self._unfinished():
             self._fail_unfinished(f"{name} left with exit code {exit_code}")
         return self.orders
 
-    def post(self, event: Event) -> None:
+    def post(self, event: Event) -> Receipt:
         """Take an event from a node or a rank. Raises ValueError for a kind that only the board itself may write."""
         if event.kind in _OURS:
             raise ValueError(f"an event of kind `{event.kind}` is the board's own to write")
+        known = False
         if event.kind == WORLD:
             self._form(event)
         elif event.kind == FAILURE:
-            self._fail(event)
+            known = self._fail(event)
         else:
             self._publish(event)
             self._note(event)
+        return Receipt(known, over=self._failed)
 
     def tick(self) -> None:
         """Let time pass: find lost nodes, and give the verdict that was waiting for a better reason."""
@@ -206,17 +215,31 @@ class Notices:
         self._changing = False
         self._publish(Event(WORLD, {**event.data, "ranks": dict(sorted(ranks.items(), key=lambda item: item[1]))}, event.time))
 
-    def _fail(self, event: Event) -> None:
+    def _fail(self, event: Event) -> bool:
+        """Take a failure; return whether its reason has been told before."""
         cause = _Cause(self._world_of(event.data), event.data)
         identity = (cause.world, str(event.data.get("node")), int(event.data.get("rank", -1)))
-        if identity in self._reported:
-            return
-        self._reported.add(identity)
-        self._publish(event)
-        if event.data.get("permanent"):
+        known = self._is_known(cause)
+        if identity not in self._reported and not self._failed:
+            self._reported.add(identity)
+            self._publish(event)
+            self._weigh(cause, identity[1])
+        return known
+
+    def _is_known(self, cause: _Cause) -> bool:
+        """Whether another rank of its world has told the same reason, or one of which this is but a consequence."""
+        told = self._told.setdefault(cause.world, {})
+        reason = str(cause.data.get("error"))
+        known = reason in told or (cause.collateral and not all(told.values()))
+        told[reason] = cause.collateral
+        return known
+
+    def _weigh(self, cause: _Cause, node: str) -> None:
+        permanent = cause.data.get("permanent")
+        if permanent is True or (permanent == AT_FIRST and self._best_step < 0):
             self._cause = cause
             self._give_up("this does not get better by trying again")
-        elif self._world and cause.world == self._world.key and self._world.finished - {identity[1]}:
+        elif self._world and cause.world == self._world.key and self._world.finished - {node}:
             self._cause = cause
             self._fail_unfinished("")
         else:
@@ -266,14 +289,14 @@ class Notices:
             times = "once" if self._failures == 1 else f"{self._failures} times in a row"
             reason = f"failed {times} without a new step, max_restarts is {self._max_restarts}"
         why = reason if lead or not data else f"{_name(data)}: {data.get('error', 'no reason given')}; {reason}"
-        self._decide(Verdict("failed", why, _exit_code(data)))
+        self._decide(Verdict("failed", why, _exit_code(data), str(data.get("hint") or "")))
 
     def _decide(self, verdict: Verdict) -> None:
         self._decide_at = None
         if self._verdict:
             return
         self._verdict, self._verdict_at = verdict, self._now()
-        self._publish(Event(VERDICT, {"status": verdict.status, "why": verdict.why, "exit_code": verdict.exit_code}))
+        self._publish(Event(VERDICT, {key: value for key, value in asdict(verdict).items() if key != "hint" or value}))
 
     def _see(self, name: str) -> None:
         node = self._nodes.setdefault(name, _Node(self._now()))

@@ -11,19 +11,25 @@ import io
 import multiprocessing.util
 import os
 import runpy
+import signal
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from swarmtrain.board import Board
-from swarmtrain.errors import BoardError
+from swarmtrain.errors import BoardError, SwarmtrainError
 from swarmtrain.process import die_with_parent_now
-from swarmtrain.wire import EXIT_PLANNED, FAILURE, RETURNED, WORLD, Event, NodeEnv
+from swarmtrain.wire import AT_FIRST, EXIT_PLANNED, FAILURE, RETURNED, WORLD, Event, NodeEnv, Receipt
 
 _TRACEBACK_LIMIT = 16_000
 _ERROR_LIMIT = 500
+_ENDED_WITHIN = 20.0
 
 
 def run() -> None:
@@ -32,6 +38,7 @@ def run() -> None:
     node = NodeEnv.from_env(os.environ)
     _print_by_lines()
     _draw_own_random_numbers()
+    receipt = Receipt()
     try:
         if os.environ["LOCAL_RANK"] == "0":
             _post(node, world_event(node))
@@ -40,18 +47,16 @@ def run() -> None:
         code = exit_code_of(stop)
         if code not in (0, EXIT_PLANNED):
             error = stop.code if isinstance(stop.code, str) else f"exit code {code}"
-            _post(node, failure_event(node, error=error, exit_code=code))
+            receipt = _post(node, failure_event(node, error=error, exit_code=code))
         if code:
             raise  # raised with 0, torch's agent would wait for ever for our return value
     except BaseException as error:
-        text = _describe(error)
-        sys.stderr.write(text)
-        permanent = isinstance(error, SyntaxError) and error.filename == node.script
-        extra = {"permanent": True} if permanent else {}
-        _post(node, failure_event(node, error=_last_line(error), exit_code=1, traceback=text[-_TRACEBACK_LIMIT:], **extra))
+        receipt = _tell(node, error)
         raise
     finally:
         _run_exit_functions()
+        if receipt.over:
+            _await_the_end()
     if os.environ["LOCAL_RANK"] == "0":
         _post(node, Event(RETURNED, {"node": node.node, "world": world_key(os.environ)}))
 
@@ -88,17 +93,77 @@ def exit_code_of(stop: SystemExit) -> int:
     return stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
+def permanent(error: BaseException, script: str) -> bool | str:
+    """Return whether trying again is of no use: True, AT_FIRST, or False as far as anybody can tell."""
+    if isinstance(error, SyntaxError):
+        return error.filename is not None and Path(error.filename).parent == Path(script).parent
+    if isinstance(error, SwarmtrainError):
+        return AT_FIRST if error.lasting is None else error.lasting
+    return isinstance(error, ImportError)
+
+
 def _run_script(node: NodeEnv) -> None:
     sys.argv = [node.script, *node.script_args]
     sys.path.insert(0, str(Path(node.script).absolute().parent))
-    runpy.run_path(node.script, run_name="__main__")
+    with _exits_that_are_noticed():
+        runpy.run_path(node.script, run_name="__main__")
 
 
-def _post(node: NodeEnv, event: Event) -> None:
+@contextmanager
+def _exits_that_are_noticed() -> Iterator[None]:
+    """Let the script's own os._exit(0), by which some skip a slow goodbye, be an end like any other.
+
+    torch's agent waits for our return value, and of a process that is gone without a failure it would do so for ever.
+    """
+    really, process = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if status or os.getpid() != process or threading.current_thread() is not threading.main_thread():
+            really(status)
+        atexit._clear()
+        raise SystemExit(0)
+
+    os._exit = leave
     try:
-        Board(node.board).post(event)
+        yield
+    finally:
+        os._exit = really
+
+
+def _tell(node: NodeEnv, error: BaseException) -> Receipt:
+    """Put what went wrong on the board, and print it: at length, unless another rank has done so."""
+    ours = isinstance(error, SwarmtrainError)
+    reason = str(error) if ours else _last_line(error) + _place(error, Path(node.script).parent)
+    trace = "" if ours else _describe(error)
+    facts = {"error": reason[:_ERROR_LIMIT], "exit_code": 1, "traceback": trace[-_TRACEBACK_LIMIT:]}
+    if hint := _hint(error):
+        facts["hint"] = hint
+    if lasting := permanent(error, node.script):
+        facts["permanent"] = lasting
+    receipt = _post(node, failure_event(node, **facts))
+    brief = f"error: {reason}\n" + (f"hint: {hint}\n" if hint else "")
+    sys.stderr.write(brief if receipt.known else trace or brief)
+    return receipt
+
+
+def _hint(error: BaseException) -> str | None:
+    if isinstance(error, SwarmtrainError):
+        return error.hint
+    return "the image must have it; a file of your own belongs into runner.code" if isinstance(error, ImportError) else None
+
+
+def _await_the_end() -> None:
+    """Stay until this node is ended: a rank that ends by itself is started again by torch's agent, in a run that is over."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(_ENDED_WITHIN)
+
+
+def _post(node: NodeEnv, event: Event) -> Receipt:
+    try:
+        return Board(node.board).post(event)
     except BoardError as error:
         sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}" + "\n")
+        return Receipt()
 
 
 def _print_by_lines() -> None:
@@ -125,6 +190,15 @@ def _run_exit_functions() -> None:
 def _last_line(error: BaseException) -> str:
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return lines[-1][:_ERROR_LIMIT] if lines else type(error).__name__
+
+
+def _place(error: BaseException, folder: Path) -> str:
+    """Return where in the user's own files it happened."""
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        lines.append((error.filename or "", error.lineno))
+    mine = [(Path(name).name, line) for name, line in lines if Path(name).parent == folder]
+    return ", in {} line {}".format(*mine[-1]) if mine else ""
 
 
 def _describe(error: BaseException) -> str:

@@ -64,8 +64,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
                 case "ping":
                     return {}
                 case "post":
-                    self._notices.post(Event(**request))
-                    return {}
+                    return asdict(self._notices.post(Event(**request)))
                 case "join":
                     return asdict(self._notices.join(request["node"]))
                 case "beat":

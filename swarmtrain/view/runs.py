@@ -78,7 +78,9 @@ def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
     if verdict.done:
         say(f"{run} is done\nhint: swarmtrain down {run} removes its services; checkpoints stay")
         return EXIT_OK
-    say(f"{run} failed with exit code {verdict.exit_code}: {verdict.why}\nhint: swarmtrain logs {run} shows everything")
+    say(f"{run} failed with exit code {verdict.exit_code}: {verdict.why}")
+    for hint in filter(None, (verdict.hint, f"swarmtrain logs {run} shows everything")):
+        say(f"hint: {hint}")
     return EXIT_JOB_FAILED
 
 

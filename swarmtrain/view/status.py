@@ -18,6 +18,7 @@ class Status:
     run: str
     state: str
     why: str = ""
+    hint: str = ""
     exit_code: int | None = None
     world: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +33,8 @@ class Status:
 
     def __str__(self) -> str:
         lines = [f"run {self.run}: {self.state}{f', {self.why}' if self.why else ''}"]
+        if self.hint:
+            lines.append(f"  hint        {self.hint}")
         if self.world:
             lines.append(f"  world       {counted(self.world.get('world_size'), 'rank')} on {counted(self.world.get('nodes'), 'node')}")
         if self.progress:
@@ -58,6 +61,7 @@ def status(run: str, events: Sequence[Event], tasks: Sequence[TaskState]) -> Sta
         run=run,
         state=_state(verdict, last, tasks),
         why=str(verdict.get("why", "")) if verdict else "",
+        hint=str(verdict.get("hint", "")) if verdict else "",
         exit_code=verdict.get("exit_code") if verdict else None,
         world=last.get(wire.WORLD, {}),
         progress=last.get(wire.PROGRESS, {}),

@@ -27,7 +27,7 @@ def follow(updates: Iterable[Update]) -> Verdict | None:
         else:
             _show_event(update)
             if update.kind == wire.VERDICT:
-                verdict = Verdict(update.data["status"], str(update.data.get("why", "")), int(update.data.get("exit_code", 0)))
+                verdict = Verdict(**update.data)
     return verdict
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swarmtrain.entrypoint.notices import COLLATERAL_GRACE, LINGER, SILENT, STEADY, Notices
-from swarmtrain.wire import EXIT_PLANNED, FAILURE, FINISHED, LEFT, PROGRESS, RETURNED, VERDICT, WORLD, Event, Verdict
+from swarmtrain.wire import AT_FIRST, EXIT_PLANNED, FAILURE, FINISHED, LEFT, PROGRESS, RETURNED, VERDICT, WORLD, Event, Receipt, Verdict
 
 PEER = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
 
@@ -233,3 +233,39 @@ def test_a_verdict_is_the_boards_own_to_write(board: Board) -> None:
     with pytest.raises(ValueError, match="verdict"):
         board.notices.post(Event(VERDICT, {"status": "done", "why": "I say so", "exit_code": 0}))
     assert board.verdict is None
+
+
+def test_what_is_permanent_until_a_step_is_made_may_pass_afterwards(board: Board) -> None:
+    board.world("w1", "node0", "node1")
+    board.step(1)
+    board.fail("w1", error="no such file", permanent=AT_FIRST)
+    assert board.verdict is None
+    board.fail("w2", error="no such module", permanent=True, hint="install it")
+    assert board.verdict
+    assert board.verdict.why == "node0 rank 0: no such module; this does not get better by trying again"
+    assert board.kinds(VERDICT)[0]["hint"] == "install it"
+
+
+def test_what_is_permanent_until_a_step_is_made_ends_a_run_that_has_made_none(board: Board) -> None:
+    board.fail("w1", error="no such file", permanent=AT_FIRST)
+    assert board.verdict
+    assert "hint" not in board.kinds(VERDICT)[0]
+
+
+def test_a_rank_is_told_whether_its_reason_is_known(board: Board) -> None:
+    def post(world: str, rank: int, error: str) -> Receipt:
+        return board.notices.post(Event(FAILURE, {"world": world, "node": "node0", "rank": rank, "error": error, "exit_code": 1}))
+
+    board.world("w1", "node0", "node1")
+    assert post("w1", 0, PEER) == Receipt(known=False, over=False), "nobody has said why yet"
+    assert post("w1", 1, "boom") == Receipt(known=False, over=False)
+    assert post("w1", 2, "boom") == Receipt(known=True, over=False)
+    assert post("w1", 3, PEER + "9") == Receipt(known=True, over=False), "a consequence"
+    assert post("w2", 0, "boom") == Receipt(known=False, over=False), "another world"
+
+
+def test_of_a_run_that_has_failed_no_more_failures_are_told(board: Board) -> None:
+    board.fail("w1", permanent=True)
+    board.fail("w1", rank=1)
+    assert len(board.kinds(FAILURE)) == 1
+    assert board.notices.post(Event(FAILURE, {"world": "w1", "node": "node1", "rank": 2, "error": "late"})).over

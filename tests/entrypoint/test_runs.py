@@ -109,12 +109,13 @@ def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
     ranks = small_run.events("world")[-1].data["ranks"]
     node = next(name for name in ranks if 3 in ranks[name])
     assert verdict["status"] == "failed"
-    assert verdict["why"].startswith(f"{node} rank 3: RuntimeError: the loss is purple;")
+    assert verdict["why"].startswith(f"{node} rank 3: RuntimeError: the loss is purple, in script.py line 3;")
     assert verdict["exit_code"] == 1
     causes = [event.data for event in small_run.events("failure") if "purple" in event.data["error"]]
     assert len(causes) == 3
     assert causes[0]["traceback"].splitlines()[1].endswith('script.py", line 3, in <module>')
-    assert "[rank 3] RuntimeError: the loss is purple\n" in small_run.output()
+    assert small_run.output().count("[rank 3] RuntimeError: the loss is purple\n") == 3
+    assert small_run.output().count("Traceback") <= 3 * 2, "the failing rank's, and what its peers saw if they were quicker"
     # An agent that does not listen is killed after 10 s, long before the node's own grace is over.
     assert small_run.events("left")[-1].time - small_run.events("verdict")[0].time < 15
 
@@ -124,7 +125,36 @@ def test_a_node_that_can_never_work_ends_the_run_at_once(small_run: Any) -> None
     small_run.start_node(0, "import this is no python", nodes=(1, 1), slots=1)
     assert small_run.finish() == {"node0": 0, "board": 0}
     verdict = small_run.events("verdict")[0].data
-    assert verdict["why"].startswith("node0 rank 0: SyntaxError: invalid syntax")
+    assert verdict["why"].startswith("node0 rank 0: SyntaxError: invalid syntax, in script.py line 1; this does not get better")
+    assert len(small_run.events("world")) == len(small_run.events("failure")) == 1
+
+
+def test_who_leaves_by_os_exit_has_finished(small_run: Any) -> None:
+    """torch's agent waits for return values, and would for ever."""
+    script = (
+        "import atexit, os\natexit.register(print, 'not at os._exit')\n"
+        "if os.fork() == 0: os._exit(7)\n"
+        "os.wait()\nprint('bye', flush=True)\nos._exit(0)\n"
+    )
+    small_run.start_board()
+    small_run.start_node(0, script, nodes=(1, 1), slots=2)
+    assert small_run.finish() == {"node0": 0, "board": 0}
+    assert small_run.events("verdict")[0].data["why"] == "its node has finished"
+    assert small_run.output().count("bye\n") == 2
+    assert "not at os._exit" not in small_run.output()
+
+
+def test_four_ranks_that_fail_alike_say_so_at_length_once(small_run: Any) -> None:
+    small_run.start_board()
+    for number in (0, 1):
+        small_run.start_node(number, "import no_such_module\n")
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    verdict = small_run.events("verdict")[0].data
+    assert verdict["why"].endswith("'no_such_module', in script.py line 1; this does not get better by trying again")
+    assert verdict["hint"].startswith("the image must have it")
+    assert small_run.output().count("Traceback") == 1
+    assert small_run.output().count("ModuleNotFoundError: No module named 'no_such_module'") >= 4
+    assert len(small_run.events("world")) <= 1
 
 
 def test_sigterm_reaches_the_ranks_which_save_and_the_node_asks_to_come_back(small_run: Any, gone: Gone) -> None:

@@ -195,7 +195,7 @@ def test_a_new_script_restarts_the_nodes_and_a_failure_is_the_verdict(launcher: 
     until(launcher, "progress")
     launcher.up(plan_of(launcher, 10_000, script="raise ValueError('no such thing')\n", nodes=1, most=1), print)
     outcome, _, _ = verdict_of(launcher)
-    assert outcome.startswith("failed: node0 rank 0: ValueError: no such thing; failed 2 times in a row")
+    assert outcome.startswith("failed: node0 rank 0: ValueError: no such thing, in training_code.py line 1; failed 2 times in a row")
 
 
 def supervisor(folder: Path, role: str) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
-from swarmtrain.errors import CheckpointError
+from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.checkpoint import fence, manifest, stage
 from swarmtrain.trainer.checkpoint.manifest import Manifest
@@ -58,7 +58,7 @@ class Checkpoints:
         """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer.
 
         Return how far it had come and where it is; a fresh Progress and None if there is none.
-        Raises CheckpointError if it belongs to another model or other data.
+        Raises ForeignCheckpoint if it belongs to another model or other data.
         """
         load_dir = self._here.config.trainer.load_dir
         for folder in (self.save_dir, load_dir):
@@ -75,7 +75,7 @@ class Checkpoints:
     def save(self, progress: Progress) -> tuple[Path, float]:
         """Write a checkpoint into save_dir, which must be set. Return its path and the seconds that took.
 
-        Raises CheckpointError if it cannot be written, TrainingError if a newer world has taken over.
+        Raises CheckpointError if it cannot be written, WorldError if a newer world has taken over.
         """
         begun = time.monotonic()
         save_dir = self.save_dir
@@ -137,7 +137,9 @@ class Checkpoints:
             return Progress(content.step, content.consumed_samples, content.loss_before)
         if foreign:
             return Progress(content.step, 0, None)
-        raise CheckpointError("was trained on other data", place=str(path), hint="choose another trainer.save_dir, or bring the data back")
+        raise ForeignCheckpoint(
+            "was trained on other data", place=str(path), hint="choose another trainer.save_dir, or bring the data back"
+        )
 
     def _load(self, path: Path, content: Manifest) -> None:
         tensors = self._tensors()
@@ -146,7 +148,7 @@ class Checkpoints:
         if different := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
             name = min(different, key=lambda name: (not name.startswith("model/"), name))
             there, here = found.get(name, "missing"), wanted.get(name, "missing")
-            raise CheckpointError(
+            raise ForeignCheckpoint(
                 f"is of another model: {name} is {there} there and {here} here; {len(different)} differ",
                 place=str(path),
                 hint="make transformer_architecture what it was, or choose another trainer.save_dir",

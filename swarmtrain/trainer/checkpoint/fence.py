@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from swarmtrain.errors import CheckpointError, TrainingError
+from swarmtrain.errors import CheckpointError, WorldError
 
 
 def claim(save_dir: Path, at_least: int) -> int:
@@ -42,10 +42,10 @@ def highest(save_dir: Path) -> int:
 
 
 def check(save_dir: Path, token: int) -> None:
-    """Raises TrainingError if a newer world has taken over `save_dir`."""
+    """Raises WorldError if a newer world has taken over `save_dir`."""
     newest = highest(save_dir)
     if newest > token:
-        raise TrainingError(
+        raise WorldError(
             f"world {token} is cut off: world {newest} has taken over {save_dir}",
             hint="nothing to do: the newer world goes on; this one saved nothing since",
         )

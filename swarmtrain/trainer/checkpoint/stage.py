@@ -31,7 +31,7 @@ def begin(save_dir: Path, step: int, token: int) -> Path:
 def commit(save_dir: Path, folder: Path, content: Manifest) -> Path:
     """Turn `folder`, complete but for its manifest, into the checkpoint of its step, and return its new path.
 
-    Raises TrainingError if a newer world has taken over, CheckpointError if a part is not there, OSError.
+    Raises WorldError if a newer world has taken over, CheckpointError if a part is not there, OSError.
     """
     _await_parts(folder, content)
     with (folder / manifest.NAME).open("x") as file:

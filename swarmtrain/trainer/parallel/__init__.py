@@ -32,7 +32,7 @@ class ParallelModel:
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
-    """Divide `model` over this world. Raises TrainingError if the world's size does not fit the topology."""
+    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
     layout = mesh.build(here)
     model.to(here.device)
     size = sum(parameter.numel() for parameter in model.parameters())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from swarmtrain.errors import TrainingError
+from swarmtrain.errors import WorldError
 from swarmtrain.trainer.runtime import Runtime
 
 
@@ -40,12 +40,12 @@ class Mesh:
 
 
 def build(here: Runtime) -> Mesh:
-    """Return the mesh of this world. Raises TrainingError if the world's size does not fit the topology."""
+    """Return the mesh of this world. Raises WorldError if the world's size does not fit the topology."""
     topology = here.config.topology
     try:
         shares = topology.deal(here.size)
     except ValueError as error:
-        raise TrainingError(str(error), place="config topology", hint="add or remove ranks until it is") from None
+        raise WorldError(str(error), place="config topology", hint="add or remove ranks until it is") from None
     shape = (len(shares), topology.tensor)
     device_mesh = init_device_mesh(here.device.type, shape, mesh_dim_names=("data", "tensor"))
     return Mesh(device_mesh, device_mesh.get_local_rank("data"), shape[0], device_mesh.get_local_rank("tensor"), shape[1], shares)
