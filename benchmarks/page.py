@@ -8,7 +8,8 @@ from benchmarks.records import Record
 
 _HEAD = """# Speed
 
-Made by `make bench DOCS=1`, which runs every benchmark and writes this page. `make bench ONLY={names}` runs one of them.
+Made by `make bench DOCS=1`, which runs every benchmark and writes this page. `make bench ONLY=help` runs one of them; there are
+{names}.
 Figures are medians; in brackets, the smallest and the largest. Ours and the other were measured in turns, so that both saw the
 same machine. A limit is the most that ours may be: `make check` fails when a figure on this page is over it.
 
@@ -22,7 +23,7 @@ Measured on: {machine}.
 def page(records: Sequence[Record], names: Sequence[str]) -> str:
     """Return the page of these records. `names` are those of all benchmarks."""
     machines = "; ".join(dict.fromkeys(record["machine"] for record in records))
-    head = _HEAD.format(names="|".join(names), machine=machines)
+    head = _HEAD.format(names=", ".join(f"`{name}`" for name in names), machine=machines)
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in map(_cells, records))
     return head + rows + "\n" + "".join(_about(record) for record in records)
 
@@ -65,4 +66,4 @@ def _about(record: Record) -> str:
     text = f"- `{record['name']}`: {record['what']}"
     text += f", against {record['other_is']}" if record["other_is"] else ""
     text += f". Not measured here: {record['why_not']}" if record["why_not"] else ""
-    return text + (f". {record['note']}" if record["note"] else "") + ".\n"
+    return text + (f"; {record['note']}" if record["note"] else "") + ".\n"
