@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swarmtrain.config import Config
 from swarmtrain.config.runner import RunnerType
 from swarmtrain.errors import EngineError, PlanError, RunNotFound
-from swarmtrain.launchers.base import Launcher
 from swarmtrain.plan import Inventory, Plan, make_plan, offline, read_cargo
+
+if TYPE_CHECKING:
+    from swarmtrain.launchers.base import Launcher
 
 _REGISTRY = {
     RunnerType.swarm: "swarmtrain.launchers.swarm:SwarmLauncher",

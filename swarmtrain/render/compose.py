@@ -125,10 +125,9 @@ class _Cargo:
         self.secrets: dict[str, str] = {}
         self.mounted: list[dict[str, Any]] = []
         self.mounted_secrets: list[dict[str, Any]] = []
-        config = plan.config.resolved()
-        self.config_digest = config.digest
-        self._longest_stem = _LONGEST_NAME - len(f"{plan.run}_-{config.digest}")
-        resolved = CodeFile("config.json", config.to_json().encode(), self.config_digest)
+        resolved = CodeFile.of("config.json", plan.config.resolved().to_json().encode())
+        self.config_digest = resolved.digest
+        self._longest_stem = _LONGEST_NAME - len(f"{plan.run}_-{resolved.digest}")
         self._add(resolved, CONFIG_PATH, self.configs, self.mounted, "config, with all defaults")
         for item in plan.cargo.code:
             self._add(item, str(WORKSPACE / item.name), self.configs, self.mounted, f"file {item.name}")

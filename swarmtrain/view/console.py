@@ -7,9 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from swarmtrain.errors import ConfigError, SwarmtrainError
-from swarmtrain.launchers.base import Finding, Say
+
+if TYPE_CHECKING:
+    from swarmtrain.launchers.base import Finding, Say
 
 _RED, _DIM, _OFF = "\033[31m", "\033[2m", "\033[0m"
 
