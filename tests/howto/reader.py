@@ -16,7 +16,7 @@ from page import Step, seen
 
 Fill = Mapping[str, str | Callable[[str], str]]
 _END = "--- end of block, exit code "
-_PATIENCE = 600.0
+_PATIENCE = 480.0  # seconds for one block; less than a test may take
 
 
 class PageError(AssertionError):

@@ -5,6 +5,7 @@ The tests run in this order, on one set of machines.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def machines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Machines]:
     """Three machines with Docker, as delivered; the image was built on them before, if it was built at all."""
-    lab = labs("machines")
+    lab = labs(f"machines-{os.getpid()}")
     images.give_registry(shelf)
     lab.up(3, bare=True, say=print)
     for node in NODES:
