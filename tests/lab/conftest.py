@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import Answer
 from stand_in import RUN, STAND_IN, build, say
 
 from swarmtrain import images
@@ -19,7 +20,7 @@ from swarmtrain.errors import LabError
 from swarmtrain.images.base import ensure_base
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import SwarmLauncher, observe
+from swarmtrain.launchers.swarm import SwarmLauncher, observe, removal
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 
 IMAGE = f"{REGISTRY}/swarmtrain:test"
@@ -108,3 +109,20 @@ def planned(launcher: SwarmLauncher, stand_in: str) -> Callable[..., Plan]:
         return make_plan(config, launcher.inventory(), cargo, run=RUN)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def release(engine: Engine, stand_in: str) -> str:
+    """The same image under the name that the pages show."""
+    return build(engine, f"{REGISTRY}/swarmtrain:0.1", {"Dockerfile": f"FROM {stand_in}\n"})
+
+
+@pytest.fixture
+def on_the_lab(answer: Answer, lab: Lab, engine: Engine, release: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For cases of bad input: commands speak to the lab's manager; what they leave of the run `config` is taken down."""
+    address = lab.docker_host("node0")
+    monkeypatch.setenv("DOCKER_HOST", address)
+    answer.env["DOCKER_HOST"] = address
+    answer.same(f"{lab.docker_host('node0').rpartition('/node0/')[0]}/node\\d/docker.sock", "unix:///var/run/docker.sock")
+    yield
+    removal.take_down(engine, "config", say)

@@ -6,6 +6,7 @@ itself refuses (no such image, no such folder) again and again is an error.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -165,4 +166,5 @@ def _refused(task: Task, *, board: bool) -> bool:
 
 def _last_words(engine: Engine, service: Service, name: str) -> str:
     lines = [line.text for line in logs.read(engine, service, name, tail=_LAST_WORDS) if line.event() is None]
-    return "".join(f"\n  {line}" for line in dict.fromkeys(lines))
+    # The same again but for its numbers is the same.
+    return "".join(f"\n  {line}" for line in {re.sub(r"\d+", "", line): line for line in lines}.values())
