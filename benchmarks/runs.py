@@ -47,7 +47,7 @@ def first_step() -> Iterator[Row]:
         def measure(whose: str, argv: list[str]) -> float:
             begun = time.time()
             with _started(argv, environment):
-                until(lambda: _has_stepped(launcher), "the first step")
+                until(lambda: _has_stepped(launcher), "the first step", seconds=300)
                 found = _phases(launcher, Engine(environment["DOCKER_HOST"]), begun)
             launcher.down(_RUN, lambda line: None)
             process.run(["rm", "-rf", str(place.shared / _RUN)])
