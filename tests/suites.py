@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent
@@ -19,7 +23,10 @@ SUITES = {
     "trainer": ["trainer"],
     "launchers": ["launchers", "interruption"],
     "lab": ["lab"],
+    "howto": ["howto"],
 }
+_MEMORY_DISK = Path("/dev/shm")
+_ENOUGH = 14 * 2**30
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
@@ -28,6 +35,38 @@ def main() -> int:
     if unknown := [name for name in names if name not in SUITES]:
         print(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}", file=sys.stderr)
         return 2
+    with labs_in_memory():
+        return run_all(names)
+
+
+@contextmanager
+def labs_in_memory() -> Iterator[None]:
+    """Keep the labs' disks in memory where there is enough: the tests unpack and remove many gigabytes of images."""
+    if (
+        "SWARMTRAIN_LAB_DIR" in os.environ
+        or not _MEMORY_DISK.is_dir()
+        or shutil.disk_usage(_MEMORY_DISK).free < _ENOUGH
+        or _memory() < _ENOUGH
+    ):
+        yield
+        return
+    folder = tempfile.mkdtemp(prefix="swarmtrain-labs-", dir=_MEMORY_DISK)
+    Path(folder).chmod(0o755)
+    os.environ["SWARMTRAIN_LAB_DIR"] = folder
+    print(f"labs of this run are in {folder}")
+    yield
+    with suppress(OSError):  # what a killed test left is a lab still: swarmtrain lab down removes it
+        Path(folder).rmdir()
+
+
+def _memory() -> int:
+    """Return the bytes of memory that programs can have."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+def run_all(names: list[str]) -> int:
+    """Run the suites of these names and return the exit code."""
     rows, totals, failed = [], {"passed": 0, "failed": 0, "skipped": 0}, False
     for name in names:
         started = time.monotonic()

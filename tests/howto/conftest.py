@@ -38,7 +38,7 @@ def environment(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "HOME": str(home),
         "XDG_CACHE_HOME": cache,
         "XDG_STATE_HOME": str(home / "state"),
-        "SWARMTRAIN_LAB_DIR": str(tmp_path_factory.mktemp("labs")),
+        "SWARMTRAIN_LAB_DIR": f"{os.environ.get('SWARMTRAIN_LAB_DIR') or tmp_path_factory.mktemp('labs')}/howto",
     }
 
 
