@@ -52,6 +52,16 @@ class SwarmtrainError(Exception):
     def __str__(self) -> str:
         return f"{self.place}: {self.message}" if self.place else self.message
 
+    @property
+    def told(self) -> tuple[tuple[str, str | None], ...]:
+        """What is to be told, each with its hint."""
+        return ((str(self), self.hint),)
+
+    @property
+    def text(self) -> str:
+        """The error as it is printed where nobody cares for colours."""
+        return "".join(f"error: {text}\n" + (f"hint: {hint}\n" if hint else "") for text, hint in self.told)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -78,6 +88,10 @@ class ConfigError(SwarmtrainError):
         self.problems = problems
         self.source = source
         super().__init__("\n".join(str(problem) for problem in problems), place=None)
+
+    @property
+    def told(self) -> tuple[tuple[str, str | None], ...]:
+        return tuple((f"{self.source}: {problem}" if self.source else str(problem), problem.hint) for problem in self.problems)
 
 
 class PlanError(SwarmtrainError):

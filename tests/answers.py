@@ -48,6 +48,7 @@ FOLDERS = ("mistakes", "launchers", "lab")
 """Where cases are looked for, and their order within a chapter."""
 NOBODY = 65534
 
+_PROGRAMS = {"swarmtrain": ["-m", "swarmtrain"], "python": []}
 _USAGE, _FAILED = errors.EXIT_USAGE, errors.EXIT_JOB_FAILED
 _SECTION = re.compile(r"^### (.+)\n((?:(?!^##).*\n?)*)", re.MULTILINE)
 # What is another thing at each run, and what stands for it on the page.
@@ -155,6 +156,7 @@ class Answer:
         self.home = folder / "home"
         self.env = {"DOCKER_HOST": "unix:///nowhere/docker.sock", "XDG_STATE_HOME": str(self.home / "state")}
         """Environment of the commands, beside PATH. Not shown on the page."""
+        self.python = sys.executable
         self.limits: dict[int, int] = {}
         """Limits of the commands: resource.RLIMIT_FSIZE to bytes, for instance."""
         self._parts = [case.story]
@@ -208,29 +210,31 @@ class Answer:
         code: int = errors.EXIT_ERROR,
         hint: bool = True,
         since: str = "",
+        only: str = "",
         changes: str | None = None,
         nobody: bool = False,
         show: bool = True,
-        timeout: float = 60,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `command`, a line that begins with swarmtrain, hold its answer to the rules, and show it.
+        """Run `command`, a line that begins with swarmtrain or python, hold its answer to the rules, and show it.
 
         `code` is the exit code that it must have. `hint`: the answer must name a next step; False where place and reason
-        tell all. `since`: show stderr from the first line that matches this, for what comes before is progress.
+        tell all. `since`: show stderr from the first line that matches this, for what comes before is progress. `only`: show
+        of both outputs the lines that match this, stdout's first.
         `changes`: pattern of the paths, relative to the case's folder, that may be others afterwards. `nobody`: run it as
         a user who owns nothing. `show`: False for an answer that the page has already. `timeout` in seconds.
         """
         before = self._snapshot()
         done = self._run(command, nobody, timeout)
-        shown = self._normal(done.stderr)
         assert done.returncode == code, f"exit code {done.returncode} instead of {code} from {command}\n{done.stdout}\n{done.stderr}"
-        _hold_to_the_rules(shown, code, hint)
+        _hold_to_the_rules(done.stderr, code, hint)
         after = self._snapshot()
         changed = sorted(path for path in before | after if before.get(path) != after.get(path))
         left = [path for path in changed if changes is None or not re.search(changes, path)]
         assert not left, f"{command} has changed {', '.join(left)}"
         if show:
-            self._record(command, shown, code, since)
+            lines = (done.stdout + done.stderr if only else done.stderr).splitlines()
+            self._record(command, self._normal("\n".join(line for line in lines if re.search(only, line))), code, since)
         return done
 
     def finish(self) -> None:
@@ -247,11 +251,12 @@ class Answer:
                 if Path(tempfile.gettempdir()) in folder.parents:
                     folder.chmod(0o711)
         program, *arguments = shlex.split(command)
-        assert program == "swarmtrain", command
-        start = ["-c", _AS_NOBODY % (NOBODY, NOBODY)] if nobody and os.geteuid() == 0 else ["-m", "swarmtrain"]
+        start = _PROGRAMS[program]
+        if nobody and os.geteuid() == 0:
+            start = ["-c", _AS_NOBODY % (NOBODY, NOBODY)]
         env = {"PATH": os.environ["PATH"], "HOME": str(self.home), "PYTHONPATH": str(ROOT), "COLUMNS": "140", **self.env}
         return subprocess.run(
-            [sys.executable, *start, *arguments],
+            [self.python, *start, *arguments],
             cwd=self.project,
             env=env,
             stdin=subprocess.DEVNULL,

@@ -69,7 +69,7 @@ def write_all(files: Mapping[Path, tuple[bytes, int]]) -> None:
 
 def reason(error: OSError) -> str:
     """Return why the system refused, in words that fit behind a file's name."""
-    known = {errno.ENOENT: "no such file", errno.EACCES: "permission denied", errno.ENOTDIR: "its folder is a file"}
+    known = {errno.ENOENT: "no such file", errno.EACCES: "permission denied", errno.ENOTDIR: "part of the path is a file, not a folder"}
     return known.get(error.errno or 0) or (error.strerror or str(error)).lower()
 
 

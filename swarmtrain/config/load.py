@@ -5,19 +5,17 @@ Each problem names its key path, its line in the file, and for an unknown key th
 
 from __future__ import annotations
 
-import difflib
 import errno
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from swarmtrain.config import Config
+from swarmtrain.config.explain import explain
 from swarmtrain.config.files import Unreadable, read
 from swarmtrain.config.overrides import override
 from swarmtrain.config.source import NotYaml, kind, read_yaml
@@ -52,7 +50,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str | None = None
         config = Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
         known = {problem.path for problem in problems}
-        problems += [problem for problem in _problems(error, found.lines, overridden) if problem.path not in known]
+        problems += [problem for problem in explain(error, Config, found.lines, overridden) if problem.path not in known]
     except ValueError as error:
         problems.append(Problem("", f"holds a value that a config cannot hold: {error}"))
     if problems:
@@ -98,62 +96,6 @@ def _in_order(problems: list[Problem]) -> tuple[Problem, ...]:
     found = sorted(shown, key=lambda problem: problem.line or 10**9)
     more = len(found) - _MOST_PROBLEMS
     return (*found[:_MOST_PROBLEMS], *([Problem("", f"and {more} more problems like these")] if more > 0 else ()))
-
-
-def _problems(error: ValidationError, lines: dict[str, int], overridden: set[str]) -> list[Problem]:
-    problems = []
-    for detail in error.errors(include_url=False):
-        keys = [str(key) for key in detail["loc"]]
-        keys = keys[:-1] if keys and keys[-1] == "[key]" else keys
-        if detail["type"] == "wrong_field":
-            keys.append(detail["ctx"]["name"])
-        path = ".".join(keys)
-        by_override = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for key in overridden)
-        message, hint = _explain(detail, keys)
-        problems.append(Problem(path, message, None if by_override else _line(path, lines), hint))
-    return problems
-
-
-def _line(path: str, lines: dict[str, int]) -> int | None:
-    """Return the line of `path`, or that of the innermost section around it which the file has."""
-    while path and path not in lines:
-        path = path.rpartition(".")[0]
-    return lines.get(path)
-
-
-def _explain(detail: ErrorDetails, keys: list[str]) -> tuple[str, str | None]:
-    code, given = detail["type"], detail.get("input")
-    if code == "extra_forbidden":
-        known = _fields_at(keys[:-1])
-        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-        return "unknown key" + (f"; did you mean {near[0]}?" if near else ""), None if near else f"known here: {', '.join(sorted(known))}"
-    if code == "missing":
-        return "is required", None
-    message = detail["msg"].removeprefix("Value error, ")
-    message = message.replace("Input should be", "must be").replace("a valid dictionary", "a mapping").replace("a valid array", "a list")
-    message = re.sub(r"must be an object", "must be a mapping", message)
-    if code not in ("value_error", "wrong_field"):
-        message += f", not {kind(given)}"
-    if code == "string_type" and isinstance(given, bool | int | float):
-        return message, "quote it"
-    return message, detail.get("ctx", {}).get("hint") or None
-
-
-def _fields_at(keys: list[str]) -> list[str]:
-    model: Any = Config
-    for key in keys:
-        if key.isdigit():
-            continue
-        if not (isinstance(model, type) and issubclass(model, BaseModel) and key in model.model_fields):
-            return []
-        model = _model_in(model.model_fields[key].annotation)
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-
-
-def _model_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for part in get_args(annotation) if (model := _model_in(part)) is not None), None)
 
 
 def _shown(text: str, longest: int = _LONGEST_MESSAGE) -> str:

@@ -132,16 +132,17 @@ def _exits_that_are_noticed() -> Iterator[None]:
 
 def _tell(node: NodeEnv, error: BaseException) -> Receipt:
     """Put what went wrong on the board, and print it: at length, unless another rank has done so."""
-    ours = isinstance(error, SwarmtrainError)
-    reason = str(error) if ours else _last_line(error) + _place(error, Path(node.script).parent)
-    trace = "" if ours else _describe(error)
+    if isinstance(error, SwarmtrainError):
+        reason, brief, trace = str(error).replace("\n", "; "), error.text, ""
+    else:
+        reason = _last_line(error) + _place(error, Path(node.script).parent)
+        brief, trace = f"error: {reason}\n", _describe(error)
     facts = {"error": reason[:_ERROR_LIMIT], "exit_code": 1, "traceback": trace[-_TRACEBACK_LIMIT:]}
     if hint := _hint(error):
         facts["hint"] = hint
     if lasting := permanent(error, node.script):
         facts["permanent"] = lasting
     receipt = _post(node, failure_event(node, **facts))
-    brief = f"error: {reason}\n" + (f"hint: {hint}\n" if hint else "")
     sys.stderr.write(brief if receipt.known else trace or brief)
     return receipt
 

@@ -1,11 +1,13 @@
 """The rendezvous role: holds the c10d store and serves the notice board; once a run, on a node of its own choosing.
 
 Prints each event as one line of JSON, and nothing else, on standard output: that log is what launchers read.
-Exit codes: 0 the verdict is given and everybody has heard it, 143 told to stop before (so that Swarm starts it again).
+Exit codes: 0 the verdict is given and everybody has heard it, 143 told to stop before (so that Swarm starts it again),
+1 its port is taken.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -20,11 +22,13 @@ from dataclasses import asdict
 from typing import Any
 
 from swarmtrain.entrypoint.notices import Notices
+from swarmtrain.errors import EXIT_ERROR
 from swarmtrain.wire import FAILURE, RENDEZVOUS, BoardEnv, Event
 
 _REQUEST_LIMIT = 1 << 20
 _CALLER_TIMEOUT = 10.0
 _TICK = 0.2
+_OTHER_PORT = "end what listens there, or choose another: runner.master_port, and the one after it"
 _TOLD_TO_STOP = 128 + signal.SIGTERM
 
 
@@ -36,7 +40,12 @@ def main() -> int:
         signal.signal(number, lambda *_: stop.set())
     boot = f"{int(time.time()):x}{secrets.token_hex(2)}"
     notices = Notices(run=env.run, max_restarts=env.max_restarts, boot=boot, now=time.monotonic, publish=_print)
-    with BoardServer((env.bind, env.board_port), notices) as server:
+    try:
+        opened = BoardServer((env.bind, env.board_port), notices)
+    except OSError as error:
+        sys.stderr.write(f"error: notice board at {env.bind}:{env.board_port}: {_reason(error)}\nhint: {_OTHER_PORT}\n")
+        return EXIT_ERROR
+    with opened as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": _TICK}, daemon=True).start()
         store = _open_store(env, server)
         ended = _wait(server, stop)
@@ -115,9 +124,17 @@ def _open_store(env: BoardEnv, server: BoardServer) -> object:
         port, fd = listener.getsockname()[1], listener.detach()
         return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
     except (ImportError, OSError, RuntimeError) as error:
-        facts = {"node": RENDEZVOUS, "error": f"cannot serve the rendezvous store: {error}", "exit_code": 1, "permanent": True}
-        server.answer({"op": "post", "kind": FAILURE, "data": {**facts, "traceback": traceback.format_exc()}, "time": time.time()})
+        hint = "the image needs torch 2.11 or newer" if isinstance(error, ImportError) else _OTHER_PORT
+        reason = _reason(error) if isinstance(error, OSError) else str(error)
+        facts = {"node": RENDEZVOUS, "error": f"cannot serve the store at {env.bind}:{env.store_port}: {reason}", "hint": hint}
+        data = {**facts, "exit_code": EXIT_ERROR, "permanent": True, "traceback": traceback.format_exc()}
+        server.answer({"op": "post", "kind": FAILURE, "data": data, "time": time.time()})
+        sys.stderr.write(f"error: {facts['error']}\nhint: {hint}\n")
         return None
+
+
+def _reason(error: OSError) -> str:
+    return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
 
 
 def _print(event: Event) -> None:

@@ -29,8 +29,10 @@ import torch.distributed as dist
 from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config
+from swarmtrain.config.explain import explain
+from swarmtrain.config.files import reason
 from swarmtrain.config.load import load
-from swarmtrain.errors import ConfigError, Problem, SwarmtrainError, TrainingError
+from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
 from swarmtrain.trainer import agreement
 
 LOG = logging.getLogger("swarmtrain")
@@ -78,7 +80,9 @@ class Runtime:
         try:
             return Path(self.secrets[name]).read_text().strip()
         except OSError as error:
-            raise TrainingError(f"{error.filename}: {error.strerror}", place=f"secret {name}") from None
+            raise TrainingError(
+                f"{error.filename}: {reason(error)}", place=f"secret {name}", hint="the user that trains must be able to read it"
+            ) from None
 
 
 def read_config(argv: Sequence[str]) -> Config:
@@ -88,12 +92,13 @@ def read_config(argv: Sequence[str]) -> Config:
     From here on errors of ours that nobody catches are told without a traceback.
     Raises SwarmtrainError if there is no config, ConfigError if it is wrong.
     """
-    sys.excepthook = _brief
+    _be_brief()
     path = os.environ.get("SWARMTRAIN_CONFIG")
     if path:
         return Config.from_json(Path(path).read_text())
     if not argv:
-        raise SwarmtrainError("no config", hint="name one: python training_code.py examples/quickstart.yml")
+        script = Path(sys.argv[0]).name
+        raise SwarmtrainError("needs a config", place=script, hint=f"python {script} examples/quickstart.yml")
     return load(argv[0], [argument for argument in argv[1:] if argument != "-o"])
 
 
@@ -105,8 +110,7 @@ def read_options(kind: type[Options], config: Config) -> Options:
     try:
         return kind.model_validate(config.script)
     except ValidationError as error:
-        places = [(".".join(["script", *map(str, detail["loc"])]), detail["msg"]) for detail in error.errors()]
-        raise ConfigError(tuple(Problem(path, message) for path, message in places)) from None
+        raise ConfigError(tuple(explain(error, kind, {}, prefix="script."))) from None
 
 
 @contextmanager
@@ -132,6 +136,7 @@ def start(config: Config) -> Iterator[Runtime]:
         secrets=json.loads(environ.get("SWARMTRAIN_SECRETS") or "{}"),
     )
     _join(here)
+    _be_brief()  # torch has put its own before ours, and names the rank in every line
     try:
         yield here
     except SystemExit:
@@ -188,7 +193,8 @@ def _device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise TrainingError(
-            f"local rank {local_rank}, but this node shows {torch.cuda.device_count()} GPUs",
+            f"has no GPU for its local rank {local_rank}: it shows {torch.cuda.device_count()}",
+            place=f"node {os.environ.get('SWARMTRAIN_NODE', 'here')}",
             hint="runner.hosts: give it as many slots as GPUs",
         )
     device = torch.device("cuda", local_rank)
@@ -211,8 +217,14 @@ def _log(config: Config, rank: int) -> None:
     LOG.setLevel(config.logger.log_level.upper() if rank == 0 else logging.WARNING)
 
 
-def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, SwarmtrainError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    sys.stderr.write(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+def _be_brief() -> None:
+    """Let errors of ours that nobody catches be told without a traceback, and all others as before."""
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, SwarmtrainError):
+            sys.stderr.write(error.text)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = tell

@@ -62,7 +62,7 @@ def make_step(
     mean = loss_sum[0] / batch.tokens
     if not mean < float("inf"):
         hint = "lower learning_rate_scheduler.learning_rate; the newest checkpoint is from before this step"
-        raise TrainingError(f"the loss of step {number} is {mean}", hint=hint)
+        raise TrainingError(f"the loss is {mean}", place=f"step {number}", hint=hint)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
     return Step(number, samples, batch.tokens, mean, gradient_norm, learning_rate, asked)
 

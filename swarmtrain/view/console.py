@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from swarmtrain.errors import ConfigError, SwarmtrainError
+from swarmtrain.errors import SwarmtrainError
 
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Finding, Say
@@ -66,11 +66,8 @@ def _spinner(title: str) -> Iterator[Say]:
 
 def show_error(error: SwarmtrainError) -> None:
     """Print `error: …` and `hint: …`; a ConfigError prints a pair for each problem."""
-    if isinstance(error, ConfigError):
-        for problem in error.problems:
-            _show(f"{error.source}: {problem}" if error.source else str(problem), problem.hint)
-    else:
-        _show(str(error), error.hint)
+    for text, hint in error.told:
+        _show(text, hint)
 
 
 def show_finding(finding: Finding) -> None:

@@ -25,9 +25,10 @@ def follow(updates: Iterable[Update]) -> Verdict | None:
         elif isinstance(update, TaskState):
             _show_task(update, told)
         else:
-            _show_event(update)
             if update.kind == wire.VERDICT:
                 verdict = Verdict(**update.data)
+            if verdict is None or verdict.done:  # why it failed is said at the end
+                _show_event(update)
     return verdict
 
 

@@ -64,7 +64,7 @@ def test_batches_are_dealt_without_gap_or_overlap(tmp_path: Path) -> None:
 
 def test_token_outside_the_vocabulary(tmp_path: Path) -> None:
     memory_map.write(tmp_path / "a", [np.full(10, 40)], "uint8")
-    with pytest.raises(TrainingError, match="token 40 in the data"):
+    with pytest.raises(TrainingError, match="token 40 is in the data"):
         Samples([tmp_path / "a"], SHAPE, 0).load(np.arange(1))
 
 

@@ -98,4 +98,4 @@ def test_loss_that_is_no_number_ends_the_run(tmp_path: Path, config: dict[str, A
     wild = changed(config, learning_rate_scheduler={"learning_rate": 1e30}, trainer={"save_interval": 1})
     world = World(tmp_path, wild, 2)
     assert world.wait() == [1, 1]
-    assert "the loss of step" in world.log()
+    assert "the loss is" in world.log()

@@ -53,14 +53,14 @@ def test_the_launchers_config_comes_first(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_config_at_all() -> None:
-    with pytest.raises(SwarmtrainError, match="no config"):
+    with pytest.raises(SwarmtrainError, match="needs a config"):
         runtime.read_config([])
 
 
 def test_the_users_options() -> None:
     good, bad = (Config.model_validate_json(f'{{"script": {{"colour": "{colour}"}}}}') for colour in ("blue", "green"))
     assert runtime.read_options(Options, good).colour == "blue"
-    with pytest.raises(ConfigError, match=r"config script\.colour: Input should be 'red' or 'blue'"):
+    with pytest.raises(ConfigError, match=r"config script\.colour: must be 'red' or 'blue'"):
         runtime.read_options(Options, bad)
 
 

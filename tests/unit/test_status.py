@@ -62,5 +62,12 @@ def test_following_tells_apart_data_and_talk(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_why_a_run_failed_is_left_to_who_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = follow([Event(wire.VERDICT, {"status": "failed", "why": "no data", "exit_code": 1, "hint": "bring it"})])
+    assert verdict is not None
+    assert (verdict.why, verdict.hint) == ("no data", "bring it")
+    assert capsys.readouterr().err == ""
+
+
 def test_durations() -> None:
     assert [duration(value) for value in (0.4, 59.7, 185, 7830)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]

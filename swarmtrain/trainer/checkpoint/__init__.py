@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
+from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.checkpoint import fence, manifest, stage
@@ -86,7 +87,9 @@ class Checkpoints:
         try:
             dcp.save(self._tensors(), storage_writer=writer)
         except CheckpointException as error:  # a BaseException, so nobody else would catch it
-            raise CheckpointError(_first_reason(error), place=f"config trainer.save_dir {save_dir}") from None
+            raise CheckpointError(
+                _first_reason(error), place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
+            ) from None
         parts = agreement.gather(writer.files)
         path = agreement.by_first_rank(lambda: _told(save_dir, lambda: self._commit(save_dir, folder, progress, writer, parts)))
         self.saved = progress.step
@@ -124,6 +127,8 @@ class Checkpoints:
             if not reasons:
                 return path, content
             self._note(f"passed over {path}: {reasons[0]}")
+        if self._here.first and any(True for _ in stage.known(folder)):
+            self._note(f"no checkpoint in {folder} is whole: it counts as empty")
         return None
 
     def _candidates(self, folder: Path) -> list[tuple[Path, str]]:
@@ -171,8 +176,9 @@ def _told(save_dir: Path, act: Callable[[], Path]) -> Path:
     try:
         return act()
     except OSError as error:
-        reason = f"{error.strerror}: {error.filename}"
-        raise CheckpointError(reason, place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?") from None
+        raise CheckpointError(
+            f"{error.filename}: {reason(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
+        ) from None
 
 
 def _reason(path: Path, content: Manifest, names: list[str]) -> str | None:

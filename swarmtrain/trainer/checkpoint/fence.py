@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, WorldError
 
 
@@ -29,7 +30,7 @@ def claim(save_dir: Path, at_least: int) -> int:
                 token += 1
     except OSError as error:
         raise CheckpointError(
-            f"cannot be written: {error.strerror}",
+            f"cannot be written: {reason(error)}",
             place=f"config trainer.save_dir {save_dir}",
             hint="the user that trains needs write access to it",
         ) from None

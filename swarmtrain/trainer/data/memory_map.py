@@ -19,6 +19,7 @@ import numpy.typing as npt
 from swarmtrain.errors import TrainingError
 
 Tokens = npt.NDArray[Any]
+_ANEW = "its .bin, .idx and .meta.json are written together; write all three anew"
 
 
 class MemoryMap:
@@ -36,10 +37,11 @@ class MemoryMap:
                 f"{error.filename}: no such file", place="config data", hint="paths are relative to the folder the run is in"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TrainingError(f"{prefix}: is no memory-mapped token file: {error}", place="config data") from None
-        self.documents: Tokens = index.reshape(-1, 2)
-        if len(self.documents) != self.meta["document_count"] or (len(index) and self.documents[-1].sum() > len(self.tokens)):
-            raise TrainingError(f"{prefix}: its index does not fit its tokens; one of the files is torn", place="config data")
+            raise TrainingError(f"{prefix}: is no memory-mapped token file: {error}", place="config data", hint=_ANEW) from None
+        self.documents: Tokens = index[: len(index) // 2 * 2].reshape(-1, 2)
+        fits = len(index) == 2 * self.meta.get("document_count", -1)
+        if not fits or (len(index) and self.documents[-1].sum() > len(self.tokens)):
+            raise TrainingError(f"{prefix}: its index does not fit its tokens; one of the files is torn", place="config data", hint=_ANEW)
 
 
 def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[str, Any] | None = None) -> None:

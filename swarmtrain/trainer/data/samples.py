@@ -49,7 +49,9 @@ class Samples:
         self.maps = [MemoryMap(prefix) for prefix in prefixes]
         lengths = [max(0, len(part.tokens) - 1) for part in self.maps]
         if 0 in lengths:
-            raise TrainingError(f"{prefixes[lengths.index(0)]}: has fewer than two tokens", place="config data")
+            raise TrainingError(
+                f"{prefixes[lengths.index(0)]}: has fewer than two tokens", place="config data", hint="a sample is a token and the next one"
+            )
         self._targets = np.array(lengths)
         self._ends = np.cumsum([-(-length // self.sequence_length) for length in lengths])
         self._begins = self._ends - np.diff(self._ends, prepend=0)
@@ -76,9 +78,9 @@ class Samples:
             targets[row, : len(window) - 1] = window[1:]
         if inputs.size and max(inputs.max(), targets.max()) >= self.vocab_size:
             raise TrainingError(
-                f"token {max(inputs.max(), targets.max())} in the data",
+                f"is {self.vocab_size}, and token {max(inputs.max(), targets.max())} is in the data",
                 place="config transformer_architecture.vocab_size",
-                hint=f"{self.vocab_size} is too small",
+                hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
             )
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from swarmtrain.config.files import reason
 from swarmtrain.errors import TrainingError
+
+_WRITABLE = "the user that trains needs write access to it"
 
 
 class MetricsFile:
@@ -26,7 +29,7 @@ class MetricsFile:
             aside.replace(self.path)
             self._file: IO[str] = self.path.open("a")
         except OSError as error:
-            raise TrainingError(f"{error.filename}: {error.strerror}", place="config logger.log_dir") from None
+            raise TrainingError(f"{error.filename}: {reason(error)}", place="config logger.log_dir", hint=_WRITABLE) from None
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line."""
@@ -51,7 +54,7 @@ class AuditFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"world-{token:06}-rank-{rank:04}.jsonl").open("a")
         except OSError as error:
-            raise TrainingError(f"{error.filename}: {error.strerror}", place="config logger.audit_dir") from None
+            raise TrainingError(f"{error.filename}: {reason(error)}", place="config logger.audit_dir", hint=_WRITABLE) from None
 
     def write(self, step: int, samples: Sequence[int], loss: float) -> None:
         """Record that this rank has made `step` with `samples`, and that the whole batch's loss was `loss`."""
