@@ -31,6 +31,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
+
 from swarmtrain import errors
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +48,6 @@ CHAPTERS = (
 )
 FOLDERS = ("mistakes", "launchers", "lab")
 """Where cases are looked for, and their order within a chapter."""
-NOBODY = 65534
 
 _PROGRAMS = {"swarmtrain": ["-m", "swarmtrain"], "python": []}
 _USAGE, _FAILED = errors.EXIT_USAGE, errors.EXIT_JOB_FAILED
@@ -57,20 +58,6 @@ _NEVER_THE_SAME = (
     (r"(127\.0\.0\.1|localhost):\d{4,5}\b", r"\1:PORT"),
     (r"\b\d+\.\d+ s\b", "N s"),
 )
-# A process that has imported everything as root, and then is somebody who may read little.
-_AS_NOBODY = """
-import importlib, os, pkgutil, sys
-import docker, yaml, rich.console, swarmtrain
-for part in ("cli", "view", "launchers", "images", "render", "config", "lab"):
-    package = importlib.import_module(f"swarmtrain.{part}")
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
-os.setgroups([])
-os.setgid(%d)
-os.setuid(%d)
-from swarmtrain.__main__ import main
-main()
-"""
 
 
 @dataclass(frozen=True)
@@ -157,6 +144,8 @@ class Answer:
         self.env = {"DOCKER_HOST": "unix:///nowhere/docker.sock", "XDG_STATE_HOME": str(self.home / "state")}
         """Environment of the commands, beside PATH. Not shown on the page."""
         self.python = sys.executable
+        self.forked = False
+        """Whether commands of ours start from a process that has imported them."""
         self.limits: dict[int, int] = {}
         """Limits of the commands: resource.RLIMIT_FSIZE to bytes, for instance."""
         self._parts = [case.story]
@@ -251,12 +240,11 @@ class Answer:
                 if Path(tempfile.gettempdir()) in folder.parents:
                     folder.chmod(0o711)
         program, *arguments = shlex.split(command)
-        start = _PROGRAMS[program]
-        if nobody and os.geteuid() == 0:
-            start = ["-c", _AS_NOBODY % (NOBODY, NOBODY)]
         env = {"PATH": os.environ["PATH"], "HOME": str(self.home), "PYTHONPATH": str(ROOT), "COLUMNS": "140", **self.env}
+        if program == "swarmtrain" and (nobody or self.forked):
+            return forked.run(arguments, cwd=self.project, env=env, limits=self.limits, nobody=nobody, timeout=timeout)
         return subprocess.run(
-            [self.python, *start, *arguments],
+            [self.python, *_PROGRAMS[program], *arguments],
             cwd=self.project,
             env=env,
             stdin=subprocess.DEVNULL,

@@ -25,7 +25,7 @@ from swarmtrain.plan import Inventory, Machine, make_plan, offline, read_cargo
 from swarmtrain.render.compose import Stack, stack, to_yaml
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = 600
+EXAMPLES = 420
 SLOWEST = 2.0  # seconds for one config, on a machine that has other things to do
 TO_DOCKER = 20
 

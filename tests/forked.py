@@ -1,0 +1,85 @@
+"""Commands of ours in processes forked from one that has imported them: the same command, without its start of a quarter second.
+
+Also the way to run one as a user who may read nothing of ours: the modules are there before that user is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+NOBODY = 65534
+
+
+def run(
+    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], nobody: bool = False, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `swarmtrain ARGUMENTS` as a process of its own; SIGALRM ends it after `timeout` seconds."""
+    _import_all()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        child = os.fork()
+        if child == 0:
+            for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), out.fileno(), errors.fileno())):
+                os.dup2(file, number)
+            signal.alarm(int(timeout))
+            _become(cwd, env, limits, nobody=nobody)
+            _end(arguments)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = []
+        for file in (out, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return subprocess.CompletedProcess(["swarmtrain", *arguments], code, *texts)
+
+
+@cache
+def _import_all() -> None:
+    for name in ("docker", "requests", "yaml", "rich.console", "rich.markup"):
+        importlib.import_module(name)
+    for part in ("cli", "view", "launchers", "images", "render", "config", "lab"):
+        package = importlib.import_module(f"swarmtrain.{part}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+
+
+def _become(cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], *, nobody: bool) -> None:
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")  # noqa: SIM115  # streams, not files
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    for kind, most in limits.items():
+        resource.setrlimit(kind, (most, most))
+    if nobody and os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+
+def _end(arguments: Sequence[str]) -> NoReturn:
+    from swarmtrain.__main__ import main
+
+    sys.argv = ["swarmtrain", *arguments]
+    code = 1
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0
+    except BaseException:  # noqa: BLE001  # as the interpreter would tell it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
