@@ -33,10 +33,12 @@ def bring_up(place: Launcher, plan: Plan) -> None:
     """Show the plan, check it, and make it so. Raises StackError if a check finds what would keep it from running."""
     say(str(plan))
     findings = place.check(plan)
+    fatal = [finding for finding in findings if finding.fatal]
     for finding in findings:
-        show_finding(finding)
-    if fatal := sum(finding.fatal for finding in findings):
-        raise StackError(f"{fatal} of the checks failed; nothing was changed", place=f"run {plan.run}")
+        if finding not in fatal[-1:]:
+            show_finding(finding)
+    if fatal:
+        raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
     try:
         with progress(f"bringing {plan.run} up") as step:
             place.up(plan, step)
