@@ -33,7 +33,7 @@ def plan(config_file: ConfigFile, override: Overrides = [], name: Name = None, j
     from swarmtrain.view import runs
 
     config = load(config_file, override)
-    made = plan_for(config, name or run_name(config_file), folder=Path.cwd())
+    made = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     runs.show_plan(launcher(config.runner.runner_type), made, as_json=json)
 
 
@@ -51,6 +51,6 @@ def generate(
     from swarmtrain.render import compose
     from swarmtrain.view.console import say
 
-    stack = compose.stack(offline_plan(load(config_file, override), name or run_name(config_file), folder=Path.cwd()))
+    stack = compose.stack(offline_plan(load(config_file, override), run_name(config_file) if name is None else name, folder=Path.cwd()))
     compose.write(stack, output)
     say(f"wrote {output}\nnext: docker stack deploy -c {output} {stack.name}")

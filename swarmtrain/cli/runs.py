@@ -27,7 +27,7 @@ def deploy(
     from swarmtrain.view import runs
 
     config = load(config_file, override)
-    plan = plan_for(config, name or run_name(config_file), folder=Path.cwd())
+    plan = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     place = launcher(config.runner.runner_type)
     runs.bring_up(place, plan)
     if not detach:

@@ -16,8 +16,8 @@ from swarmtrain.config.base import twice
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
 _IMAGE_PATH = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
-    rf"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::\d{{1,5}})?/)?{_IMAGE_PATH}(?:/{_IMAGE_PATH})*"
-    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+    rf"(?:(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{{1,5}})?/)?{_IMAGE_PATH}(?:/{_IMAGE_PATH})*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[A-Za-z][A-Za-z0-9+._-]*:[0-9A-Fa-f]{32,})?"
 )
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{1,190}")
 _NETWORK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

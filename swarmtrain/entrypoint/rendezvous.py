@@ -126,7 +126,7 @@ def _open_store(env: BoardEnv, server: BoardServer) -> object:
     except (ImportError, OSError, RuntimeError) as error:
         hint = "the image needs torch 2.11 or newer" if isinstance(error, ImportError) else _OTHER_PORT
         reason = _reason(error) if isinstance(error, OSError) else str(error)
-        facts = {"node": RENDEZVOUS, "error": f"cannot serve the store at {env.bind}:{env.store_port}: {reason}", "hint": hint}
+        facts = {"node": RENDEZVOUS, "error": f"store at {env.bind}:{env.store_port}: cannot be served: {reason}", "hint": hint}
         data = {**facts, "exit_code": EXIT_ERROR, "permanent": True, "traceback": traceback.format_exc()}
         server.answer({"op": "post", "kind": FAILURE, "data": data, "time": time.time()})
         sys.stderr.write(f"error: {facts['error']}\nhint: {hint}\n")

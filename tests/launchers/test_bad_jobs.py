@@ -163,6 +163,10 @@ def test_ports_in_use(answer: Answer) -> None:
         values = {"RUN": "demo", "BOARD_PORT": port, "STORE_PORT": 1, "BIND": "127.0.0.1", "MAX_RESTARTS": 0}
         answer.env |= {f"SWARMTRAIN_{name}": str(value) for name, value in values.items()}
         answer("python -m swarmtrain.entrypoint rendezvous")
+        answer.say("Without a store nobody can meet, which the board still can say: the run has failed.")
+        answer.env |= {"SWARMTRAIN_BOARD_PORT": str(port + 1), "SWARMTRAIN_STORE_PORT": str(port)}
+        done = answer("python -m swarmtrain.entrypoint rendezvous", code=0)
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "failed"
 
 
 def test_missing_data(answer: Answer) -> None:

@@ -54,6 +54,7 @@ def test_run_names(answer: Answer) -> None:
     answer.config("runner: {hosts: [gpu-1]}")
     answer("swarmtrain generate config.yml --name My_Run")
     answer("swarmtrain generate config.yml --name -nodes-")
+    answer("swarmtrain generate config.yml --name ''")
     answer(f"swarmtrain generate config.yml --name {'a' * 47}")
     answer.situation("cp config.yml ___.yml")
     answer("swarmtrain generate ___.yml")

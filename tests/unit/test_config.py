@@ -81,3 +81,30 @@ def test_every_micro_batch_is_dealt_once_and_shares_differ_by_at_most_one(micro:
     assert sum(deal) == count
     assert len(deal) == world
     assert max(deal) - min(deal) <= 1
+
+
+IMAGES = (
+    "ubuntu", "ubuntu:24.04", "registry.lab:5000/swarmtrain:latest", "Registry.Example.com/team/a-b__c.d:V1", "localhost/x", "[::1]:5000/x",
+    f"nvcr.io/nvidia/pytorch:25.01-py3@sha256:{'0' * 64}", f"x@sha256:{'a' * 64}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_images_that_docker_takes_are_taken(image: str) -> None:
+    assert parse("{}", [f"runner.docker_config.docker_container='{image}'"]).runner.docker_config.docker_container == image
+
+
+def test_names_that_clusters_have_are_taken() -> None:
+    config = parse("""
+        runner:
+          hosts: [gpu-1, GPU_2.example.com slots=8, 10.0.0.3, "9vqmpfv2n8kzmsqb0xqvzl3mb slots=2"]
+          docker_config: {docker_mounts: [cache_1.x, /cache, "/mnt/a b$c", /data]}
+          swarm: {labels: {gpu: A100-SXM4-80GB, com.example.rack: "r1 (east)"}, network: team_net.1}
+        """)
+    assert len(config.runner.hosts or ()) == 4
+    assert config.runner.docker_config.docker_mounts == (("cache_1.x", "/cache"), ("/mnt/a b$c", "/data"))
+
+
+def test_an_alias_is_a_copy() -> None:
+    config = parse("script: {a: &x {n: 1}, b: *x}", ["script.a.n=2"])
+    assert config.script == {"a": {"n": 2}, "b": {"n": 1}}
