@@ -145,12 +145,19 @@ def test_who_leaves_by_os_exit_has_finished(small_run: Any) -> None:
 
 
 def test_four_ranks_that_fail_alike_say_so_at_length_once(small_run: Any) -> None:
+    script = (
+        "import os, pathlib, time\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / f'rank-{os.environ[\"RANK\"]}').touch()\n"
+        "while len(list(here.glob('rank-*'))) < 4: time.sleep(0.01)\n"
+        "import no_such_module\n"
+    )
     small_run.start_board()
     for number in (0, 1):
-        small_run.start_node(number, "import no_such_module\n")
+        small_run.start_node(number, script)
     assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
     verdict = small_run.events("verdict")[0].data
-    assert verdict["why"].endswith("'no_such_module', in script.py line 1; this does not get better by trying again")
+    assert verdict["why"].endswith("'no_such_module', in script.py line 5; this does not get better by trying again")
     assert verdict["hint"].startswith("the image must have it")
     assert small_run.output().count("Traceback") == 1
     assert small_run.output().count("ModuleNotFoundError: No module named 'no_such_module'") >= 4
