@@ -35,28 +35,29 @@ def main() -> int:
     if unknown := [name for name in names if name not in SUITES]:
         print(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}", file=sys.stderr)
         return 2
-    with labs_in_memory():
+    with in_memory():
         return run_all(names)
 
 
 @contextmanager
-def labs_in_memory() -> Iterator[None]:
-    """Keep the labs' disks in memory where there is enough: the tests unpack and remove many gigabytes of images."""
-    if (
-        "SWARMTRAIN_LAB_DIR" in os.environ
-        or not _MEMORY_DISK.is_dir()
-        or shutil.disk_usage(_MEMORY_DISK).free < _ENOUGH
-        or _memory() < _ENOUGH
-    ):
+def in_memory() -> Iterator[None]:
+    """Keep the labs' disks and the tests' folders in memory where there is enough: they write and remove many gigabytes."""
+    given = {"SWARMTRAIN_LAB_DIR", "PYTEST_DEBUG_TEMPROOT"} & set(os.environ)
+    if given or not _MEMORY_DISK.is_dir() or min(shutil.disk_usage(_MEMORY_DISK).free, _memory()) < _ENOUGH:
         yield
         return
-    folder = tempfile.mkdtemp(prefix="swarmtrain-labs-", dir=_MEMORY_DISK)
-    Path(folder).chmod(0o755)
-    os.environ["SWARMTRAIN_LAB_DIR"] = folder
-    print(f"labs of this run are in {folder}")
+    folder = Path(tempfile.mkdtemp(prefix="swarmtrain-", dir=_MEMORY_DISK))
+    folder.chmod(0o755)
+    labs, temporary = folder / "labs", folder / "tmp"
+    temporary.mkdir()
+    os.environ |= {"SWARMTRAIN_LAB_DIR": str(labs), "PYTEST_DEBUG_TEMPROOT": str(temporary)}
+    print(f"the tests write to {folder}")
     yield
+    shutil.rmtree(temporary, ignore_errors=True)
     with suppress(OSError):  # what a killed test left is a lab still: swarmtrain lab down removes it
-        Path(folder).rmdir()
+        for path in (labs / "howto", labs, folder):
+            if path.exists():
+                path.rmdir()
 
 
 def _memory() -> int:
