@@ -123,7 +123,10 @@ def test_a_deploy_over_a_run_that_is_going_down(
     going = Command(lambda say: another().down(RUN, say))
     going.await_saying("removing demo_node0")
     # Whoever asks meanwhile is told; whoever changes something waits.
-    assert {task.state for task in launcher.tasks(RUN) if task.node != "rendezvous"} <= {"stopping"}
+    end = time.monotonic() + 10
+    while {task.state for task in launcher.tasks(RUN) if task.node != "rendezvous"} - {"stopping"}:
+        assert time.monotonic() < end
+        time.sleep(0.1)
     over = Command(lambda say: another().up(planned(nodes=1), say))
     over.await_saying("takes it down, since")
     assert going.end() is None
