@@ -8,6 +8,7 @@
     ├── ImageError              an image cannot be built, pushed, or found in its registry
     ├── StackError              a stack cannot be brought up or taken down
     ├── RunNotFound             no such run, or several and none was named
+    ├── StateError              the folder of the runs on this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── BoardError              the notice board cannot be reached or answered nonsense
     ├── TrainingError           the trainer cannot go on (data, model, or world do not fit)
@@ -127,6 +128,10 @@ class StackError(SwarmtrainError):
 
 class RunNotFound(SwarmtrainError):
     """The named run does not exist, or none was named and there is not exactly one."""
+
+
+class StateError(SwarmtrainError):
+    """The folder in which the runs of this machine are kept cannot be read or written."""
 
 
 class LabError(SwarmtrainError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from swarmtrain.config import Config
 from swarmtrain.config.runner import RunnerType
-from swarmtrain.errors import EngineError, PlanError, RunNotFound
+from swarmtrain.errors import EngineError, PlanError, RunNotFound, StateError, SwarmtrainError
 from swarmtrain.plan import Inventory, Plan, make_plan, offline, read_cargo
 
 if TYPE_CHECKING:
@@ -72,18 +72,18 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
     """
     places: list[Launcher] = []
     runs: list[tuple[Launcher, str]] = []
-    unreachable: EngineError | None = None
+    unreachable: list[SwarmtrainError] = []
     for kind in _REGISTRY:
         try:
             places.append(launcher(kind))
             runs += [(places[-1], run) for run in places[-1].runs()]
-        except EngineError as error:
-            unreachable = error
+        except (EngineError, StateError) as error:
+            unreachable.append(error)
     matching = [item for item in runs if name in (None, item[1])] or _leaving(places, name)
     if len(matching) == 1:
         return matching[0]
-    if not matching and unreachable is not None and not runs:
-        raise unreachable
+    if not matching and unreachable and not runs:
+        raise min(unreachable, key=lambda error: isinstance(error, EngineError))  # many a machine has no engine
     known = ", ".join(sorted(run for _, run in runs or matching))
     if name is not None and not matching:
         hint = "swarmtrain deploy CONFIG --name NAME starts one"

@@ -192,12 +192,16 @@ def _context_address() -> str | None:
     return None if host is None else host.replace("http+unix://", "unix://")
 
 
+def _place(address: str) -> str:
+    return f"Docker engine at {address}"
+
+
 def _refusal(method: str, path: str) -> str:
     return f"the engine refused {method} {path}: "
 
 
 def _refused(response: Response, refusal: str, address: str) -> EngineError:
-    place = f"Docker engine at {address}"
+    place = _place(address)
     try:
         message = str(response.json()["message"]).strip()
     except (ValueError, KeyError, TypeError):
@@ -209,8 +213,10 @@ def _refused(response: Response, refusal: str, address: str) -> EngineError:
 
 
 def _unreachable(error: BaseException, address: str) -> EngineError:
-    place = f"Docker engine at {address}"
+    place = _place(address)
     causes = list(_causes(error))
+    if any(isinstance(cause, NameError) for cause in causes):  # docker-py leaves its SSH adapter undefined where it cannot be had
+        return EngineError("to reach it by SSH, paramiko is needed", place=place, hint="pip install paramiko")
     if any(isinstance(cause, PermissionError) for cause in causes):
         return EngineError("no permission to use its socket", place=place, hint="sudo usermod -aG docker $USER, then log in again")
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from interrupt import EFFECTS, IMPORTS, ROOT, SIGNALS, at_each, at_event, at_line
+from processes import below
 
 # Trains for ever, and saves when it is asked to leave.
 SCRIPT = """
@@ -39,15 +40,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def processes(folder: Path) -> list[int]:
-    """Return all living processes that work for runs below `folder`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            told = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
-            dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            if str(folder / "state").encode() in told and not dead and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
+    """Return all living processes of the runs of a test whose folder is `folder`."""
+    return below(folder / "state")
 
 
 def keepers(folder: Path) -> list[str]:

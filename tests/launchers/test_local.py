@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import below
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
@@ -85,15 +86,8 @@ def plan_of(launcher: LocalLauncher, steps: int, *, script: str = TRAIN, nodes: 
 
 
 def ours(folder: Path) -> list[int]:
-    """Return all living processes that work for runs below `folder`: the environment tells, whatever their parents are."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            environ = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
-            dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            if str(folder / "home").encode() in environ and not dead and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
+    """Return all living processes of the runs of a test whose folder is `folder`."""
+    return below(folder / "home")
 
 
 def until(launcher: LocalLauncher, kind: str, where: Callable[[Event], bool] = lambda _: True, timeout: float = 120.0) -> Event:

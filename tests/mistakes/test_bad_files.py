@@ -114,3 +114,20 @@ def test_full_disk(answer: Answer) -> None:
     answer("swarmtrain init new.yml")
     shutil.rmtree(answer.project / "compose")
     answer("swarmtrain generate config.yml --output elsewhere/stack.yml")
+
+
+def test_state_of_another(answer: Answer) -> None:
+    """Runs of another user
+
+    The runs of this machine (`runner_type: local`) are kept in `~/.local/state/swarmtrain`, which may be root's after a `sudo`.
+    """
+    answer.config("runner: {runner_type: local, nodes: 2}")
+    state = answer.home / "state"
+    state.mkdir()
+    (state / "swarmtrain").mkdir(mode=0o700)
+    answer("swarmtrain status", nobody=True)
+    (state / "swarmtrain").chmod(0o755)
+    answer("swarmtrain deploy config.yml", nobody=True)
+    answer.say("The same where there is no room left:")
+    answer.limits = {resource.RLIMIT_FSIZE: 1024}
+    answer("swarmtrain deploy config.yml", changes="state/swarmtrain/config")

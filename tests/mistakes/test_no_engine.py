@@ -70,3 +70,13 @@ def test_not_an_engine(answer: Answer) -> None:
     for address in ("nonsense", "tcp://", "tcp://no.such.host.invalid:2375", "tcp://127.0.0.1:many", "fd://"):
         answer.export("DOCKER_HOST", address)
         answer("swarmtrain plan config.yml")
+
+
+def test_ssh_without_paramiko(answer: Answer) -> None:
+    """An engine behind SSH
+
+    Docker's Python library speaks SSH by paramiko, which only those need who use it.
+    """
+    answer.config("runner: {nodes: 2}")
+    answer.export("DOCKER_HOST", "ssh://gpu-1")
+    answer("swarmtrain plan config.yml")

@@ -18,7 +18,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.local import follow
-from swarmtrain.launchers.local.folder import Facts, RunFolder, local_runs
+from swarmtrain.launchers.local.folder import Facts, RunFolder, in_state, local_runs
 from swarmtrain.launchers.local.spec import Spec
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
@@ -48,6 +48,7 @@ class LocalLauncher:
             findings.append(Finding("this machine", f"{plan.world_size} ranks will share {cores} cores", fatal=False))
         return findings
 
+    @in_state()
     def up(self, plan: Plan, say: Say) -> None:
         """Start, restart and end what differs from `plan`. Raises SwarmtrainError."""
         folder = RunFolder(plan.run)
@@ -61,6 +62,7 @@ class LocalLauncher:
                     folder.remove()
                 raise
 
+    @in_state()
     def changes(self, plan: Plan) -> list[str]:
         """Return what `up` would do."""
         folder = RunFolder(plan.run)
@@ -74,9 +76,9 @@ class LocalLauncher:
     def _reconcile(self, folder: RunFolder, plan: Plan, say: Say) -> None:
         facts, wanted, same = _compare(folder, plan)
         stale = [name for name in folder.names() if name not in same]
-        if stale and folder.exists:
-            folder.end(stale, facts.stop_grace)
         folder.write(plan, facts)
+        if stale:
+            folder.end(stale, facts.stop_grace)
         for name in stale:
             if name not in wanted:
                 say(f"{name} removed")
@@ -88,10 +90,12 @@ class LocalLauncher:
                 folder.launch(wanted[name])
                 say(f"{name} started, log in {folder.log(name)}")
 
+    @in_state()
     def deployed(self, run: str) -> tuple[Config, Cargo]:
         """Return what the run was brought up with. Raises RunNotFound."""
         return RunFolder(run).read()
 
+    @in_state()
     def runs(self) -> list[str]:
         """Return the names of the runs on this machine, sorted."""
         return local_runs()
@@ -135,6 +139,7 @@ class LocalLauncher:
 
         return logs(_existing(run), follow=follow, tail=tail)
 
+    @in_state()
     def stop(self, run: str, say: Say) -> None:
         """Let the ranks save and leave; the notice board stays, and `up` goes on from there. Raises RunNotFound."""
         folder = _existing(run)
@@ -142,6 +147,7 @@ class LocalLauncher:
             _end_nodes(folder)
         say(f"{run} stopped")
 
+    @in_state()
     def down(self, run: str, say: Say) -> None:
         """End everything and remove the run; events and logs stay in its folder. Raises RunNotFound."""
         folder = _existing(run)

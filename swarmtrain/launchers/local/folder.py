@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from swarmtrain.config import Config
-from swarmtrain.errors import RunNotFound
+from swarmtrain.config.files import OPEN, SECRET, reason, write_all
+from swarmtrain.errors import RunNotFound, StateError
 from swarmtrain.launchers.base import Say
 from swarmtrain.launchers.local.spec import Spec, State, replace
 from swarmtrain.plan import Cargo, CodeFile, Plan
@@ -42,9 +43,24 @@ def state_directory() -> Path:
     return (Path(state) if state else Path("~/.local/state").expanduser()) / "swarmtrain"
 
 
+@contextlib.contextmanager
+def in_state() -> Iterator[None]:
+    """Around what reads and writes folders of runs. Raises StateError where the system refuses that."""
+    try:
+        yield
+    except BrokenPipeError:  # of our own output
+        raise
+    except OSError as error:
+        hint = "export XDG_STATE_HOME=FOLDER keeps the runs elsewhere"
+        raise StateError(reason(error), place=str(error.filename or state_directory()), hint=hint) from None
+
+
 def local_runs() -> list[str]:
-    """Return the names of all local runs, sorted."""
-    return sorted(path.parent.name for path in state_directory().glob(f"*/{_MARK}"))
+    """Return the names of all local runs, sorted. Raises OSError, where a glob would pass over what it may not read."""
+    try:
+        return sorted(path.name for path in state_directory().iterdir() if RunFolder(path.name).exists)
+    except FileNotFoundError:
+        return []
 
 
 @dataclass(frozen=True)
@@ -104,16 +120,16 @@ class RunFolder:
             raise RunNotFound(f"there is no run of this name on this machine; there is: {known}", place=f"run {self.run}") from None
 
     def write(self, plan: Plan, facts: Facts) -> None:
-        """Write down what the run is made of."""
-        for name in ("", "code", "secrets", "logs"):
-            (self.path / name).mkdir(parents=True, exist_ok=True, mode=0o700 if name == "secrets" else 0o755)
-        replace(self.path / "deployed.json", plan.config.to_json())
-        replace(self.path / "config.json", plan.config.resolved().to_json())
-        for item in plan.cargo.code:
-            _write_bytes(self.path / "code" / item.name, item.content, 0o644)
-        for item in plan.cargo.secrets:
-            _write_bytes(self.path / "secrets" / item.name, item.content, 0o600)
-        replace(self.path / _MARK, json.dumps(asdict(facts), indent=1))
+        """Write down what the run is made of: all of it, or nothing. Raises OSError."""
+        (self.path / "secrets").mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.path / "logs").mkdir(exist_ok=True)
+        config, resolved, mark = plan.config.to_json(), plan.config.resolved().to_json(), json.dumps(asdict(facts), indent=1)
+        write_all(
+            {self.path / "secrets" / item.name: (item.content, SECRET) for item in plan.cargo.secrets}
+            | {self.path / "code" / item.name: (item.content, OPEN) for item in plan.cargo.code}
+            | {self.path / name: (text.encode(), OPEN) for name, text in (("deployed.json", config), ("config.json", resolved))}
+            | {self.path / _MARK: (mark.encode(), OPEN)}
+        )
 
     def read(self) -> tuple[Config, Cargo]:
         """Return what `write` was given. Raises RunNotFound."""
@@ -222,11 +238,3 @@ def _below(pid: int) -> list[int]:
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _write_bytes(path: Path, content: bytes, mode: int) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    new.replace(path)
