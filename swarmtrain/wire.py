@@ -107,6 +107,8 @@ class NodeEnv(_Env):
     """Seconds from SIGTERM to SIGKILL."""
     log_dir: str
     """Directory for the ranks' error files and logs; made if missing."""
+    mounts: tuple[str, ...]
+    """Where the config's mounts are in this container, JSON; empty where nothing is mounted."""
 
 
 @dataclass(frozen=True)

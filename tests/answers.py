@@ -146,7 +146,7 @@ class Answer:
         """Environment of the commands, beside PATH. Not shown on the page."""
         self.python = sys.executable
         self.forked = False
-        """Whether commands of ours start from a process that has imported them."""
+        """Whether programs start from a process that has imported what they need."""
         self.limits: dict[int, int] = {}
         """Limits of the commands: resource.RLIMIT_FSIZE to bytes, for instance."""
         self._parts = [case.story]
@@ -241,8 +241,9 @@ class Answer:
                 folder.chmod(0o711)  # pytest lets nobody through
         program, *arguments = shlex.split(command)
         env = {"PATH": os.environ["PATH"], "HOME": str(self.home), "PYTHONPATH": str(ROOT), "COLUMNS": "140", **self.env}
-        if program == "swarmtrain" and (nobody or self.forked):
-            return forked.run(arguments, cwd=self.project, env=env, limits=self.limits, nobody=nobody, timeout=timeout)
+        argv = [program, *arguments] if program == "swarmtrain" else arguments
+        if nobody or (self.forked and argv[0] != "-m"):
+            return forked.run(argv, cwd=self.project, env=env, limits=self.limits, nobody=nobody, timeout=timeout)
         return subprocess.run(
             [self.python, *_PROGRAMS[program], *arguments],
             cwd=self.project,

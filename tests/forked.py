@@ -1,4 +1,4 @@
-"""Commands of ours in processes forked from one that has imported them: the same command, without its start of a quarter second.
+"""Programs in processes forked from one that has imported what they need: the same, without a start of a quarter second, or of three.
 
 Also the way to run one as a user who may read nothing of ours: the modules are there before that user is.
 """
@@ -9,11 +9,12 @@ import importlib
 import os
 import pkgutil
 import resource
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import traceback
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,10 +24,11 @@ NOBODY = 65534
 
 
 def run(
-    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], nobody: bool = False, timeout: float
+    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], nobody: bool = False, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `swarmtrain ARGUMENTS` as a process of its own; SIGALRM ends it after `timeout` seconds."""
-    _import_all()
+    """Run `swarmtrain ARGUMENTS` or `SCRIPT ARGUMENTS` as a process of its own; SIGALRM ends it after `timeout` seconds."""
+    script = argv[0] != "swarmtrain"
+    _import_trainer() if script else _import_commands()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         child = os.fork()
         if child == 0:
@@ -34,23 +36,29 @@ def run(
                 os.dup2(file, number)
             signal.alarm(int(timeout))
             _become(cwd, env, limits, nobody=nobody)
-            _end(arguments)
+            _end(argv, script=script)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
         for file in (out, errors):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    return subprocess.CompletedProcess(["swarmtrain", *arguments], code, *texts)
+    return subprocess.CompletedProcess(list(argv), code, *texts)
 
 
 @cache
-def _import_all() -> None:
+def _import_commands() -> None:
     for name in ("docker", "requests", "yaml", "rich.console", "rich.markup"):
         importlib.import_module(name)
     for part in ("cli", "view", "launchers", "images", "render", "config", "lab"):
         package = importlib.import_module(f"swarmtrain.{part}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+
+
+@cache
+def _import_trainer() -> None:
+    importlib.import_module("swarmtrain.trainer")
+    assert threading.active_count() == 1, "a thread of this process would be missing in those forked from it"
 
 
 def _become(cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], *, nobody: bool) -> None:
@@ -68,17 +76,20 @@ def _become(cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], *, nob
         os.setuid(NOBODY)
 
 
-def _end(arguments: Sequence[str]) -> NoReturn:
-    from swarmtrain.__main__ import main
-
-    sys.argv = ["swarmtrain", *arguments]
+def _end(argv: Sequence[str], *, script: bool) -> NoReturn:
+    sys.argv = list(argv)
     code = 1
     try:
-        main()
+        if script:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_path(argv[0], run_name="__main__")
+            code = 0
+        else:
+            importlib.import_module("swarmtrain.__main__").main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0
     except BaseException:  # noqa: BLE001  # as the interpreter would tell it
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,6 +5,7 @@ The modules of commands do without `from __future__ import annotations`: Typer w
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -22,6 +23,9 @@ HELP = """Distributed PyTorch training on the machines you already have, from on
 
     swarmtrain status                 how it stands
 """
+
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def build() -> typer.Typer:
@@ -44,7 +48,10 @@ def run() -> int:
 
         completion.rejoin(os.environ)
     try:
-        return int(build()(prog_name="swarmtrain", standalone_mode=False) or 0)
+        try:
+            return int(build()(prog_name="swarmtrain", standalone_mode=False) or 0)
+        finally:
+            sys.stdout.flush()
     except SwarmtrainError as error:
         from swarmtrain.view.console import show_error
 
@@ -55,6 +62,14 @@ def run() -> int:
     except BrokenPipeError:
         # The reader of our output has gone (`swarmtrain logs | head`); nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        from swarmtrain.view.console import show_error
+
+        place = str(error.filename or "standard output")
+        show_error(SwarmtrainError((error.strerror or "").lower(), place=place, hint="df -h shows which disk is full"))
         return EXIT_ERROR
     except Exception as error:  # noqa: BLE001  # click's usage errors share no public base with typer's copies of them
         return _usage(error)

@@ -24,6 +24,11 @@ def permanent_problems(node: NodeEnv) -> list[str]:
         for name, path in node.secrets.items()
         if not Path(path).is_file()
     ]
+    problems += [
+        f"the mount {target} cannot be read by user {os.geteuid()}, which this container runs as: chmod -R a+rX its source on this node"
+        for target in node.mounts
+        if not os.access(target, os.R_OK | os.X_OK if Path(target).is_dir() else os.R_OK)
+    ]
     if importlib.util.find_spec("torch") is None:
         problems.append("python cannot find torch: the image needs torch 2.11 or newer")
     try:

@@ -23,6 +23,7 @@ class Place:
     log_dir: str
     store_port: int
     board_port: int
+    mounts: tuple[str, ...] = ()
 
 
 def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
@@ -43,6 +44,7 @@ def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
         secrets=secrets,
         stop_grace=runner.stop_grace,
         log_dir=place.log_dir,
+        mounts=place.mounts,
     )
     return {**runner.env, **{f"{name}_FILE": path for name, path in secrets.items()}, **ours.to_env()}
 

@@ -195,6 +195,7 @@ def _place(plan: Plan) -> Place:
         log_dir="/tmp/swarmtrain",
         store_port=port,
         board_port=port + 1,
+        mounts=tuple(target for _, target in plan.config.runner.docker_config.docker_mounts),
     )
 
 

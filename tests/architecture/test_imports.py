@@ -28,9 +28,9 @@ def modules_after(*argv: str, cwd: Path) -> set[str]:
     program = f"""
 import sys, json
 sys.argv = {["swarmtrain", *argv]!r}
-from swarmtrain.__main__ import main
+from swarmtrain.__main__ import command
 try:
-    main()
+    assert command() == 0
 finally:
     print("\\n" + json.dumps(sorted(sys.modules)))
 """

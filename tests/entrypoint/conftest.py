@@ -94,6 +94,7 @@ class SmallRun:
             secrets={},
             stop_grace=stop_grace,
             log_dir=str(self.folder / f"log{number}"),
+            mounts=(),
         )
         self.nodes[env.node] = self._start("node", {**env.to_env(), "OMP_NUM_THREADS": "1"}, self.log(number))
         return self.nodes[env.node]

@@ -40,6 +40,7 @@ def node_env(folder: Path, **changes: Any) -> NodeEnv:
         "secrets": {},
         "stop_grace": 10.0,
         "log_dir": str(folder / "logs"),
+        "mounts": (str(folder), str(folder / "script.py")),
     }
     return NodeEnv(**{**values, **changes})
 
@@ -73,10 +74,12 @@ def test_a_sound_node_has_no_problems(tmp_path: Path) -> None:
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    broken = node_env(tmp_path, script="/no/script.py", secrets={"TOKEN": "/no/token"}, log_dir=str(tmp_path / "file" / "logs"))
+    broken = node_env(
+        tmp_path, script="/no/script.py", secrets={"TOKEN": "/no/token"}, log_dir=str(tmp_path / "file" / "logs"), mounts=("/no/mount",)
+    )
     (tmp_path / "config.json").write_text("{")
     problems = "\n".join(permanent_problems(broken))
-    for part in ("/no/script.py", "config.json is not JSON", "the secret TOKEN", "log directory"):
+    for part in ("/no/script.py", "config.json is not JSON", "the secret TOKEN", "log directory", "the mount /no/mount"):
         assert part in problems
 
 

@@ -189,6 +189,25 @@ def test_scaling_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, 
     same(losses(lab, "scale"), reference)
 
 
+def test_a_stop_in_the_middle_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float]) -> None:
+    """The notice board stays; what it knew is known still when the run goes on."""
+    argv = ["deploy", "examples/quickstart.yml", "--name", "stop", *options(image, "stop", "runner.min_nodes=3", "runner.max_nodes=3")]
+    deploy = swarmtrain(*argv)
+    wait_for_run(launcher, "stop")
+    wait_for(launcher, "stop", past_the_middle)
+    assert swarmtrain("stop", "stop").wait(120) == 0
+    assert deploy.wait(60) == 3
+    before = launcher.events("stop")
+    assert past_the_middle(before)
+    assert not done(before)
+    assert swarmtrain(*argv).wait(300) == 0
+    after = launcher.events("stop")
+    assert after[: len(before)] == before
+    assert [event.kind for event in after].count(wire.BOARD_UP) == 1
+    assert not any(event.kind == wire.FAILURE for event in after)
+    same(losses(lab, "stop"), reference)
+
+
 def wait_for_run(launcher: SwarmLauncher, run: str) -> None:
     end = time.monotonic() + 60
     while run not in launcher.runs():

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from answers import ROOT, Answer
+from processes import below
 
 pytest.importorskip("torch", reason="ranks need torch")
 
@@ -35,10 +36,11 @@ RUN = r"^home/|^project/runs"
 @pytest.fixture(autouse=True)
 def _processes_end(answer: Answer) -> Iterator[None]:
     """One thread a rank, no GPU, and at the end no process is left."""
+    answer.forked = True
     answer.env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     yield
     for _ in range(2):
-        for process in processes(answer.home):
+        for process in below(answer.home):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
@@ -60,16 +62,6 @@ def write_tokens(prefix: Path, tokens: bytes) -> None:
     prefix.with_name(f"{prefix.name}.meta.json").write_text(json.dumps(meta))
 
 
-def processes(home: Path) -> list[int]:
-    """Return all processes that work for runs below `home`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(home).encode() in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
-
-
 def deploy(answer: Answer, *, code: int = 3, status: bool = False, override: str = "") -> str:
     """Deploy, follow to the end, show how it ended; return what the ranks printed."""
     answer.same(r"· a world of .*\n", "")  # two ranks may be through before both have said that they are there
@@ -79,7 +71,7 @@ def deploy(answer: Answer, *, code: int = 3, status: bool = False, override: str
         shown = answer("swarmtrain status", code=0, only=r"^run |^  hint", changes=RUN)
         assert why in shown.stdout
     assert answer("swarmtrain down", code=0, show=False, changes=RUN).returncode == 0
-    assert processes(answer.home) == []
+    assert below(answer.home) == []
     return done.stdout
 
 
@@ -145,7 +137,7 @@ def test_no_torch(answer: Answer) -> None:
     python = answer.project.parent / "python"
     python.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
     python.chmod(0o755)
-    answer.python = str(python)
+    answer.forked, answer.python = False, str(python)
     answer.env["PYTHONPATH"] = f"{ROOT}:{packages}"
     answer.same(r"/\S+ cannot find", "/usr/bin/python3 cannot find")
     answer("swarmtrain deploy config.yml", since="^error")

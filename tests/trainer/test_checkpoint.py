@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,19 @@ def test_a_disk_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_tokens_are_taken_once(tmp_path: Path) -> None:
     assert [fence.claim(tmp_path, at_least) for at_least in (0, 0, 7, 3)] == [1, 2, 8, 9]
+
+
+def test_all_ranks_find_the_fence_that_the_first_has_set_up(tmp_path: Path) -> None:
+    """Also where a network's file system shows it later; in a folder of the same name on a disk of its own it never comes."""
+    token = fence.claim(tmp_path / "ours", 0)
+    fence.find(tmp_path / "ours", token, patience=0)
+    late = threading.Timer(0.3, fence.claim, (tmp_path / "late", 0))
+    late.start()
+    fence.find(tmp_path / "late", 1)
+    late.join()
+    fence.claim(tmp_path / "other", 6)
+    with pytest.raises(CheckpointError, match=r"save_dir .*/other: is another folder here"):
+        fence.find(tmp_path / "other", token, patience=0.2)
 
 
 def test_save_dir_that_cannot_be_written(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ NODE = NodeEnv(
     secrets={"KEY": "/run/secrets/KEY"},
     stop_grace=90.0,
     log_dir="/tmp/swarmtrain",
+    mounts=("/data", "/mnt/a b"),
 )
 
 

@@ -47,13 +47,15 @@ class Checkpoints:
     def __init__(self, here: Runtime, model: ParallelModel, optimizer: Optimizer, data: str, note: Note) -> None:
         """Claim save_dir for this world. `data` is the training data's fingerprint; `note` is told of checkpoints that are passed over.
 
-        Raises CheckpointError if save_dir cannot be written.
+        Raises CheckpointError if save_dir cannot be written, or is not the same folder on all nodes.
         """
         self._here, self._model, self._optimizer, self._data, self._note = here, model, optimizer, data, note
         self.save_dir = here.config.trainer.save_dir
         self.saved: int | None = None
         """Step of the newest checkpoint that this world has written or read."""
         self.token = agreement.by_first_rank(self._claim)
+        if self.save_dir is not None:
+            fence.find(self.save_dir, self.token)
 
     def restore(self) -> tuple[Progress, Path | None]:
         """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer.

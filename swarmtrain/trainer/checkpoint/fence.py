@@ -6,11 +6,18 @@ was cut off and trains on finds the higher token before its next rename, and sto
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
+import time
 from pathlib import Path
 
 from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, WorldError
+
+LOG = logging.getLogger("swarmtrain")
+_POLL = 0.1
+_SILENT = 2.0
 
 
 def claim(save_dir: Path, at_least: int) -> int:
@@ -29,11 +36,45 @@ def claim(save_dir: Path, at_least: int) -> int:
             except FileExistsError:
                 token += 1
     except OSError as error:
-        raise CheckpointError(
-            f"cannot be written: {reason(error)}",
-            place=f"config trainer.save_dir {save_dir}",
-            hint="the user that trains needs write access to it",
-        ) from None
+        raise _unwritable(save_dir, reason(error)) from None
+
+
+def find(save_dir: Path, token: int, patience: float = 60.0) -> None:
+    """Look on any rank for the fence that rank 0 has set up, for `patience` seconds: a network's file system may show it later.
+
+    Raises CheckpointError if save_dir is another folder here than there, or cannot be written here.
+    """
+    begun, told = time.monotonic(), False
+    while True:
+        try:
+            # A listing asks a network's file system anew, where a look for the name may be answered with an old no.
+            if str(token) in os.listdir(save_dir / "fence"):  # noqa: PTH208  # names are all that is wanted
+                break
+        except PermissionError as error:
+            raise _unwritable(save_dir, reason(error)) from None
+        except OSError:
+            pass  # not there yet
+        waited = time.monotonic() - begun
+        if waited > patience:
+            raise CheckpointError(
+                "is another folder here than on the first rank's node",
+                place=f"config trainer.save_dir {save_dir}",
+                hint="mount a disk there that all nodes share: checkpoints are written by all of them together",
+            )
+        if waited > _SILENT and not told:
+            LOG.warning("waiting up to %.0f s for %s to show what the first rank wrote there", patience, save_dir)
+            told = True
+        time.sleep(_POLL)
+    try:
+        with tempfile.TemporaryFile(dir=save_dir):
+            pass
+    except OSError as error:
+        raise _unwritable(save_dir, reason(error)) from None
+
+
+def _unwritable(save_dir: Path, why: str) -> CheckpointError:
+    place = f"config trainer.save_dir {save_dir}"
+    return CheckpointError(f"cannot be written: {why}", place=place, hint="the user that trains needs write access to it")
 
 
 def highest(save_dir: Path) -> int:
