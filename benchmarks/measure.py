@@ -16,7 +16,7 @@ from swarmtrain.errors import ProcessError, SwarmtrainError
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "bench"
-SWARMTRAIN = [sys.executable, "-m", "swarmtrain"]
+SWARMTRAIN = [str(Path(sys.executable).with_name("swarmtrain"))]
 
 
 class Unavailable(SwarmtrainError):
