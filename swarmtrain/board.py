@@ -46,6 +46,12 @@ class Board:
         """Say that `node` has ended: 0 all its ranks are done, EXIT_PLANNED it was asked to go. Raises BoardError."""
         return self._orders("leave", node=node, exit_code=exit_code)
 
+    def clock(self) -> float:
+        """Return by how many seconds this machine's clock is ahead of the board's. Raises BoardError."""
+        before = time.time()
+        theirs = float(self._call("ping")["time"])
+        return (before + time.time()) / 2 - theirs
+
     def wait(self, deadline: float) -> None:
         """Return when the board answers; names are looked up anew at each try, since DNS may lag by seconds.
 

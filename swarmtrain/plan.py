@@ -94,6 +94,13 @@ class Plan:
     cargo: Cargo
     nodes: tuple[PlannedNode, ...]
     origin: str
+    probe: bool = False
+    """The nodes are looked at and do not train."""
+
+    @property
+    def role(self) -> str:
+        """What the nodes start: a role of swarmtrain.entrypoint."""
+        return "probe" if self.probe else "node"
 
     @property
     def min_nodes(self) -> int:

@@ -112,6 +112,16 @@ class NodeEnv(_Env):
 
 
 @dataclass(frozen=True)
+class ProbeEnv(_Env):
+    """What a node's probe is told beside NodeEnv."""
+
+    peers: tuple[str, ...]
+    """Names of all nodes that are probed, this one among them, JSON."""
+    probe_port: int
+    """Port that probes listen on, TCP and UDP."""
+
+
+@dataclass(frozen=True)
 class BoardEnv(_Env):
     """All that the rendezvous role is told."""
 
@@ -140,6 +150,9 @@ FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error
 NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
 FINISHED = "finished"  # step, and loss_before, loss_after, baseline if known: the last step is made and saved
 LEFT = "left"  # node, exit_code; null if the node fell silent
+PROBE = "probe"  # node, and what swarmtrain.entrypoint.probe finds on it
+LINK = "link"  # the fields of swarmtrain.entrypoint.links.Link
+TOGETHER = "together"  # node, and what swarmtrain.entrypoint.together finds: torch, devices, seconds of an all-reduce, or error
 VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is one
 
 AT_FIRST = "at first"

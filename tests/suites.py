@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
 SUITES = {
-    "fast": ["unit", "golden", "architecture", "docs", "mistakes"],
+    "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
     "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in _FAULTS],

@@ -1,16 +1,16 @@
-"""init, plan, generate: the commands that only read and write files."""
+"""init, plan, generate, doctor: the commands before there is a run."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides
+from swarmtrain.cli.options import ConfigFile, Json, Name, OptionalConfigFile, Overrides
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for command in (init, plan, generate):
+    for command in (init, plan, generate, doctor):
         app.command()(command)
 
 
@@ -54,3 +54,29 @@ def generate(
     stack = compose.stack(offline_plan(load(config_file, override), run_name(config_file) if name is None else name, folder=Path.cwd()))
     compose.write(stack, output)
     say(f"wrote {output}\nnext: docker stack deploy -c {output} {stack.name}")
+
+
+def doctor(
+    config_file: OptionalConfigFile = None,
+    override: Overrides = [],  # noqa: B006  # typer's way
+    name: Name = None,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node, for some seconds.")] = True,
+    json: Json = False,
+) -> None:
+    """Look for what would keep a run from working: the cluster as such, or all that CONFIG needs. Each finding names its fix."""
+    from swarmtrain.config.load import load
+    from swarmtrain.doctor import examine, examine_cluster
+    from swarmtrain.errors import EXIT_ERROR
+    from swarmtrain.launchers import launcher, plan_for, run_name
+    from swarmtrain.view.console import progress
+    from swarmtrain.view.data import show
+
+    with progress("looking") as step:
+        if config_file is None:
+            report = examine_cluster(step)
+        else:
+            config = load(config_file, override)
+            made = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
+            report = examine(launcher(config.runner.runner_type), made, step, probe=probe)
+    show(report, as_json=json)
+    raise typer.Exit(EXIT_ERROR if report.fatal else 0)

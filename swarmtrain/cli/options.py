@@ -12,6 +12,16 @@ ConfigFile = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False, readable=False, autocompletion=completion.configs),
 ]
+OptionalConfigFile = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG]",
+        help="The YAML file. Without it: the swarm as such.",
+        show_default=False,
+        readable=False,
+        autocompletion=completion.configs,
+    ),
+]
 Overrides = Annotated[
     list[str],
     typer.Option(

@@ -1,6 +1,7 @@
 """`python -m swarmtrain.entrypoint ROLE`: the one command that every launcher puts into a container.
 
-ROLE is node or rendezvous; `agent ROUND [ADDRESS]` is what a node starts for itself. All else comes by environment.
+ROLE is node, rendezvous or probe; `agent ROUND [ADDRESS]` is what a node starts for itself, and `together` what a probe
+does. All else comes by environment.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ def main(argv: list[str]) -> int:
             from swarmtrain.entrypoint.rendezvous import main as rendezvous
 
             return rendezvous()
+        case ["probe"]:
+            from swarmtrain.entrypoint.probe import main as probe
+
+            return probe()
+        case ["together"]:
+            from swarmtrain.entrypoint.together import main as together
+
+            return together()
         case ["agent", round, *address] if len(address) <= 1:
             from swarmtrain.entrypoint.agent import main as agent
 
             return agent(round, address[0] if address else None)
         case _:
-            sys.stderr.write("usage: python -m swarmtrain.entrypoint node | rendezvous | agent ROUND [ADDRESS]" + "\n")
+            sys.stderr.write("usage: python -m swarmtrain.entrypoint node | rendezvous | probe | agent ROUND [ADDRESS]" + "\n")
             return EXIT_USAGE
 
 

@@ -71,7 +71,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
         with self._lock:
             match request.pop("op"):
                 case "ping":
-                    return {}
+                    return {"time": time.time()}
                 case "post":
                     return asdict(self._notices.post(Event(**request)))
                 case "join":

@@ -19,12 +19,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that `check` noticed. `fatal` ones keep the plan from being brought up."""
+    """Something that a check noticed: where, what, the command or change that mends it. `fatal` ones keep a run from working."""
 
     place: str
     message: str
     hint: str | None = None
     fatal: bool = True
+    why: str = ""
+    """Why it matters, where that is not plain from the message."""
 
 
 @dataclass(frozen=True)

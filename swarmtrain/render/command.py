@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from swarmtrain.plan import Plan, PlannedNode
-from swarmtrain.wire import BoardEnv, NodeEnv
+from swarmtrain.wire import BoardEnv, NodeEnv, ProbeEnv
 
 MODULE = "swarmtrain.entrypoint"
 
@@ -46,7 +46,8 @@ def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
         log_dir=place.log_dir,
         mounts=place.mounts,
     )
-    return {**runner.env, **{f"{name}_FILE": path for name, path in secrets.items()}, **ours.to_env()}
+    probe = ProbeEnv(tuple(node.name for node in plan.nodes), place.board_port + 1).to_env() if plan.probe else {}
+    return {**runner.env, **{f"{name}_FILE": path for name, path in secrets.items()}, **ours.to_env(), **probe}
 
 
 def board_env(plan: Plan, place: Place) -> dict[str, str]:

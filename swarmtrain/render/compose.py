@@ -166,7 +166,7 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
         environment.setdefault("NVIDIA_VISIBLE_DEVICES", "void")
     elif runner.swarm.gpu is GpuMode.visible:
         environment.setdefault("NVIDIA_VISIBLE_DEVICES", "all")
-    service = _service(plan, "node", environment)
+    service = _service(plan, plan.role, environment)
     service["configs"] = cargo.mounted
     if cargo.mounted_secrets:
         service["secrets"] = cargo.mounted_secrets

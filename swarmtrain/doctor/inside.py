@@ -1,0 +1,178 @@
+"""What each node has for the job, as its probe saw it from inside the job's container."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from swarmtrain.config.runner import GpuMode
+from swarmtrain.doctor.probed import CHECKS, Facts, Probed
+from swarmtrain.launchers.base import Finding
+from swarmtrain.plan import Plan
+from swarmtrain.render.compose import WORKSPACE
+
+_CLOCK = 0.5
+_FILES = 4096
+_SHM = 1 << 30
+_MEMORY_PER_RANK = 1 << 29
+_SCRATCH = 1 << 30
+_ROOM = 5 << 30
+
+
+@CHECKS("probe", "every node starts the job's container, and it can speak to the notice board")
+def _missing(seen: Probed) -> Iterator[Finding]:
+    if seen.verdict:
+        yield Finding(f"run {seen.plan.run}", seen.verdict, "mend it, then: swarmtrain doctor CONFIG", why="the job ends with the same")
+        return
+    for node in seen.plan.nodes:
+        if node.name not in seen.nodes:
+            state = seen.states.get(node.name) or "it was not heard of"
+            hint = f"docker service ps --no-trunc {seen.plan.run}_{node.name}, while swarmtrain deploy waits for it"
+            yield Finding(
+                seen.place(node.name), f"its probe told nothing: {state}", hint, why="what keeps a probe from starting keeps the job"
+            )
+
+
+@CHECKS("container", "script, config, secrets, torch and mounts are there in each container")
+def _problems(seen: Probed) -> Iterator[Finding]:
+    for name, facts in seen.nodes.items():
+        for problem in facts["problems"]:
+            yield Finding(
+                seen.place(name), problem, "mend it there, then: swarmtrain doctor CONFIG", why="the job ends at once with the same"
+            )
+
+
+@CHECKS("clock", "all clocks agree")
+def _clock(seen: Probed) -> Iterator[Finding]:
+    for name, facts in seen.nodes.items():
+        if abs(facts["clock"]) > _CLOCK:
+            ahead = f"{abs(facts['clock']):.1f} s {'ahead of' if facts['clock'] > 0 else 'behind'}"
+            why = "lines and events of several nodes are put in order by their times, and certificates are checked by them"
+            yield Finding(seen.place(name), f"its clock is {ahead} the manager's", "timedatectl set-ntp true", fatal=False, why=why)
+
+
+@CHECKS("shm", "/dev/shm is large enough")  # noqa: S108  # spoken of, not written to
+def _shm(seen: Probed) -> Iterator[Finding]:
+    for name, facts in seen.nodes.items():
+        if facts["shm"] < _SHM and facts["slots"] > 1:
+            message = f"/dev/shm has {facts['shm'] >> 20} MiB for {facts['slots']} ranks"  # noqa: S108
+            why = "data loaders and NCCL pass data through it, and die of SIGBUS when it is full"
+            yield Finding(seen.place(name), message, "runner.docker_config.shm_size: 2147483648", fatal=False, why=why)
+
+
+@CHECKS("limits", "processes may open enough files, and lock memory where RDMA wants that")
+def _limits(seen: Probed) -> Iterator[Finding]:
+    for name, facts in seen.nodes.items():
+        limits = facts["limits"]
+        if 0 <= limits["nofile"] < _FILES:
+            hint = 'in its /etc/docker/daemon.json: "default-ulimits": {"nofile": {"Name": "nofile", "Soft": 1048576, "Hard": 1048576}}'
+            why = "each peer and each worker of a data loader takes several"
+            yield Finding(seen.place(name), f"processes may open {limits['nofile']} files", hint, fatal=False, why=why)
+        if facts["infiniband"] and limits["memlock"] != -1:
+            hint = 'in its /etc/docker/daemon.json: "default-ulimits": {"memlock": {"Name": "memlock", "Soft": -1, "Hard": -1}}'
+            message = f"has {', '.join(facts['infiniband'])}, and processes may lock {limits['memlock'] >> 10} KiB"
+            yield Finding(seen.place(name), message, hint, fatal=False, why="RDMA registers its buffers, which locks them in memory")
+
+
+@CHECKS("room", "disks and memory have room")
+def _room(seen: Probed) -> Iterator[Finding]:
+    for name, facts in seen.nodes.items():
+        if facts["scratch"] < _SCRATCH:
+            message = f"/tmp has {_gib(facts['scratch'])} left"  # noqa: S108
+            yield Finding(seen.place(name), message, "docker system prune, there", fatal=False, why="logs and caches go there")
+        if facts["memory"] < _MEMORY_PER_RANK * facts["slots"]:
+            message = f"has {_gib(facts['memory'])} of memory left for {facts['slots']} ranks"
+            yield Finding(
+                seen.place(name), message, "docker stats, there, shows who has it", fatal=False, why="the kernel kills the largest"
+            )
+        for mount in facts["mounts"]:
+            if mount["target"] == _save_mount(seen.plan) and mount["free"] < _ROOM:
+                message = f"{mount['target']} has {_gib(mount['free'])} left"
+                hint = f"df -h {mount['target']}; trainer.keep_checkpoints keeps fewer"
+                yield Finding(seen.place(name), message, hint, fatal=False, why="checkpoints go there")
+
+
+@CHECKS("shared", "save_dir is one disk that all nodes write to")
+def _shared(seen: Probed) -> Iterator[Finding]:
+    target = _save_mount(seen.plan)
+    if len(seen.plan.nodes) < 2 or seen.plan.config.trainer.save_dir is None:
+        return
+    hint = "mount a disk that all nodes share: runner.docker_config.docker_mounts"
+    if target is None:
+        yield Finding("config trainer.save_dir", "lies in no mount", hint, why="each node would write its part into its own container")
+        return
+    for name, mount in _each_mount(seen):
+        if mount["target"] == target and not mount["writable"]:
+            hint_here = f"chown 1000 its source on {seen.place(name).partition(' on ')[2]}"
+            yield Finding(seen.place(name), f"{target} cannot be written", hint_here, why="all nodes write checkpoints together")
+        elif mount["target"] == target and (unseen := sorted(_met(seen, name) & _writers(seen, target) - set(mount["seen"]))):
+            message = f"{target} is another disk here: what {', '.join(unseen)} wrote is not in it"
+            yield Finding(seen.place(name), message, hint, why="a checkpoint is whole only where all its parts lie together")
+
+
+@CHECKS("data", "mounts show the same on all nodes")
+def _data(seen: Probed) -> Iterator[Finding]:
+    for target in sorted({mount["target"] for _, mount in _each_mount(seen)} - {_save_mount(seen.plan)}):
+        shown = {name: (mount["content"], mount["entries"]) for name, mount in _each_mount(seen) if mount["target"] == target}
+        usual, _ = Counter(shown.values()).most_common(1)[0]
+        for name, there in shown.items():
+            if there != usual:
+                message = f"{target} holds something else here: {there[1]} entries, where the others have {usual[1]}"
+                hint = "copy it anew, or mount the same disk everywhere"
+                yield Finding(seen.place(name), message, hint, why="ranks that read different data train on nonsense, or stop")
+
+
+@CHECKS("torch", "torch is the same everywhere")
+def _torch(seen: Probed) -> Iterator[Finding]:
+    for key, what in (("torch", "torch"), ("cuda", "CUDA"), ("nccl_version", "NCCL")):
+        found = {name: facts.get(key) for name, facts in seen.together.items() if facts.get(key)}
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"{name} {version}" for name, version in found.items())
+            yield Finding("image", f"{what} differs: {told}", "swarmtrain image build . --push, and deploy again", why="they cannot talk")
+
+
+@CHECKS("devices", "each node shows its ranks the GPUs that they were promised")
+def _devices(seen: Probed) -> Iterator[Finding]:
+    if seen.plan.config.runner.swarm.gpu is GpuMode.none:
+        return
+    for node in seen.plan.nodes:
+        facts, there = seen.together.get(node.name, {}), seen.nodes.get(node.name, {})
+        if ("devices" in facts and 0 < facts["devices"] < node.slots) or (there.get("gpus") and facts.get("devices") == 0):
+            message = f"torch sees {facts['devices']} GPUs of {len(there.get('gpus', []))}, for {node.slots} ranks"
+            hint = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
+            yield Finding(seen.place(node.name), message, hint, why="ranks without a GPU of their own fail, or share one")
+    drivers = {name: facts["gpus"][0]["driver"] for name, facts in seen.nodes.items() if facts["gpus"]}
+    if len(set(drivers.values())) > 1:
+        told = ", ".join(f"{name} {driver}" for name, driver in drivers.items())
+        hint = "install one version on all machines"
+        yield Finding("nodes", f"GPU drivers differ: {told}", hint, fatal=False, why="kernels and NCCL may behave differently on them")
+
+
+def _gib(size: float) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def _each_mount(seen: Probed) -> Iterator[tuple[str, Facts]]:
+    for name, facts in seen.nodes.items():
+        for mount in facts["mounts"]:
+            yield name, mount
+
+
+def _met(seen: Probed, name: str) -> set[str]:
+    """Return the nodes that had left their marks when `name` looked: itself, and those it had met."""
+    return {name, *(peer for peer, seconds in seen.nodes[name]["names"].items() if seconds is not None)}
+
+
+def _writers(seen: Probed, target: str) -> set[str]:
+    return {name for name, mount in _each_mount(seen) if mount["target"] == target and mount["writable"]}
+
+
+def _save_mount(plan: Plan) -> str | None:
+    """Return the mount that save_dir lies in, None if it lies in none."""
+    save_dir = plan.config.trainer.save_dir
+    if save_dir is None:
+        return None
+    path = WORKSPACE / PurePosixPath(save_dir)
+    targets = [target for _, target in plan.config.runner.docker_config.docker_mounts]
+    return max((target for target in targets if path.is_relative_to(target)), key=len, default=None)

@@ -1,0 +1,183 @@
+"""The probe role: what a node has for a job, seen from inside the job's own container, and how it reaches its peers.
+
+Posts what it finds to the notice board, a PROBE event for the node, a LINK event for each pair that it is the first of,
+and a TOGETHER event for what all ranks' first collective will be like; then leaves with 0. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.board import Board
+from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
+from swarmtrain.entrypoint.interface import Route, route_to
+from swarmtrain.entrypoint.links import Ends, rounds
+from swarmtrain.errors import EXIT_OK, BoardError
+from swarmtrain.process import start
+from swarmtrain.wire import LINK, PROBE, TOGETHER, WORLD, Event, NodeEnv, ProbeEnv
+
+_WAIT_FOR_BOARD = 600.0
+_MEETING = 25.0
+# Who has not met everybody comes as much later to the first round.
+_PARTNER = _MEETING + 10.0
+_BEAT = 5.0
+_TOGETHER = 60.0
+_ENTRIES = 1000
+_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "stack": resource.RLIMIT_STACK}
+
+
+def main() -> int:
+    """Look at everything, tell it, and return 0. Raises BoardError if there is nobody to be told."""
+    node, probe = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
+    board = Board(node.board)
+    board.wait(_WAIT_FOR_BOARD)
+    board.join(node.node)
+    threading.Thread(target=_beat, args=(board, node.node), daemon=True).start()
+    host, _, port = node.board.rpartition(":")
+    route = route_to(host, int(port))
+    ends = Ends(node.node, probe.probe_port, interface_mtu(route.interface))
+    peers = [peer for peer in probe.peers if peer != node.node]
+    with _marks(node) as marks:
+        facts = {"host": socket.gethostname(), **_here(node, route), "clock": board.clock()}
+        names = ends.meet(peers, _MEETING)
+        board.post(Event(WORLD, {"world": "probe", "world_size": len(probe.peers), "nodes": len(probe.peers), "ranks": {node.node: []}}))
+        board.post(Event(PROBE, {"node": node.node, **facts, "names": names, "mounts": [_mount(node, mark) for mark in marks]}))
+        for pairs in rounds(probe.peers):
+            for a, b in (pair for pair in pairs if node.node in pair):
+                link = ends.measure(a, b, patience=_PARTNER)
+                if node.node == a:
+                    board.post(Event(LINK, asdict(link)))
+        board.post(Event(TOGETHER, {"node": node.node, **_together(route)}))
+    board.leave(node.node, EXIT_OK)
+    return EXIT_OK
+
+
+def _beat(board: Board, name: str) -> None:
+    """Let the board know that this node lives, however long it waits for its peers."""
+    while True:
+        with contextlib.suppress(BoardError):
+            board.beat(name)
+        time.sleep(_BEAT)
+
+
+def interface_mtu(interface: str) -> int:
+    """Return the bytes of the largest packet that `interface` sends, that of Ethernet if it has no name."""
+    try:
+        return int(Path(f"/sys/class/net/{interface}/mtu").read_text())
+    except (OSError, ValueError):
+        return 1500
+
+
+def _here(node: NodeEnv, route: Route) -> dict[str, Any]:
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return {
+        "problems": permanent_problems(node),
+        "address": route.address,
+        "interface": route.interface,
+        "interfaces": {name: interface_mtu(name) for _, name in socket.if_nameindex() if name != "lo"},
+        "slots": node.slots,
+        "cores": threads_per_rank(1),
+        "memory": int(memory["MemAvailable"].split()[0]) * 1024,
+        "shm": _space("/dev/shm")[1],  # noqa: S108  # looked at, not written to
+        "scratch": _space("/tmp")[0],  # noqa: S108
+        "limits": {name: resource.getrlimit(number)[0] for name, number in _LIMITS.items()},
+        "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+        "gpus": _gpus(),
+    }
+
+
+def _space(path: str) -> tuple[int, int]:
+    """Return the free and all bytes of the file system at `path`."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return 0, 0
+    return usage.free, usage.total
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Return what the driver's own tool says of each GPU in this container."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    argv = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [{"uuid": row[0], "name": row[1], "driver": row[2]} for row in rows if len(row) == 3]
+
+
+@contextlib.contextmanager
+def _marks(node: NodeEnv) -> Iterator[list[tuple[str, Path | None]]]:
+    """Leave a file of this node's in each mount, and take it away at the end: what all share shows the files of all."""
+    made: list[tuple[str, Path | None]] = []
+    for target in node.mounts:
+        mark = Path(target) / f".{node.run}-{node.node}"
+        try:
+            mark.write_text(node.node)
+            made.append((target, mark))
+        except OSError:
+            made.append((target, None))
+    try:
+        yield made
+    finally:
+        for _, made_mark in made:
+            if made_mark is not None:
+                made_mark.unlink(missing_ok=True)
+
+
+def _mount(node: NodeEnv, mark: tuple[str, Path | None]) -> dict[str, Any]:
+    """Return what there is to say of one mount; `seen` are the nodes whose marks are in it, `content` its fingerprint."""
+    target, written = mark
+    prefix = f".{node.run}-"
+    try:
+        # The marks of a network's file system may come late, but not later than the first peers that were met.
+        names = sorted(os.listdir(target))  # noqa: PTH208  # names are all that is wanted
+    except OSError:
+        names = []
+    seen = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    entries = [_entry(Path(target) / name) for name in names if not name.startswith(prefix)][:_ENTRIES]
+    content = hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:10]
+    free = _space(target)[0]
+    return {"target": target, "writable": written is not None, "free": free, "seen": seen, "entries": len(entries), "content": content}
+
+
+def _entry(path: Path) -> tuple[str, int]:
+    """Return a file's name and size; a folder counts by its name, since file systems differ in how they count folders."""
+    try:
+        return path.name, path.stat().st_size if path.is_file() else -1
+    except OSError:
+        return path.name, -2
+
+
+def _together(route: Route) -> dict[str, Any]:
+    """Run the first collective of all nodes in a process of its own, which may hang or be killed without this one."""
+    begun = time.monotonic()
+    environment = {**os.environ, **route.environment(os.environ)}
+    argv = [sys.executable, "-m", "swarmtrain.entrypoint", "together"]
+    process = start(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        output, _ = process.communicate(timeout=_TOGETHER)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return {"error": f"nothing came of it within {_TOGETHER:g} s"}
+    lines = output.decode(errors="replace").strip().splitlines()
+    for line in reversed(lines):  # torch may have the last word
+        with contextlib.suppress(ValueError):
+            return {**json.loads(line), "took": time.monotonic() - begun}
+    return {"error": lines[-1] if lines else f"exit code {process.returncode}"}

@@ -1,0 +1,74 @@
+"""What the ranks' first collective will be like: torch is imported, the nodes meet at the store, and add up some numbers.
+
+One process a node. Prints one line of JSON: the versions, the devices, and the seconds of an all-reduce for each backend,
+or an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from swarmtrain.errors import EXIT_OK
+from swarmtrain.wire import NodeEnv, ProbeEnv
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_PLACE = re.compile(r"^\[\S+\] ")  # of a line in torch's own source
+_NUMBERS = 1 << 20
+_TIMES = 5
+_PATIENCE = timedelta(seconds=20)
+
+
+def main() -> int:
+    """Print what is found and return 0."""
+    sys.stdout.write(json.dumps(_look()) + "\n")
+    return EXIT_OK
+
+
+def _look() -> dict[str, Any]:
+    try:
+        import torch
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        return {"error": str(error)}
+    node, probe = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": torch.cuda.device_count()}
+    host, _, port = node.store.rpartition(":")
+    rank, size = probe.peers.index(node.node), len(probe.peers)
+    try:
+        store = TCPStore(host, int(port), is_master=False, timeout=_PATIENCE)
+        found["gloo"] = _all_reduce("gloo", store, rank, size)
+        if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+            found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's own
+            found["nccl"] = _all_reduce("nccl", store, rank, size)
+    except RuntimeError as error:
+        return {**found, "error": _PLACE.sub("", str(error).splitlines()[0])}
+    return found
+
+
+def _all_reduce(backend: str, store: Store, rank: int, size: int) -> dict[str, float]:
+    """Return the seconds to form the group, and those of an all-reduce of 4 MiB (the median of some, after a first)."""
+    import torch
+    import torch.distributed as dist
+
+    begun = time.monotonic()
+    dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size, timeout=_PATIENCE)
+    tensor = torch.ones(_NUMBERS, device="cuda" if backend == "nccl" else "cpu")
+    dist.all_reduce(tensor)
+    formed, times = time.monotonic() - begun, []
+    for _ in range(_TIMES):
+        begun = time.monotonic()
+        dist.all_reduce(tensor)
+        if backend == "nccl":
+            torch.cuda.synchronize()
+        times.append(time.monotonic() - begun)
+    dist.destroy_process_group()
+    return {"formed": formed, "seconds": statistics.median(times), "bytes": float(4 * _NUMBERS)}
