@@ -1,7 +1,8 @@
 """doctor: what keeps a job from running here, or will hurt it. Cheap questions first, then a probe in the job's own place.
 
 checks      what a check is
-cluster     what the managers can tell
+cluster     what the managers can tell: of the swarm, and
+capacity    of the machines that the plan uses
 probed      what probes tell that ran on every node, in the job's image, network, mounts and reservations:
 inside      of the nodes, and
 between     of their links
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 from swarmtrain import wire
 from swarmtrain.config.runner import RunnerType
-from swarmtrain.doctor import between, cluster, inside, probed  # noqa: F401  # checks register themselves
+from swarmtrain.doctor import between, capacity, cluster, inside, probed  # noqa: F401  # checks register themselves
 from swarmtrain.doctor.checks import Checks, Seen
 from swarmtrain.doctor.probed import Probed
 from swarmtrain.doctor.report import Answer, Report

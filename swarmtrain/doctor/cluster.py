@@ -39,11 +39,9 @@ def host(node: Raw) -> str:
 class Cluster:
     """What one manager answered, as it answered it, and the plan that is to run (None: the cluster is looked at as such)."""
 
-    info: Raw
     nodes: tuple[Raw, ...]
     services: tuple[Raw, ...] = ()
     tasks: tuple[Raw, ...] = ()
-    networks: tuple[Raw, ...] = ()
     plan: Plan | None = None
     platforms: tuple[tuple[str, str], ...] = ()
     """(architecture, operating system) that the plan's image is made for; empty if nobody knows."""
@@ -82,13 +80,12 @@ CHECKS: Checks[Cluster] = Checks()
 def look(engine: Engine, plan: Plan | None) -> Cluster:
     """Ask the managers what there is, all questions side by side, for `plan` or as such. Raises EngineError."""
     with ThreadPoolExecutor() as pool:
-        info = pool.submit(engine.get, "/info")
-        listings = [pool.submit(engine.listing, path) for path in ("/nodes", "/services", "/tasks", "/networks")]
+        listings = [pool.submit(engine.listing, path) for path in ("/nodes", "/services", "/tasks")]
         platforms = pool.submit(_platforms_of_image, engine, plan)
         leaving = pool.submit(observe.leaving, engine)
-        nodes, services, tasks, networks = (tuple(listing.result()) for listing in listings)
+        nodes, services, tasks = (tuple(listing.result()) for listing in listings)
         ordered = tuple(sorted(nodes, key=lambda node: (observe.natural(host(node)), node["ID"])))
-        return Cluster(info.result(), ordered, services, tasks, networks, plan, platforms.result(), tuple(leaving.result()))
+        return Cluster(ordered, services, tasks, plan, platforms.result(), tuple(leaving.result()))
 
 
 def _platforms_of_image(engine: Engine, plan: Plan | None) -> tuple[tuple[str, str], ...]:
@@ -252,7 +249,3 @@ def _unreachable(address: str) -> bool:
     except ValueError:  # a name, or nothing yet
         return False
     return found.is_loopback or found.is_unspecified
-
-
-# Last, since it needs what is above: whoever has CHECKS has those of capacity too.
-from swarmtrain.doctor import capacity as _capacity  # noqa: E402, F401

@@ -94,7 +94,7 @@ def plan(*hosts: str, gpu: GpuMode = GpuMode.none, **docker: Any) -> Plan:
 def swarm(*others: Raw, **rest: Any) -> Cluster:
     """Return a swarm of gpu-0, which is its manager, and `others`: workers gpu-1 and gpu-2 unless given."""
     nodes = (node(0, manager=True, leader=True), *(others or (node(1), node(2))))
-    return Cluster(info={"Swarm": {"NodeID": "id0", "ControlAvailable": True}}, nodes=nodes, platforms=AMD64, **rest)
+    return Cluster(nodes=nodes, platforms=AMD64, **rest)
 
 
 def managers(*changes: Mapping[str, Any]) -> tuple[Raw, ...]:
