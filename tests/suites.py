@@ -1,4 +1,7 @@
-"""Run the suites one after the other and print the time of each. `python tests/suites.py [NAME …]`; `fast` needs no torch and no lab.
+"""Run the suites and print the time of each. `python tests/suites.py [NAME …]`; `fast` needs no torch and no lab.
+
+Two run side by side: those of a lab mostly wait, for containers and for what must not happen. What a suite prints is shown
+when it is done, or as it comes if it is the only one.
 
 With CI=true a skipped test fails the run: a machine that is to prove something must be able to.
 """
@@ -13,8 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from swarmtrain.lab.state import base_directory
 
 ROOT = Path(__file__).parent
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
@@ -27,12 +34,11 @@ SUITES = {
     "faults": [f"lab/{name}.py" for name in _FAULTS],
     "howto": ["howto"],
 }
-# All of them take three quarters of an hour at most. On a machine so slow that this would not hold, the last suites are
-# left out of a run of all, and said to be: each can be run by itself. Seconds from the start.
-_LATEST_START = {"faults": 29 * 60.0, "howto": 28 * 60.0}
+# What one of two workers does, in this order; the other does the rest.
+_LABS = ("lab", "howto")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _MEMORY_DISK = Path("/dev/shm")
-_ENOUGH = 14 * 2**30
+_ENOUGH = 18 * 2**30
 
 
 def main() -> int:
@@ -60,7 +66,7 @@ def in_memory() -> Iterator[None]:
     yield
     shutil.rmtree(temporary, ignore_errors=True)
     with suppress(OSError):  # what a killed test left is a lab still: swarmtrain lab down removes it
-        for path in (labs / "howto", labs, folder):
+        for path in (*labs.glob("*/*"), *labs.glob("*"), labs, folder):
             if path.exists():
                 path.rmdir()
 
@@ -73,40 +79,64 @@ def _memory() -> int:
 
 def run_all(names: list[str]) -> int:
     """Run the suites of these names and return the exit code."""
-    rows, totals, failed = [], {"passed": 0, "failed": 0, "skipped": 0}, False
-    begun = time.monotonic()
-    for name in names:
-        started = time.monotonic()
-        if len(names) == len(SUITES) and started - begun > _LATEST_START.get(name, float("inf")):
-            rows.append(f"{name:12} left out: the others took {(started - begun) / 60:.0f} min. make test SUITES={name}")
-            continue
-        code, counts = run(name)
-        totals = {key: totals[key] + counts.get(key, 0) for key in totals}
-        seconds = time.monotonic() - started
-        skipped_in_ci = bool(counts.get("skipped")) and os.environ.get("CI") == "true"
-        failed |= code != 0 or skipped_in_ci
-        verdict = "FAILED" if code else "FAILED: nothing may be skipped here" if skipped_in_ci else "ok"
-        rows.append(f"{name:12} {seconds:7.1f} s  {', '.join(f'{count} {word}' for word, count in counts.items()):40} {verdict}")
+    workers = [[name for name in names if name not in _LABS], [name for name in _LABS if name in names]]
+    with ThreadPoolExecutor(2) as pool:
+        halves = pool.map(lambda mine: [run(name, alone=len(names) == 1) for name in mine], workers)
+        done = [result for half in halves for result in half]
+    rows = [str(result) for name in names for result in done if result.name == name]
+    totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
+    failed = sum(result.failed for result in done)
     print("\n" + "\n".join(rows))
-    print(f"{totals['passed']} passed, {totals['failed'] + failed * (not totals['failed'])} failed, {totals['skipped']} skipped")
-    return int(failed)
+    print(f"{totals['passed']} passed, {totals['failed'] or failed} failed, {totals['skipped']} skipped")
+    return int(failed > 0)
 
 
-def run(name: str) -> tuple[int, dict[str, int]]:
-    """Run a suite, showing its output as it comes, and return its exit code and counts."""
+@dataclass(frozen=True)
+class Result:
+    """How a suite ended: its exit code, its counts by word, the seconds it took."""
+
+    name: str
+    code: int
+    counts: dict[str, int]
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 or self._skipped_in_ci
+
+    @property
+    def _skipped_in_ci(self) -> bool:
+        return bool(self.counts.get("skipped")) and os.environ.get("CI") == "true"
+
+    def __str__(self) -> str:
+        verdict = "FAILED" if self.code else "FAILED: nothing may be skipped here" if self._skipped_in_ci else "ok"
+        return f"{self.name:12} {self.seconds:7.1f} s  {', '.join(f'{count} {word}' for word, count in self.counts.items()):40} {verdict}"
+
+
+def run(name: str, *, alone: bool) -> Result:
+    """Run a suite; show what it prints, as it comes if it is `alone`."""
     folders = [str(ROOT / folder) for folder in SUITES[name] if (ROOT / folder).exists()]
-    print(f"\n--- {name}", flush=True)
+    started = time.monotonic()
+    print(f"--- {name} begins", flush=True)
     argv = [sys.executable, "-m", "pytest", "-q", "--durations=5", *folders]
-    process = subprocess.Popen(argv, cwd=ROOT.parent, stdout=subprocess.PIPE, text=True)
-    last = ""
+    # Labs of two suites have their registries in two places: both push images of the same names.
+    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(base_directory() / name)}
+    process = subprocess.Popen(
+        argv, cwd=ROOT.parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    lines = []
     for line in process.stdout or ():
-        print(line, end="", flush=True)
-        last = line if _COUNT.search(line) else last
+        lines.append(line)
+        if alone:
+            print(line, end="", flush=True)
+    if not alone:
+        print(f"\n--- {name}\n{''.join(lines)}", end="", flush=True)
+    last = next((line for line in reversed(lines) if _COUNT.search(line)), "")
     counts: dict[str, int] = {}
     for number, word in _COUNT.findall(last):
         key = "failed" if word.startswith("error") else word
         counts[key] = counts.get(key, 0) + int(number)
-    return process.wait(), counts
+    return Result(name, process.wait(), counts, time.monotonic() - started)
 
 
 if __name__ == "__main__":
