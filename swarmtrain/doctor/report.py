@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ def _told(finding: Finding) -> str:
 
 
 def _measured(probed: Probed) -> Iterator[str]:
+    yield from _nodes(probed)
     yield from _matrix(probed)
     for backend in ("gloo", "nccl"):
         took = [facts[backend] for facts in probed.together.values() if backend in facts]
@@ -81,16 +82,33 @@ def _measured(probed: Probed) -> Iterator[str]:
             yield f"\nall-reduce of {size:g} MiB on {len(took)} nodes by {backend}: {seconds * 1e3:.1f} ms"
 
 
+def _nodes(probed: Probed) -> Iterator[str]:
+    yield "\nthe nodes, by the interface that leads to the notice board:"
+    rows = [("", "host", "address", "interface", "packets", "clock", "cores", "memory", "GPUs")]
+    for node in probed.plan.nodes:
+        if facts := probed.nodes.get(node.name):
+            interface, clock = facts["interface"], f"{facts['clock']:+.2f} s"
+            packets, memory = str(facts["interfaces"].get(interface, "?")), f"{facts['memory'] / (1 << 30):.1f} GiB"
+            devices = str(probed.together.get(node.name, {}).get("devices", "?"))
+            rows.append((node.name, node.host, facts["address"], interface, packets, clock, str(facts["cores"]), memory, devices))
+        else:
+            rows.append((node.name, node.host, "?", "?", "?", "?", "?", "?", "?"))
+    yield from _table(rows)
+
+
 def _matrix(probed: Probed) -> Iterator[str]:
     names = [node.name for node in probed.plan.nodes]
     if len(names) < 2:
         return
     cells = {pair: text for link in probed.links for pair, text in _cells(link)}
-    width = max(len(text) for text in [*cells.values(), *names]) + 2
     yield "\nbandwidth from the node on the left, and round trip:"
-    yield "".join(["".ljust(width), *(name.ljust(width) for name in names)]).rstrip()
-    for a in names:
-        yield "".join([a.ljust(width), *(cells.get((a, b), "-" if a == b else "?").ljust(width) for b in names)]).rstrip()
+    yield from _table([("", *names), *((a, *(cells.get((a, b), "-" if a == b else "?") for b in names)) for a in names)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]))]
+    for row in rows:
+        yield "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _cells(link: Any) -> Iterator[tuple[tuple[str, str], str]]:

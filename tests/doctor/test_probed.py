@@ -171,8 +171,9 @@ def test_the_report_shows_findings_first_to_last_and_the_links_as_a_matrix() -> 
     assert "ERROR links      link node1 on gpu-1 to node2 on gpu-2: timed out\n" in text
     assert "mend: open TCP and UDP 7946" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("node")]
-    assert [row[0] for row in rows] == list(NODES)
-    assert rows[1][-1] == "no"
+    assert [row[0] for row in rows] == [*NODES, *NODES]
+    assert rows[0][1:5] == ["gpu-0", "10.0.1.4", "eth0", "1450"]
+    assert rows[4][-1] == "no"
     assert "all-reduce of 4 MiB on 3 nodes by gloo: 20.0 ms" in text
     assert text.endswith("checks: 1 to mend before a run can work, 0 to know of")
     values = Report(answers, seen).to_dict()
