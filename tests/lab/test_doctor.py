@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -114,3 +115,17 @@ def test_save_dir_on_two_disks(doctor: Doctor, lab: Lab) -> None:
     with on(lab, "node2", "mkdir -p -m 777 /mnt/own; mount --bind /mnt/own /mnt/shared", "umount /mnt/shared"):
         answers = doctor(sound=False)
     assert any("/workspace/runs is another disk here: what node0, node1 wrote" in line for line in found(answers)["shared"])
+
+
+def test_ctrl_c_leaves_nothing_of_the_probe(lab: Lab, image: str, tmp_path: Path, engine: Engine) -> None:
+    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0"), "XDG_STATE_HOME": str(tmp_path)}
+    argv = [sys.executable, "-m", "swarmtrain", "doctor", "examples/quickstart.yml", "-o", f"runner.docker_config.docker_container={image}"]
+    doctor = subprocess.Popen(argv, cwd=ROOT, env=environment)
+    end = time.monotonic() + 60
+    while len(observe.services(engine, "quickstart-probe")) < 4:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    doctor.send_signal(signal.SIGINT)
+    assert doctor.wait(120) == 130
+    assert observe.observe(engine, "quickstart-probe").empty
+    assert observe.leaving(engine) == []

@@ -19,6 +19,7 @@ from swarmtrain.errors import RunNotFound, StackError, SwarmtrainError
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import SwarmLauncher, lock, observe
+from swarmtrain.launchers.swarm.patience import Patience
 from swarmtrain.plan import Plan
 
 
@@ -185,15 +186,12 @@ def dead_lock(launcher: SwarmLauncher) -> Iterator[str]:
     launcher._engine.delete(f"/configs/{dead._name}")
 
 
-def test_the_lock_of_a_killed_command_is_taken_over(
-    launcher: SwarmLauncher, engine: Engine, dead_lock: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "_LOOKS", 4)
+def test_the_lock_of_a_killed_command_is_taken_over(launcher: SwarmLauncher, engine: Engine, dead_lock: str) -> None:
     order: list[str] = []
 
     def change(name: str) -> Callable[[Callable[[str], None]], None]:
         def do(say: Callable[[str], None]) -> None:
-            mine = lock.Lock(engine, RUN, f"is {name}")
+            mine = lock.Lock(engine, RUN, f"is {name}", Patience(looks=4))
             with mine.held(say):
                 order.append(f"{name} begins")
                 time.sleep(1)
@@ -210,10 +208,9 @@ def test_the_lock_of_a_killed_command_is_taken_over(
     assert observe.observe(engine, RUN).empty
 
 
-def test_a_command_that_stood_still_too_long_changes_nothing_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_RENEW", 1000.0)
-    monkeypatch.setattr(lock, "_LOOKS", 1)
-    asleep, other = lock.Lock(engine, RUN, "sleeps"), lock.Lock(engine, RUN, "takes over")
+def test_a_command_that_stood_still_too_long_changes_nothing_more(engine: Engine) -> None:
+    asleep = lock.Lock(engine, RUN, "sleeps", Patience(renew=1000.0))
+    other = lock.Lock(engine, RUN, "takes over", Patience(renew=1000.0, looks=1))
     with asleep.held(SILENT):
         with other.held(SILENT):
             assert not asleep.mine()
@@ -222,8 +219,7 @@ def test_a_command_that_stood_still_too_long_changes_nothing_more(engine: Engine
                 asleep.check()
             assert "takes over meanwhile" in asleep.taken().message
         assert not asleep.mine()
-    monkeypatch.setattr(lock, "_VALID", 0.0)
-    alone = lock.Lock(engine, RUN, "waits")
+    alone = lock.Lock(engine, RUN, "waits", Patience(valid=0.0))
     with alone.held(SILENT), pytest.raises(StackError, match="has lost its turn"):
         alone.check()
     with pytest.raises(StackError, match="somebody has changed it or taken it down meanwhile"):

@@ -22,7 +22,8 @@ from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import SwarmLauncher, observe, settle
+from swarmtrain.launchers.swarm import SwarmLauncher, observe
+from swarmtrain.launchers.swarm.patience import Patience
 from swarmtrain.launchers.swarm.record import directory
 from swarmtrain.plan import Plan, make_plan
 from swarmtrain.render.compose import stack, write
@@ -258,14 +259,11 @@ def test_a_second_deploy_that_fails_keeps_what_runs(launcher: SwarmLauncher, pla
     assert {task.state for task in launcher.tasks(RUN)} == {"running"}
 
 
-def test_a_node_that_nobody_can_be_is_shown_with_swarms_reason(
-    launcher: SwarmLauncher, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(settle, "_PENDING_PATIENCE", 2.0)
+def test_a_node_that_nobody_can_be_is_shown_with_swarms_reason(lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     plan = planned()
     plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], constraint="node.labels.colour==green")))
     said: list[str] = []
-    launcher.up(plan, said.append)
+    SwarmLauncher(lab.docker_host("node0"), Patience(pending=2.0)).up(plan, said.append)
     reason = "no suitable node (scheduling constraints not satisfied on 3 nodes)"
     assert said[-1] == f"left waiting: node1 on node1: pending, {reason}"
     assert launcher.tasks(RUN)[1] == TaskState("node1", "node1", "pending", reason)

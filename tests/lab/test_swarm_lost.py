@@ -16,9 +16,13 @@ from swarmtrain.errors import EngineError, SwarmtrainError
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine, Update
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import SwarmLauncher, lock, look, settle
+from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.launchers.swarm.patience import Patience
 from swarmtrain.plan import Plan
 from swarmtrain.wire import BOARD_UP, NOTE, Event
+
+# Whoever was cut off is dead, and nothing that is pending is going to run.
+HURRIED = Patience(looks=1, pending=0.0)
 
 
 @pytest.fixture
@@ -67,10 +71,10 @@ def step_after(watch: Watch, node: str, more: int) -> Callable[[Update], bool]:
 
 
 def test_a_manager_that_is_lost_and_found_costs_no_line_and_no_event(
-    launcher: SwarmLauncher, planned: Callable[..., Plan], wire: Forwarder, monkeypatch: pytest.MonkeyPatch
+    launcher: SwarmLauncher, planned: Callable[..., Plan], wire: Forwarder
 ) -> None:
     launcher.up(planned(), say)
-    watch = Watch(SwarmLauncher(wire.address).watch(RUN))
+    watch = Watch(SwarmLauncher(wire.address, Patience(manager=15.0)).watch(RUN))
     watch.until(step_after(watch, "node0", 3))
     for _ in range(5):
         wire.cut()
@@ -89,9 +93,8 @@ def test_a_manager_that_is_lost_and_found_costs_no_line_and_no_event(
         assert steps == list(range(steps[0], steps[0] + len(steps))), node
     assert [update.kind for update in watch.seen if isinstance(update, Event) and update.kind != NOTE] == [BOARD_UP]
 
-    monkeypatch.setattr(look, "PATIENCE", 4.0)
     wire.cut()
-    watch.join(30)
+    watch.join(45)
     assert isinstance(watch.error, EngineError)
     assert watch.error.place == f"the manager at {wire.address}"
     assert watch.error.message.startswith("does not answer for ")
@@ -123,7 +126,7 @@ def broken_off(wire: Forwarder, number: int, command: Callable[[SwarmLauncher], 
     """
     wire.cut()
     wire.heal(cut_after=number)
-    launcher = SwarmLauncher(wire.address)
+    launcher = SwarmLauncher(wire.address, HURRIED)
     told: EngineError | None = None
     try:
         command(launcher)
@@ -139,10 +142,9 @@ def broken_off(wire: Forwarder, number: int, command: Callable[[SwarmLauncher], 
 
 
 @pytest.fixture
-def nowhere(lab: Lab, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Plan]]:
+def nowhere(lab: Lab, planned: Callable[..., Plan]) -> Iterator[Callable[[int], Plan]]:
     """Return a function that plans a run whose containers never start, since no machine takes any: that saves their time."""
     plans = {nodes: planned(nodes=nodes) for nodes in (1, 2)}
-    monkeypatch.setattr(settle, "_PENDING_PATIENCE", 0.0)
     for availability in ("drain", "active"):
         for node in ("node0", "node1"):
             docker(lab, "node", "update", "--availability", availability, node)
@@ -151,9 +153,8 @@ def nowhere(lab: Lab, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPa
 
 
 def test_a_change_that_is_broken_off_anywhere_is_ended_by_the_same_command_again(
-    lab: Lab, engine: Engine, nowhere: Callable[[int], Plan], wire: Forwarder, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, engine: Engine, nowhere: Callable[[int], Plan], wire: Forwarder
 ) -> None:
-    monkeypatch.setattr(lock, "_LOOKS", 1)
     commands: dict[str, Callable[[SwarmLauncher], None]] = {
         "up": lambda place: place.up(nowhere(1), SILENT),
         "scale": lambda place: place.up(nowhere(2), SILENT),
@@ -167,7 +168,7 @@ def test_a_change_that_is_broken_off_anywhere_is_ended_by_the_same_command_again
             say(f"{name}, cut after change {number}")
             if name in unfinished and not broken_off(wire, number, command):
                 unfinished.remove(name)
-            place = SwarmLauncher(wire.address)
+            place = SwarmLauncher(wire.address, HURRIED)
             if name != "down" or RUN in [*place.runs(), *place.leaving()]:
                 command(place)
         assert nothing_left(lab, engine)

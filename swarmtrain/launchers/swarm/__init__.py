@@ -21,6 +21,7 @@ from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import checks, logs, observe, removal
 from swarmtrain.launchers.swarm.follow import follow, manager
 from swarmtrain.launchers.swarm.lock import Lock
+from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
 from swarmtrain.launchers.swarm.specs import Specs, specs
 from swarmtrain.launchers.swarm.up import up
@@ -32,9 +33,9 @@ from swarmtrain.wire import CONFIG_PATH, LABEL_HOSTS, NOTE, RENDEZVOUS, VERDICT,
 class SwarmLauncher:
     """Implements swarmtrain.launchers.base.Launcher; see there for what each method promises."""
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None, patience: Patience = USUAL) -> None:
         """Connect to the engine at `address`, or to the one that docker itself would use. Raises EngineError."""
-        self._engine = Engine(address)
+        self._engine, self._patience = Engine(address), patience
         self._up_since: dict[str, float] = {}
 
     def inventory(self) -> Inventory:
@@ -53,7 +54,7 @@ class SwarmLauncher:
     def up(self, plan: Plan, say: Say) -> None:
         wanted = self._specs(plan)
         self._up_since[plan.run] = time.time()
-        up(self._engine, plan.run, lambda: self._steps(wanted), say)
+        up(self._engine, plan.run, lambda: self._steps(wanted), say, self._patience)
 
     def deployed(self, run: str) -> tuple[Config, Cargo]:
         services = observe.run_services(self._engine, run)
@@ -95,7 +96,7 @@ class SwarmLauncher:
 
     def watch(self, run: str) -> Iterator[Update]:
         observe.run_services(self._engine, run)
-        return follow(self._engine, run, since=self._up_since.get(run, time.time()))
+        return follow(self._engine, run, since=self._up_since.get(run, time.time()), patience=self._patience)
 
     def logs(self, run: str, *, follow: bool, tail: int | None = None, say: Say | None = None) -> Iterator[LogLine]:
         services = observe.run_services(self._engine, run)
@@ -103,7 +104,7 @@ class SwarmLauncher:
 
     def stop(self, run: str, say: Say) -> None:
         observe.run_services(self._engine, run)
-        lock = Lock(self._engine, run, "stops it")
+        lock = Lock(self._engine, run, "stops it", self._patience)
         with lock.held(say):
             removal.stop(self._engine, run, observe.run_services(self._engine, run), say, lock.check)
 
@@ -111,7 +112,7 @@ class SwarmLauncher:
         there = observe.observe(self._engine, run)
         if checks.foreign(list(there.services.values())) or (there.empty and run not in observe.leaving(self._engine)):
             raise observe.not_found(self._engine, run)
-        lock = Lock(self._engine, run, "takes it down")
+        lock = Lock(self._engine, run, "takes it down", self._patience)
         with lock.held(say):
             removal.take_down(self._engine, run, say, lock.check)
         say(f"nothing of {run} is left")
@@ -155,7 +156,7 @@ class SwarmLauncher:
                 yield line.log_line()
 
     def _follow_lines(self, run: str, tail: int | None, say: Say | None) -> Iterator[LogLine]:
-        for update in follow(self._engine, run, since=None, tail=tail):
+        for update in follow(self._engine, run, since=None, tail=tail, patience=self._patience):
             if isinstance(update, LogLine):
                 yield update
             elif say and isinstance(update, Event) and update.kind == NOTE and update.data["node"] == manager(self._engine):

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState, Update
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import look, observe
+from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.logs import Line, Reader
-from swarmtrain.launchers.swarm.look import Looker, Seen
+from swarmtrain.launchers.swarm.look import SILENCE, Looker, Seen
 from swarmtrain.launchers.swarm.observe import Service, Task
+from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.launchers.swarm.record import Record
 from swarmtrain.wire import NOTE, RENDEZVOUS, VERDICT, Event
 
@@ -32,14 +33,14 @@ _QUEUE = 50_000
 _LAST_WORDS = 1000
 
 
-def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = None) -> Iterator[Update]:
+def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = None, patience: Patience = USUAL) -> Iterator[Update]:
     """Yield what happens to `run` until its verdict or its removal: the board's lines from the start, the nodes' from `since`.
 
     `since` is in seconds since the epoch, None for all there is; `tail` bounds the lines of each node from before now.
     When the manager does not answer, a note says so, and another when it answers again; nothing is lost meanwhile.
-    Raises EngineError if it does not for two minutes.
+    Raises EngineError if it does not for as long as `patience` says.
     """
-    follower = _Follower(engine, run, since, tail)
+    follower = _Follower(engine, run, since, tail, patience)
     try:
         yield from follower.updates()
     finally:
@@ -76,8 +77,8 @@ def manager(engine: Engine) -> str:
 
 
 class _Follower:
-    def __init__(self, engine: Engine, run: str, since: float | None, tail: int | None) -> None:
-        self._engine, self._run, self._since, self._tail = engine, run, since, tail
+    def __init__(self, engine: Engine, run: str, since: float | None, tail: int | None, patience: Patience) -> None:
+        self._engine, self._run, self._since, self._tail, self._patience = engine, run, since, tail, patience
         self._lines: queue.Queue[Line] = queue.Queue(_QUEUE)
         self._readers: dict[str, Reader] = {}
         self._states: dict[str, TaskState] = {}
@@ -151,10 +152,10 @@ class _Follower:
                 yield self._note("answers again")
             yield from self._take_in(seen)
         silence = time.monotonic() - self._answered
-        if silence > look.SILENCE and not self._lost:
+        if silence > SILENCE and not self._lost:
             self._lost = self._why_lost()
             yield self._note(f"{self._lost}; {self._run} goes on, and is followed again as soon as that is possible")
-        if silence > look.PATIENCE:
+        if silence > self._patience.manager:
             raise EngineError(f"{self._why_lost()} for {silence:.0f} s", place=manager(self._engine), hint=self._way_on())
 
     def _note(self, message: str) -> Event:

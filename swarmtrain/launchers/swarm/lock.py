@@ -23,6 +23,7 @@ from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Say
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm.observe import LABEL_LOCK, gone
+from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.process import uninterrupted
 
 _TOKEN = "swarmtrain.lock.token"  # noqa: S105  # a label's name
@@ -30,12 +31,7 @@ _WHO = "swarmtrain.lock.who"
 _DOES = "swarmtrain.lock.does"
 _SINCE = "swarmtrain.lock.since"
 _LENT = "swarmtrain.lock.lent"
-_RENEW = 3.0
-# Without a renewal for so long the holder stops; whoever waits takes over a little later.
-_VALID = 10.0
 _LOOK = 0.5
-# As many looks in a row at a lock that stands still. No clock is compared with another: the waiter counts what it saw.
-_LOOKS = 30
 _SAY_EVERY = 10.0
 
 
@@ -54,8 +50,8 @@ class _Found:
 class Lock:
     """The lock of one run, for one change of it. `does` says what is done to the run, in words that follow a name."""
 
-    def __init__(self, engine: Engine, run: str, does: str) -> None:
-        self._engine, self._run, self._does = engine, run, does
+    def __init__(self, engine: Engine, run: str, does: str, patience: Patience = USUAL) -> None:
+        self._engine, self._run, self._does, self._patience = engine, run, does, patience
         self._name = f"{run}_lock"
         self._token = secrets.token_hex(8)
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -80,9 +76,9 @@ class Lock:
 
     def check(self) -> None:
         """Raise StackError if the lock has been lost, so that nothing more may be changed."""
-        if self._lost or time.monotonic() - self._renewed > _VALID:
+        if self._lost or time.monotonic() - self._renewed > self._patience.valid:
             raise StackError(
-                f"this command stood still for {_VALID:.0f} s or longer, and has lost its turn to change the run",
+                f"this command stood still for {self._patience.valid:.0f} s or longer, and has lost its turn to change the run",
                 place=f"run {self._run}",
                 hint=f"swarmtrain status {self._run}, and repeat the command",
             )
@@ -121,7 +117,7 @@ class Lock:
                     return
                 continue
             looks, last = (looks + 1 if found == last else 1), found
-            if (_LENT in found.labels or looks > _LOOKS) and self._update(found):
+            if (_LENT in found.labels or looks > self._patience.looks) and self._update(found):
                 return
             if time.monotonic() - told > _SAY_EVERY:
                 told = time.monotonic()
@@ -129,7 +125,7 @@ class Lock:
             time.sleep(_LOOK)
 
     def _keep(self) -> None:
-        while not self._over.wait(_RENEW):
+        while not self._over.wait(self._patience.renew):
             with contextlib.suppress(EngineError):
                 if not self._lent and not self._put() and not self._lent and not self._over.is_set():
                     self._lost = True

@@ -11,9 +11,8 @@ from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.observe import Service, Task
 
-# A manager that does not answer for so many seconds is told of, and after so many given up.
+# A manager that does not answer for so many seconds is told of.
 SILENCE = 3.0
-PATIENCE = 120.0
 _POLL = 1.0
 
 

@@ -16,12 +16,11 @@ from swarmtrain.launchers.base import Say, TaskState
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import logs, observe
 from swarmtrain.launchers.swarm.observe import Service, Task
+from swarmtrain.launchers.swarm.patience import Patience
 from swarmtrain.wire import RENDEZVOUS
 
 _POLL = 0.5
 _REMIND = 15.0
-# After these many seconds without any change, what is merely pending is left to itself; pulling an image may take long.
-_PENDING_PATIENCE = 20.0
 _START_PATIENCE = 1800.0
 # What a node says when it cannot start a container, how often it may, and what to do about it.
 _NO_FOLDER = "make the folder on every node, or mount a disk there that all nodes share"
@@ -59,7 +58,14 @@ def known_tasks(engine: Engine, stack: str) -> frozenset[str]:
 
 
 def await_running(
-    engine: Engine, stack: str, old: frozenset[str], restarted: frozenset[str], *, say: Say, still_ours: Callable[[], None]
+    engine: Engine,
+    stack: str,
+    old: frozenset[str],
+    restarted: frozenset[str],
+    *,
+    say: Say,
+    still_ours: Callable[[], None],
+    patience: Patience,
 ) -> None:
     """Return when every service of `stack` runs, has run, or waits for a node that is not there.
 
@@ -83,7 +89,7 @@ def await_running(
         waiting = [state for state in states if not _settled(state)]
         if not waiting and _steady(stack, services, new, watch):
             return
-        if waiting and _patience_is_over(waiting, watch, say):
+        if waiting and _patience_is_over(waiting, watch, say, patience):
             return
         time.sleep(_POLL)
 
@@ -125,11 +131,11 @@ def _line(state: TaskState) -> str:
     return f"{state.node}{where}: {state.state}{f', {state.reason}' if state.reason else ''}"
 
 
-def _patience_is_over(waiting: list[TaskState], watch: _Watch, say: Say) -> bool:
+def _patience_is_over(waiting: list[TaskState], watch: _Watch, say: Say, patience: Patience) -> bool:
     now = time.monotonic()
     names = "; ".join(_line(state) for state in waiting)
     pending = all(state.state in ("new", "allocated", "pending") for state in waiting)
-    if (pending and now - watch.moved > _PENDING_PATIENCE) or now - watch.began > _START_PATIENCE:
+    if (pending and now - watch.moved > patience.pending) or now - watch.began > _START_PATIENCE:
         say(f"left waiting: {names}")
         return True
     if now - watch.reminded > _REMIND:

@@ -11,6 +11,7 @@ from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe, removal
 from swarmtrain.launchers.swarm.deploy import apply
 from swarmtrain.launchers.swarm.lock import Lock
+from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.launchers.swarm.reconcile import Step, Verb
 from swarmtrain.launchers.swarm.settle import await_running, known_tasks
 
@@ -19,21 +20,21 @@ _TRIES = 10
 _PAUSE = 0.5
 
 
-def up(engine: Engine, stack: str, steps: Callable[[], list[Step]], say: Say) -> None:
+def up(engine: Engine, stack: str, steps: Callable[[], list[Step]], say: Say, patience: Patience = USUAL) -> None:
     """Carry out the `steps` that are needed, whatever they then are, and return when the stack runs. Raises SwarmtrainError.
 
     The lock is held while things are changed and lent while containers start: whoever comes meanwhile goes first, and
     this one then leaves everything alone.
     """
-    bringing = _Up(engine, stack, steps, say)
+    bringing = _Up(engine, stack, steps, say, patience)
     with bringing.lock.held(say):
         bringing.go()
 
 
 class _Up:
-    def __init__(self, engine: Engine, stack: str, steps: Callable[[], list[Step]], say: Say) -> None:
-        self._engine, self._stack, self._steps, self._say = engine, stack, steps, say
-        self.lock = Lock(engine, stack, "brings it up")
+    def __init__(self, engine: Engine, stack: str, steps: Callable[[], list[Step]], say: Say, patience: Patience) -> None:
+        self._engine, self._stack, self._steps, self._say, self._patience = engine, stack, steps, say, patience
+        self.lock = Lock(engine, stack, "brings it up", patience)
         self._made: set[str] = set()
 
     def go(self) -> None:
@@ -64,7 +65,7 @@ class _Up:
             self._say(f"{self._stack} is as it should be: nothing to do")
         self.lock.lend()
         restarted = frozenset(step.id for step in done if step.restarts)
-        await_running(self._engine, self._stack, old, restarted, say=self._say, still_ours=self._still_ours)
+        await_running(self._engine, self._stack, old, restarted, say=self._say, still_ours=self._still_ours, patience=self._patience)
         leaving = [step.service for step in done if step.verb is Verb.remove and step.service]
         removal.await_stopped(self._engine, self._stack, leaving, self._say)
 
