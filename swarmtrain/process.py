@@ -74,13 +74,14 @@ def start(
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    stdin: IO[bytes] | int = subprocess.DEVNULL,
     stdout: IO[bytes] | int | None = None,
     stderr: IO[bytes] | int | None = None,
     new_session: bool = False,
     die_with_parent: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start `argv` and return it running, with no standard input.
+    """Start `argv` and return it running, with no standard input unless it is given one.
 
     `new_session` detaches it from this terminal's Ctrl-C; `die_with_parent` asks the kernel (Linux) to kill it with
     the *thread* that calls this, so call it from a thread that lives as long as the child should.
@@ -92,7 +93,7 @@ def start(
             argv,
             env={**os.environ, **env} if env else None,
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             start_new_session=new_session,

@@ -50,18 +50,20 @@ def main() -> int:
     host, _, port = node.board.rpartition(":")
     route = route_to(host, int(port))
     ends = Ends(node.node, probe.probe_port, interface_mtu(route.interface))
+    together = _Together(route)
     peers = [peer for peer in probe.peers if peer != node.node]
     with _marks(node) as marks:
         facts = {"host": socket.gethostname(), **_here(node, route), "clock": board.clock()}
         names = ends.meet(peers, _MEETING)
         board.post(Event(WORLD, {"world": "probe", "world_size": len(probe.peers), "nodes": len(probe.peers), "ranks": {node.node: []}}))
         board.post(Event(PROBE, {"node": node.node, **facts, "names": names, "mounts": [_mount(node, mark) for mark in marks]}))
+        together.ready()
         for pairs in rounds(probe.peers):
             for a, b in (pair for pair in pairs if node.node in pair):
                 link = ends.measure(a, b, patience=_PARTNER)
                 if node.node == a:
                     board.post(Event(LINK, asdict(link)))
-        board.post(Event(TOGETHER, {"node": node.node, **_together(route)}))
+        board.post(Event(TOGETHER, {"node": node.node, **together.result()}))
     board.leave(node.node, EXIT_OK)
     return EXIT_OK
 
@@ -165,19 +167,29 @@ def _entry(path: Path) -> tuple[str, int]:
         return path.name, -2
 
 
-def _together(route: Route) -> dict[str, Any]:
-    """Run the first collective of all nodes in a process of its own, which may hang or be killed without this one."""
-    begun = time.monotonic()
-    environment = {**os.environ, **route.environment(os.environ)}
-    argv = [sys.executable, "-m", "swarmtrain.entrypoint", "together"]
-    process = start(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        output, _ = process.communicate(timeout=_TOGETHER)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return {"error": f"nothing came of it within {_TOGETHER:g} s"}
-    lines = output.decode(errors="replace").strip().splitlines()
-    for line in reversed(lines):  # torch may have the last word
-        with contextlib.suppress(ValueError):
-            return {**json.loads(line), "took": time.monotonic() - begun}
-    return {"error": lines[-1] if lines else f"exit code {process.returncode}"}
+class _Together:
+    """The first collective of all nodes, in a process of its own, which may hang or be killed without this one."""
+
+    def __init__(self, route: Route) -> None:
+        environment = {**os.environ, **route.environment(os.environ)}
+        argv = [sys.executable, "-m", "swarmtrain.entrypoint", "together"]
+        pipe = subprocess.PIPE
+        self._process = start(argv, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, die_with_parent=True)
+
+    def ready(self) -> None:
+        """Return when torch is imported, which keeps this node's cores busy for seconds, or cannot be."""
+        if self._process.stdout is not None:
+            self._process.stdout.readline()
+
+    def result(self) -> dict[str, Any]:
+        """Let it begin, and return what it found."""
+        try:
+            output, _ = self._process.communicate(b"\n", timeout=_TOGETHER)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return {"error": f"nothing came of it within {_TOGETHER:g} s"}
+        lines = output.decode(errors="replace").strip().splitlines()
+        for line in reversed(lines):  # torch may have the last word
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line))
+        return {"error": lines[-1] if lines else f"exit code {self._process.returncode}"}

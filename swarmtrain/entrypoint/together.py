@@ -1,11 +1,13 @@
 """What the ranks' first collective will be like: torch is imported, the nodes meet at the store, and add up some numbers.
 
-One process a node. Prints one line of JSON: the versions, the devices, and the seconds of an all-reduce for each backend,
-or an error.
+One process a node. Prints a line when torch is there, waits for one on its standard input, and prints one of JSON: the
+versions, the devices, and the seconds of an all-reduce for each backend, or an error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import re
@@ -28,7 +30,12 @@ _PATIENCE = timedelta(seconds=20)
 
 
 def main() -> int:
-    """Print what is found and return 0."""
+    """Get ready, wait, print what is found, and return 0."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
     sys.stdout.write(json.dumps(_look()) + "\n")
     return EXIT_OK
 
