@@ -24,7 +24,7 @@ from swarmtrain.errors import PlanError, SwarmtrainError
 _RUN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _NODE_ID = re.compile(r"[a-z0-9]{25}")
 # Swarm takes 64 characters for the name of a config, and the longest that cannot be shortened is "<run>_config-<digest>".
-_RUN_MAX = 64 - len("_config-") - 10
+LONGEST_RUN = 64 - len("_config-") - 10
 _LARGEST_FILE = 64_000_000
 
 
@@ -164,9 +164,9 @@ def make_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, n
 
 def check_run_name(run: str) -> None:
     """Raise PlanError unless `run` can name a stack and, with a service's name behind it, a host."""
-    if not _RUN.fullmatch(run) or len(run) > _RUN_MAX:
+    if not _RUN.fullmatch(run) or len(run) > LONGEST_RUN:
         raise PlanError(
-            f"must be lower-case letters, digits and -, at most {_RUN_MAX} of them, because it becomes part of host names",
+            f"must be lower-case letters, digits and -, at most {LONGEST_RUN} of them, because it becomes part of host names",
             place=f"run name {run!r}",
             hint="swarmtrain deploy config.yml --name my-run",
         )

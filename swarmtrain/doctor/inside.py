@@ -28,7 +28,9 @@ def _missing(seen: Probed) -> Iterator[Finding]:
     for node in seen.plan.nodes:
         if node.name not in seen.nodes:
             state = seen.states.get(node.name) or "it was not heard of"
-            hint = f"docker service ps --no-trunc {seen.plan.run}_{node.name}, while swarmtrain deploy waits for it"
+            hint = (
+                f"swarmtrain deploy CONFIG; it says what it waits for, and so does docker service ps --no-trunc {seen.plan.run}_{node.name}"
+            )
             yield Finding(
                 seen.place(node.name), f"its probe told nothing: {state}", hint, why="what keeps a probe from starting keeps the job"
             )

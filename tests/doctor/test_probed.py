@@ -27,7 +27,7 @@ def plan(**runner: Any) -> Plan:
     settings = {"nodes": 3, "docker_config": docker, **runner}
     config = Config.model_validate({"runner": settings, "trainer": {"save_dir": Path("runs/job")}})
     machines = tuple(Machine(host=f"gpu-{index}") for index in range(3))
-    return replace(make_plan(config, Inventory("the test", machines), Cargo(()), run="job-probe"), probe=True)
+    return make_plan(config, Inventory("the test", machines), Cargo(()), run="job")
 
 
 def mount(target: str, **changes: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Case:
 GPU = {"uuid": "GPU-1", "name": "H100", "driver": "570.1"}
 CASES = [
     Case("probe", without, "node1 on gpu-1: its probe told nothing: pending: insufficient resources on 1 node"),
-    Case("probe", lambda seen: replace(seen, verdict="no torch"), "run job-probe: no torch"),
+    Case("probe", lambda seen: replace(seen, verdict="no torch"), "run job: no torch"),
     Case("container", node(problems=["python cannot find torch"]), "node1 on gpu-1: python cannot find torch"),
     Case("clock", node(clock=-3.0), "its clock is 3.0 s behind the manager's", fatal=False),
     Case("names", node(names={"node0": 4.2, "node2": None}), "finds node0 after 4.2 s", fatal=False),

@@ -52,7 +52,7 @@ def _packets(seen: Probed) -> Iterator[Finding]:
     for link in seen.links:
         if _small(seen, link):
             message = f"packets over {link['packet']} bytes are lost, and the interface sends {_sends(seen, link)}"
-            hint = f"swarmtrain down {_own(seen)}; then deploy with -o runner.swarm.mtu={link['packet']}"
+            hint = f"swarmtrain down {seen.plan.run}; then deploy with -o runner.swarm.mtu={link['packet']}"
             yield Finding(_pair(seen, link), message, hint, why="small messages pass and large ones hang: jobs start, and stand still")
 
 
@@ -89,10 +89,6 @@ def _together(seen: Probed) -> Iterator[Finding]:
 
 def _pair(seen: Probed, link: Facts) -> str:
     return f"link {seen.place(link['a'])} to {seen.place(link['b'])}"
-
-
-def _own(seen: Probed) -> str:
-    return seen.plan.run.removesuffix("-probe")
 
 
 def _small(seen: Probed, link: Facts) -> bool:

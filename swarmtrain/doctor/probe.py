@@ -1,0 +1,75 @@
+"""A probe on every node: a run of its own in the job's image, network, mounts and reservations, and gone after seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from swarmtrain import wire
+from swarmtrain.doctor.probed import Probed
+from swarmtrain.errors import RunNotFound
+from swarmtrain.launchers.base import Launcher, Say, TaskState
+from swarmtrain.plan import LONGEST_RUN, Plan
+from swarmtrain.wire import Event
+
+_SUFFIX = "-probe"
+_PATIENCE = 180.0
+
+
+def run_probe(place: Launcher, plan: Plan, say: Say) -> Probed:
+    """Probe the nodes of `plan`, and return what they told; whatever happens, the probe is taken down.
+
+    Raises StackError if it cannot be started.
+    """
+    probe = replace(plan, run=_name(plan.run), probe=True)
+    if plan.run in place.runs():
+        say(f"{plan.run} is up: it goes on, and shares its nodes with the probe for some seconds")
+    say(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
+    try:
+        place.up(probe, say)
+        return _collect(place, plan, probe.run, say)
+    finally:
+        with contextlib.suppress(RunNotFound):  # what did not start was taken back already
+            place.down(probe.run, lambda _: None)
+
+
+def _name(run: str) -> str:
+    """Return the probe's own name: a run of its own beside the one that may be up; cut where names have their end."""
+    return run[: LONGEST_RUN - len(_SUFFIX)].rstrip("-") + _SUFFIX
+
+
+def _collect(place: Launcher, plan: Plan, probe: str, say: Say) -> Probed:
+    end = time.monotonic() + _PATIENCE
+    events: list[Event] = []
+    states: dict[str, str] = {}
+    verdict = ""
+    for update in place.watch(probe):
+        if isinstance(update, Event):
+            events.append(update)
+            if update.kind == wire.VERDICT and update.data["status"] != "done":
+                verdict = update.data["why"]
+            if line := _progress(update):
+                say(line)
+        elif isinstance(update, TaskState):
+            states[update.node] = f"{update.state}: {update.reason}" if update.reason else update.state
+        if _of(events, wire.TOGETHER).keys() >= {node.name for node in plan.nodes} or time.monotonic() > end:
+            break
+    links = tuple(event.data for event in events if event.kind == wire.LINK)
+    return Probed(plan, _of(events, wire.PROBE), links, _of(events, wire.TOGETHER), verdict, states)
+
+
+def _of(events: Iterable[Event], kind: str) -> dict[str, dict[str, object]]:
+    return {str(event.data["node"]): event.data for event in events if event.kind == kind}
+
+
+def _progress(event: Event) -> str:
+    match event.kind:
+        case wire.PROBE:
+            return f"{event.data['node']} has looked around"
+        case wire.LINK:
+            return f"{event.data['a']} and {event.data['b']} have measured their link"
+        case wire.TOGETHER:
+            return f"{event.data['node']} has met the others"
+    return ""
