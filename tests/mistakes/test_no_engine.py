@@ -34,6 +34,8 @@ def test_no_engine(answer: Answer) -> None:
     answer("swarmtrain deploy config.yml")
     for command in ("plan config.yml", "generate config.yml", "status", "logs", "scale --nodes 2", "stop", "down"):
         answer(f"swarmtrain {command}", show=False)
+    for command in ("doctor", "doctor config.yml"):
+        answer(f"swarmtrain {command}", show=False)
 
 
 def test_refused(answer: Answer, dead_socket: Path) -> None:
