@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,7 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK,
 
 def main() -> int:
     """Look at everything, tell it, and return 0. Raises BoardError if there is nobody to be told."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: the marks are to be taken away
     node, probe = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
     board = Board(node.board)
     board.wait(_WAIT_FOR_BOARD)

@@ -32,9 +32,8 @@ def test_no_engine(answer: Answer) -> None:
     answer.config("runner: {nodes: 2}")
     answer.export("DOCKER_HOST", "unix:///nowhere/docker.sock")
     answer("swarmtrain deploy config.yml")
-    for command in ("plan config.yml", "generate config.yml", "status", "logs", "scale --nodes 2", "stop", "down"):
-        answer(f"swarmtrain {command}", show=False)
-    for command in ("doctor", "doctor config.yml"):
+    before = ("plan config.yml", "generate config.yml", "doctor", "doctor config.yml")
+    for command in (*before, "status", "logs", "scale --nodes 2", "stop", "down"):
         answer(f"swarmtrain {command}", show=False)
 
 
