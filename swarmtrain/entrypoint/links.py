@@ -12,7 +12,6 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +84,16 @@ class Ends:
         time is that of a look-up once it is there.
         """
         end = time.monotonic() + seconds
-        with ThreadPoolExecutor(max(len(peers), 1)) as pool:
-            return dict(zip(peers, pool.map(lambda peer: self._greet(peer, end), peers), strict=True))
+        found: dict[str, float | None] = dict.fromkeys(peers)
+        # Threads of their own and no pool: whoever is told to stop does not wait for them.
+        greetings = [threading.Thread(target=self._greet, args=(peer, end, found), daemon=True) for peer in peers]
+        for greeting in greetings:
+            greeting.start()
+        for greeting in greetings:
+            greeting.join()
+        return found
 
-    def _greet(self, peer: str, end: float) -> float | None:
+    def _greet(self, peer: str, end: float, found: dict[str, float | None]) -> None:
         while time.monotonic() < end:
             try:
                 address = socket.gethostbyname(peer)
@@ -97,10 +102,10 @@ class Ends:
                 self._addresses[peer] = address
                 begun = time.monotonic()
                 socket.gethostbyname(peer)
-                return time.monotonic() - begun
+                found[peer] = time.monotonic() - begun
+                return
             except OSError:
                 time.sleep(0.1)
-        return None
 
     def measure(self, a: str, b: str, patience: float) -> Link:
         """Measure the link of this node and another; `patience` in seconds is how long the other may let it wait."""

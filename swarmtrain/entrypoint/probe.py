@@ -42,7 +42,7 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK,
 
 
 def main() -> int:
-    """Look at everything, tell it, and return 0. Raises BoardError if there is nobody to be told."""
+    """Look at everything, tell it, and return 0. Raises BoardError if there is nobody to be told, ValueError if it is told nothing."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: the marks are to be taken away
     node, probe = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
     board = Board(node.board)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.process import start
-from swarmtrain.wire import BoardEnv, Event, NodeEnv
+from swarmtrain.wire import BoardEnv, Event, NodeEnv, ProbeEnv
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,26 +78,17 @@ class SmallRun:
     def start_node(
         self, number: int, script: str, *args: str, slots: int = 2, nodes: tuple[int, int] = (2, 2), stop_grace: float = 20.0
     ) -> subprocess.Popen[bytes]:
-        path = self.folder / "script.py"
-        path.write_text(script)
-        env = NodeEnv(
-            run="small",
-            node=f"node{number}",
-            slots=slots,
-            min_nodes=nodes[0],
-            max_nodes=nodes[1],
-            board=f"127.0.0.1:{self.board_port}",
-            store=f"127.0.0.1:{self.store_port}",
-            config=str(self.folder / "config.json"),
-            script=str(path),
-            script_args=args,
-            secrets={},
-            stop_grace=stop_grace,
-            log_dir=str(self.folder / f"log{number}"),
-            mounts=(),
-        )
+        (self.folder / "script.py").write_text(script)
+        env = self._node_env(number, script_args=args, slots=slots, nodes=nodes, stop_grace=stop_grace)
         self.nodes[env.node] = self._start("node", {**env.to_env(), "OMP_NUM_THREADS": "1"}, self.log(number))
         return self.nodes[env.node]
+
+    def start_probe(self, *peers: str, mounts: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        """Start the probe of node0, which has these peers."""
+        (self.folder / "script.py").write_text("")
+        env = {**self._node_env(0, slots=1, nodes=(1, 1), mounts=mounts).to_env(), **ProbeEnv(("node0", *peers), free_port()).to_env()}
+        self.nodes["node0"] = self._start("probe", env, self.log(0))
+        return self.nodes["node0"]
 
     def train(self, number: int, *, slots: int = 2, nodes: tuple[int, int] = (2, 2)) -> None:
         """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk."""
@@ -165,9 +156,36 @@ class SmallRun:
                 process.send_signal(signal.SIGKILL)
             process.wait()
 
+    def _node_env(
+        self,
+        number: int,
+        *,
+        slots: int,
+        nodes: tuple[int, int],
+        script_args: tuple[str, ...] = (),
+        stop_grace: float = 20.0,
+        mounts: tuple[str, ...] = (),
+    ) -> NodeEnv:
+        return NodeEnv(
+            run="small",
+            node=f"node{number}",
+            slots=slots,
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            board=f"127.0.0.1:{self.board_port}",
+            store=f"127.0.0.1:{self.store_port}",
+            config=str(self.folder / "config.json"),
+            script=str(self.folder / "script.py"),
+            script_args=script_args,
+            secrets={},
+            stop_grace=stop_grace,
+            log_dir=str(self.folder / f"log{number}"),
+            mounts=mounts,
+        )
+
     def _start(self, role: str, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
-            errors = out if role == "node" else subprocess.DEVNULL
+            errors = out if role != "rendezvous" else subprocess.DEVNULL
             command = [sys.executable, "-m", "swarmtrain.entrypoint", role]
             return start(command, env=env, cwd=ROOT, stdout=out, stderr=errors, new_session=True, die_with_parent=True)
 

@@ -114,7 +114,7 @@ def test_a_planned_exit_and_other_records_are_no_deaths(tmp_path: Path) -> None:
         reporter.emit(logging.LogRecord("t", logging.ERROR, "f", 1, message, args, None))
 
 
-@pytest.mark.parametrize("arguments", [[], ["probe"], ["agent"], ["node", "again"]])
+@pytest.mark.parametrize("arguments", [[], ["look"], ["agent"], ["node", "again"]])
 def test_other_words_are_a_usage_error(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "swarmtrain.entrypoint", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
