@@ -140,7 +140,7 @@ def _devices(seen: Probed) -> Iterator[Finding]:
         return
     for node in seen.plan.nodes:
         facts, there = seen.together.get(node.name, {}), seen.nodes.get(node.name, {})
-        if ("devices" in facts and 0 < facts["devices"] < node.slots) or (there.get("gpus") and facts.get("devices") == 0):
+        if facts.get("devices", node.slots) < node.slots:
             message = f"torch sees {facts['devices']} GPUs of {len(there.get('gpus', []))}, for {node.slots} ranks"
             hint = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
             yield Finding(seen.place(node.name), message, hint, why="ranks without a GPU of their own fail, or share one")

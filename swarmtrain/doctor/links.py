@@ -9,6 +9,7 @@ from swarmtrain.doctor.probed import CHECKS, Facts, Probed, bits
 from swarmtrain.launchers.base import Finding
 
 _NAME = 1.0
+_ETHERNET = 1500
 _SLOW = 3.0
 """A link is slow if it has less than a third of what the links have at the median."""
 _SLUGGISH = 5.0
@@ -52,7 +53,8 @@ def _packets(seen: Probed) -> Iterator[Finding]:
     for link in seen.links:
         if _small(seen, link):
             message = f"packets over {link['packet']} bytes are lost, and the interface sends {_sends(seen, link)}"
-            hint = f"swarmtrain down {seen.plan.run}; then deploy with -o runner.swarm.mtu={link['packet']}"
+            beneath = (seen.plan.config.runner.swarm.mtu or _ETHERNET) - _sends(seen, link)  # what the overlay adds to each packet
+            hint = f"swarmtrain down {seen.plan.run}; then deploy with -o runner.swarm.mtu={link['packet'] + beneath}"
             yield Finding(_pair(seen, link), message, hint, why="small messages pass and large ones hang: jobs start, and stand still")
 
 

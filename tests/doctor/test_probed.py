@@ -102,6 +102,24 @@ def without(seen: Probed) -> Probed:
     return replace(seen, nodes=told, states={**seen.states, "node1": "pending: insufficient resources on 1 node"})
 
 
+GPU = {"uuid": "GPU-1", "name": "H100", "driver": "570.1"}
+
+
+def with_gpus(gpus: list[dict[str, str]] | None = None, devices: int = 2) -> Callable[[Probed], Probed]:
+    """Two GPUs are promised on each node, and are there but for one of them."""
+
+    def made(seen: Probed) -> Probed:
+        nodes = {name: {**seen.nodes[name], "gpus": [GPU, GPU]} for name in NODES}
+        met_there = {name: {**seen.together[name], "devices": 2} for name in NODES}
+        if gpus is not None:
+            nodes["node1"]["gpus"] = gpus
+        met_there["node1"]["devices"] = devices
+        promised = plan(default_gpu_count=2, swarm={"gpu": GpuMode.visible})
+        return replace(seen, plan=promised, nodes=nodes, together=met_there)
+
+    return made
+
+
 @dataclass(frozen=True)
 class Case:
     """What is wrong, the check that finds it, and a part of what it says."""
@@ -112,7 +130,6 @@ class Case:
     fatal: bool = True
 
 
-GPU = {"uuid": "GPU-1", "name": "H100", "driver": "570.1"}
 CASES = [
     Case("probe", without, "node1 on gpu-1: its probe told nothing: pending: insufficient resources on 1 node"),
     Case("probe", lambda seen: replace(seen, verdict="no torch"), "run job: no torch"),
@@ -136,8 +153,9 @@ CASES = [
     Case("shared", planned(docker_config={"docker_container": "job:1"}), "lies in no mount"),
     Case("data", on_mount("/data", entries=2, content="def"), "/data holds something else here: 2 entries, where the others have 3"),
     Case("torch", met(torch="2.12.0"), "torch differs: node0 2.13.0, node1 2.12.0, node2 2.13.0"),
-    Case("devices", met(devices=1), "torch sees 1 GPUs of 0, for 2 ranks"),
-    Case("devices", node(gpus=[GPU, GPU]), "torch sees 0 GPUs of 2, for 2 ranks"),
+    Case("devices", with_gpus(devices=1), "node1 on gpu-1: torch sees 1 GPUs of 2, for 2 ranks"),
+    Case("devices", with_gpus(gpus=[], devices=0), "node1 on gpu-1: torch sees 0 GPUs of 0, for 2 ranks"),
+    Case("devices", with_gpus(gpus=[{**GPU, "driver": "550.9"}] * 2), "drivers differ: node0 570.1, node1 550.9, node2 570.1", fatal=False),
     Case("together", met(error="timeout"), "no all-reduce: timeout"),
 ]
 
@@ -145,8 +163,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.check}: {case.says[:30]}")
 def test_what_is_wrong_is_found_by_its_check_alone(case: Case) -> None:
     seen = case.wrong(sound())
-    if case.check == "devices":
-        seen = replace(seen, plan=plan(default_gpu_count=2, swarm={"gpu": GpuMode.visible}))
     findings = {check.name: list(check.find(seen)) for check in CHECKS.all}
     [found] = findings[case.check]
     assert case.says in f"{found.place}: {found.message}"

@@ -95,14 +95,16 @@ def test_packets_that_get_lost(doctor: Doctor, lab: Lab) -> None:
     process.run([*wire, "1400"])
     try:
         answers = doctor(sound=False)
+        mended = doctor("runner.swarm.mtu=1400", sound=True)
     finally:
         process.run([*wire, "1500"])
+    assert "packets" not in found(mended)
     assert {line.partition(": ")[0] for line in found(answers)["packets"]} == {
         "link node0 on node0 to node2 on node2",
         "link node1 on node1 to node2 on node2",
     }
     hints = [one["hint"] for each in answers["checks"] if each["check"] == "packets" for one in each["findings"]]
-    assert "runner.swarm.mtu=1350" in hints[0]
+    assert "runner.swarm.mtu=1400" in hints[0]
 
 
 def test_a_slow_link(doctor: Doctor, lab: Lab) -> None:
