@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,8 @@ def main() -> int:
     if unknown := [name for name in names if name not in SUITES]:
         print(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}", file=sys.stderr)
         return 2
+    # Where this was started in the background, Ctrl-C is ignored, and all that inherits that would ignore it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with in_memory():
         return run_all(names)
 
