@@ -47,8 +47,10 @@ def main() -> int:
     if unknown := [name for name in names if name not in SUITES]:
         print(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}", file=sys.stderr)
         return 2
-    # Where this was started in the background, Ctrl-C is ignored, and all that inherits that would ignore it too.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        # What is ignored here, since this was started in the background or by nohup, would be ignored by all it starts.
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     with in_memory():
         return run_all(names)
 
