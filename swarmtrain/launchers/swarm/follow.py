@@ -22,6 +22,8 @@ from swarmtrain.wire import NOTE, RENDEZVOUS, VERDICT, Event
 _WINDOW = 0.2
 # After the verdict, for lines that are still on their way.
 _TRAIL = 1.0
+# Whoever still talks so long after the verdict has not heard it, and may never end.
+_LONGEST_TRAIL = 10.0
 # A run without a verdict has ended when for so long nothing of it was to run any more.
 _OVER = 5.0
 # A log that is silent for so many seconds is asked for anew.
@@ -103,7 +105,7 @@ class _Follower:
                     yield update
                     if isinstance(update, Event) and update.kind == VERDICT:
                         verdict_at = time.monotonic()
-            if not batch and self._done(verdict_at):
+            if self._done(verdict_at, quiet=not batch):
                 return
 
     def close(self) -> None:
@@ -136,11 +138,11 @@ class _Follower:
         stale = event.kind == VERDICT and line.task in self._old_boards
         return None if stale else event
 
-    def _done(self, verdict_at: float | None) -> bool:
+    def _done(self, verdict_at: float | None, *, quiet: bool) -> bool:
         now = time.monotonic()
         if verdict_at is not None:
-            return now - verdict_at > _TRAIL
-        return self._gone or (self._over_since is not None and now - self._over_since > _OVER)
+            return now - verdict_at > (_TRAIL if quiet else _LONGEST_TRAIL)
+        return quiet and (self._gone or (self._over_since is not None and now - self._over_since > _OVER))
 
     def _news(self) -> Iterator[Update]:
         """Yield what the newest looks say, or once that there are none. Raises EngineError when there were none for too long."""
