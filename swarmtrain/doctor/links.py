@@ -11,7 +11,7 @@ from swarmtrain.launchers.base import Finding
 _NAME = 1.0
 _ETHERNET = 1500
 _SLOW = 3.0
-"""A link is slow if it has less than a third of what the links have at the median."""
+"""A link is slow if it has less than a third of what the faster half of the links has."""
 _SLUGGISH = 5.0
 _NOTICED = 0.002
 _WRONG_INTERFACE = "NCCL and gloo would choose one, and hang if it is the wrong one"
@@ -60,12 +60,14 @@ def _packets(seen: Probed) -> Iterator[Finding]:
 
 @CHECKS("bandwidth", "no link is much slower than the others")
 def _bandwidth(seen: Probed) -> Iterator[Finding]:
-    usual = statistics.median([rate for link in seen.sound for rate in (link["there"], link["back"])] or [0.0])
+    # Of three links, a single slow node has two: the faster half tells what is usual.
+    rates = sorted(rate for link in seen.sound for rate in (link["there"], link["back"]))
+    usual = statistics.median(rates[len(rates) // 2 :] or [0.0])
     for link in seen.sound:
         slowest = min(link["there"], link["back"])
         if len(seen.sound) > 1 and slowest * _SLOW < usual:
             hint = "ethtool INTERFACE on both machines shows what their links have agreed on"
-            message = f"carries {bits(slowest)}, where the links have {bits(usual)} at the median"
+            message = f"carries {bits(slowest)}, where the faster half of the links has {bits(usual)}"
             yield Finding(_pair(seen, link), message, hint, fatal=False, why="all nodes wait for the slowest link at each step")
 
 

@@ -140,7 +140,7 @@ CASES = [
     Case("interface", node(interfaces={"eth0": 1400}), "the largest packets differ: node0 1450, node1 1400, node2 1450", fatal=False),
     Case("links", one_link(error="timed out", packet=0), "link node1 on gpu-1 to node2 on gpu-2: timed out"),
     Case("packets", one_link(error="data stops on its way: timed out", packet=1280), "packets over 1280 bytes are lost"),
-    Case("bandwidth", one_link(back=1.25e6), "carries 10 Mbit/s, where the links have 8.0 Gbit/s at the median", fatal=False),
+    Case("bandwidth", one_link(back=1.25e6), "carries 10 Mbit/s, where the faster half of the links has 8.0 Gbit/s", fatal=False),
     Case("latency", one_link(round_trip=0.03), "answers after 30.0 ms, where the median is 0.20 ms", fatal=False),
     Case("shm", node(shm=64 << 20), "/dev/shm has 64 MiB for 2 ranks", fatal=False),
     Case("limits", node(limits={"nofile": 1024, "memlock": -1}), "processes may open 1024 files", fatal=False),
@@ -196,3 +196,14 @@ def test_the_report_shows_findings_first_to_last_and_the_links_as_a_matrix() -> 
     assert values["sound"] is False
     assert len(values["links"]) == 3
     assert deepcopy(values) == values
+
+
+def test_a_slow_node_of_three_is_seen_though_most_links_are_its() -> None:
+    seen = sound()
+    slow = {"there": 2.5e6, "back": 2.5e6}
+    seen = replace(seen, links=(seen.links[0], {**seen.links[1], **slow}, {**seen.links[2], **slow}))
+    bandwidth = next(check for check in CHECKS.all if check.name == "bandwidth")
+    assert [finding.place for finding in bandwidth.find(seen)] == [
+        "link node0 on gpu-0 to node2 on gpu-2",
+        "link node1 on gpu-1 to node2 on gpu-2",
+    ]
