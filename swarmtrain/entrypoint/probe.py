@@ -51,10 +51,11 @@ def main() -> int:
     threading.Thread(target=_beat, args=(board, node.node), daemon=True).start()
     host, _, port = node.board.rpartition(":")
     route = route_to(host, int(port))
-    ends = Ends(node.node, probe.probe_port, interface_mtu(route.interface))
     together = _Together(route)
     peers = [peer for peer in probe.peers if peer != node.node]
     with _marks(node) as marks:
+        # Last: who is met has left its marks.
+        ends = Ends(node.node, probe.probe_port, interface_mtu(route.interface))
         facts = {"host": socket.gethostname(), **_here(node, route), "clock": board.clock()}
         names = ends.meet(peers, _MEETING)
         board.post(Event(WORLD, {"world": "probe", "world_size": len(probe.peers), "nodes": len(probe.peers), "ranks": {node.node: []}}))
