@@ -15,7 +15,7 @@ from swarmtrain.plan import LONGEST_RUN, Plan
 from swarmtrain.wire import Event
 
 _SUFFIX = "-probe"
-_PATIENCE = 180.0
+_PATIENCE = 300.0
 
 
 def run_probe(place: Launcher, plan: Plan, say: Say) -> Probed:

@@ -32,11 +32,11 @@ from swarmtrain.process import start
 from swarmtrain.wire import LINK, PROBE, TOGETHER, WORLD, Event, NodeEnv, ProbeEnv
 
 _WAIT_FOR_BOARD = 600.0
-_MEETING = 25.0
+_MEETING = 60.0
 # Who has not met everybody comes as much later to the first round.
 _PARTNER = _MEETING + 10.0
 _BEAT = 5.0
-_TOGETHER = 60.0
+_TOGETHER = 90.0
 _ENTRIES = 1000
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "stack": resource.RLIMIT_STACK}
 
@@ -44,6 +44,8 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK,
 def main() -> int:
     """Look at everything, tell it, and return 0. Raises BoardError if there is nobody to be told, ValueError if it is told nothing."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: the marks are to be taken away
+    # A name that is not there yet is asked of the host's resolver, which may never answer.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     node, probe = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
     board = Board(node.board)
     board.wait(_WAIT_FOR_BOARD)

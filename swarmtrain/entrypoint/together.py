@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PLACE = re.compile(r"^\[\S+\] ")  # of a line in torch's own source
 _NUMBERS = 1 << 20
 _TIMES = 5
-_PATIENCE = timedelta(seconds=20)
+_PATIENCE = timedelta(seconds=40)
 
 
 def main() -> int:
