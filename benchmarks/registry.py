@@ -24,6 +24,5 @@ BENCHMARKS = (
     Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", commands.generate_many),
     Benchmark("lab-up-4", "four engines up and joined", labs.lab_up),
     Benchmark("first-step", "deploy to the first optimizer step", runs.first_step),
-    Benchmark("doctor-4", "doctor on four nodes, probe and links and all", runs.doctor),
     Benchmark("services-100", "a hundred services up and down", services.hundred),
 )
