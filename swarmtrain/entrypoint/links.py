@@ -157,8 +157,8 @@ class Ends:
             line.settimeout(_PATIENCE)
             try:
                 name = _line(line).decode()
-            except OSError:
-                continue
+            except (OSError, ValueError):  # not a peer, or one that has gone again
+                name = ""
             if not name:
                 line.close()
                 continue
