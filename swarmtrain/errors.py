@@ -43,6 +43,8 @@ class SwarmtrainError(Exception):
     lasting: bool | None = None
     """What becomes of a job in which this is raised. True: starting it again is of no use. False: that may help.
     None: it is of no use while the run has not made a step, for then nothing has ever worked."""
+    rank: int | None = None
+    """The rank that it befell, where all ranks raise what one of them met."""
 
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)

@@ -26,17 +26,16 @@ from swarmtrain.lab.state import base_directory
 
 ROOT = Path(__file__).parent
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
+# In the order in which two workers take them up, such that both are done at about the same time.
 SUITES = {
+    "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in _FAULTS],
     "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
-    "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in _FAULTS],
     "launchers": ["launchers", "interruption"],
-    "faults": [f"lab/{name}.py" for name in _FAULTS],
     "howto": ["howto"],
+    "faults": [f"lab/{name}.py" for name in _FAULTS],
 }
-# What one of two workers does, in this order; the other does the rest.
-_LABS = ("lab", "howto")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _MEMORY_DISK = Path("/dev/shm")
 _ENOUGH = 18 * 2**30
@@ -84,11 +83,9 @@ def _memory() -> int:
 
 def run_all(names: list[str]) -> int:
     """Run the suites of these names and return the exit code."""
-    workers = [[name for name in names if name not in _LABS], [name for name in _LABS if name in names]]
     with ThreadPoolExecutor(2) as pool:
-        halves = pool.map(lambda mine: [run(name, alone=len(names) == 1) for name in mine], workers)
-        done = [result for half in halves for result in half]
-    rows = [str(result) for name in names for result in done if result.name == name]
+        done = list(pool.map(lambda name: run(name, alone=len(names) == 1), names))
+    rows = [str(result) for result in done]
     totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
     failed = sum(result.failed for result in done)
     print("\n" + "\n".join(rows))

@@ -7,9 +7,14 @@ None of them says anything if it cannot find out, and none takes longer than a p
 import os
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from swarmtrain.launchers.base import Launcher
 
 _PATIENCE = 0.8  # seconds for an engine to answer
 _KEY = "_SWARMTRAIN_COMPLETE_KEY"
@@ -37,7 +42,11 @@ def rejoin(environ: MutableMapping[str, str]) -> None:
 
 def runs(incomplete: str) -> Offer:
     """Return the runs there are, of every launcher that answers in time."""
-    return [(run, "") for run in sorted(_in_time(_all_runs)) if run.startswith(incomplete)]
+    from swarmtrain.config.runner import RunnerType
+    from swarmtrain.launchers import load
+
+    makers = [load(kind) for kind in reversed(RunnerType)]  # the patience is for an engine, not for imports
+    return [(run, "") for run in sorted(_in_time(lambda: _all_runs(makers))) if run.startswith(incomplete)]
 
 
 def configs(incomplete: str) -> Offer:
@@ -105,16 +114,12 @@ def _beginning(folder: str, name: str) -> list[Path]:
     return [path for path in there if path.name.startswith(name) and (name or not path.name.startswith("."))]
 
 
-def _all_runs() -> Iterator[str]:
-    from swarmtrain.config.runner import RunnerType
+def _all_runs(makers: "list[Callable[[], Launcher]]") -> Iterator[str]:
     from swarmtrain.errors import SwarmtrainError
-    from swarmtrain.launchers import launcher
 
-    for kind in reversed(RunnerType):
-        try:
-            yield from launcher(kind).runs()
-        except SwarmtrainError:
-            continue
+    for make in makers:
+        with suppress(SwarmtrainError):
+            yield from make().runs()
 
 
 def _in_time(ask: Callable[[], Iterator[str]]) -> list[str]:

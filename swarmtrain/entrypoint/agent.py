@@ -6,6 +6,7 @@ Exit codes: 0 all ranks of this node returned, EXIT_PLANNED told to stop, 1 anyt
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -56,10 +57,9 @@ def main(round: str, address: str | None) -> int:
     try:
         elastic_launch(_config(node, round, address, logs), rank.run)()
         return 0
-    except SignalException:
-        return EXIT_PLANNED
     except Exception as error:  # noqa: BLE001  # whatever it is, it must be told
-        return _give_up(node, round, error)
+        gc.disable()  # torch's keep-alive thread must not collect its own timer: it would wait for itself, and print that
+        return EXIT_PLANNED if isinstance(error, SignalException) else _give_up(node, round, error)
 
 
 def _config(node: NodeEnv, round: str, address: str | None, logs: DefaultLogsSpecs) -> LaunchConfig:

@@ -63,9 +63,13 @@ class _Node:
 class _World:
     key: str
     nodes: int
-    members: set[str]
+    ranks: dict[str, list[int]]
     born: float
     finished: set[str] = field(default_factory=set)
+
+    @property
+    def members(self) -> set[str]:
+        return set(self.ranks)
 
 
 @dataclass
@@ -211,20 +215,28 @@ class Notices:
         if len(ranks) < size:
             return
         self._forming.clear()
-        self._world = _World(key, size, set(ranks), self._now())
+        self._world = _World(key, size, dict(ranks), self._now())
         self._changing = False
         self._publish(Event(WORLD, {**event.data, "ranks": dict(sorted(ranks.items(), key=lambda item: item[1]))}, event.time))
 
     def _fail(self, event: Event) -> bool:
         """Take a failure; return whether its reason has been told before."""
-        cause = _Cause(self._world_of(event.data), event.data)
-        identity = (cause.world, str(event.data.get("node")), int(event.data.get("rank", -1)))
+        cause = _Cause(self._world_of(event.data), self._placed(event.data))
+        teller, identity = _identity(cause.world, event.data), _identity(cause.world, cause.data)
         known = self._is_known(cause)
         if identity not in self._reported and not self._failed:
-            self._reported.add(identity)
-            self._publish(event)
+            self._publish(Event(FAILURE, cause.data, event.time))
             self._weigh(cause, identity[1])
+        self._reported |= {teller, identity}
         return known
+
+    def _placed(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the failure as that of the rank that it befell, which may be another than the one that tells it."""
+        told = {key: value for key, value in data.items() if key != "befell"}
+        for node, ranks in (self._world.ranks if self._world else {}).items():
+            if data.get("befell") in ranks:
+                return {**told, "node": node, "rank": data["befell"], "local_rank": ranks.index(data["befell"])}
+        return told
 
     def _is_known(self, cause: _Cause) -> bool:
         """Whether another rank of its world has told the same reason, or one of which this is but a consequence."""
@@ -308,6 +320,10 @@ class Notices:
 
     def _silent(self, node: _Node) -> bool:
         return self._now() - node.seen > SILENT
+
+
+def _identity(world: str, data: dict[str, Any]) -> tuple[str, str, int]:
+    return world, str(data.get("node")), int(data.get("rank", -1))
 
 
 def _name(data: dict[str, Any]) -> str:

@@ -141,6 +141,8 @@ def _tell(node: NodeEnv, error: BaseException) -> Receipt:
     facts = {"error": reason[:_ERROR_LIMIT], "exit_code": 1, "traceback": trace[-_TRACEBACK_LIMIT:]}
     if hint := _hint(error):
         facts["hint"] = hint
+    if isinstance(error, SwarmtrainError) and error.rank is not None:
+        facts["befell"] = error.rank
     if lasting := permanent(error, node.script):
         facts["permanent"] = lasting
     receipt = _post(node, failure_event(node, **facts))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,14 @@ _REGISTRY = {
 
 def launcher(kind: RunnerType) -> Launcher:
     """Return the launcher of this kind. Raises SwarmtrainError where it cannot work at all."""
+    return load(kind)()
+
+
+def load(kind: RunnerType) -> Callable[[], Launcher]:
+    """Import and return what makes the launcher of this kind."""
     module, _, name = _REGISTRY[kind].partition(":")
-    made: Launcher = getattr(importlib.import_module(module), name)()
-    return made
+    maker: Callable[[], Launcher] = getattr(importlib.import_module(module), name)
+    return maker
 
 
 def plan_for(config: Config, run: str, *, folder: Path) -> Plan:

@@ -42,8 +42,7 @@ def by_first_rank(decide: Callable[[], T]) -> T:
             answer[1] = error.message, error.place, error.hint, type(error)
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
-        message, place, hint, kind = answer[1]
-        raise kind(message, place=place, hint=hint)
+        raise _befell(0, *answer[1])
     value: T = answer[0]
     return value
 
@@ -56,8 +55,13 @@ def by_every_rank(act: Callable[[], T]) -> list[T]:
     except SwarmtrainError as error:
         mine = None, (error.message, error.place, error.hint, type(error))
     answers = gather(mine)
-    for _, failure in answers:
+    for rank, (_, failure) in enumerate(answers):
         if failure is not None:
-            message, place, hint, kind = failure
-            raise kind(message, place=place, hint=hint)
+            raise _befell(rank, *failure)
     return [value for value, _ in answers]  # type: ignore[misc]  # a value of None is T's own None here
+
+
+def _befell(rank: int, message: str, place: str | None, hint: str | None, kind: type[SwarmtrainError]) -> SwarmtrainError:
+    error = kind(message, place=place, hint=hint)
+    error.rank = rank
+    return error

@@ -84,6 +84,16 @@ def test_what_one_rank_says_twice_is_told_once(board: Board) -> None:
     assert [data["error"] for data in board.kinds(FAILURE)] == ["as the rank saw it"]
 
 
+def test_what_befell_one_rank_is_told_of_that_rank_whoever_tells_it(board: Board) -> None:
+    board.world("b-1/1", "node0", "node1")
+    board.fail("b-1/1", "node1", 3, "cannot be written", befell=1, local_rank=1)
+    board.fail("b-1/1", "node0", 1, "cannot be written", befell=1, local_rank=1)
+    board.fail("b-1/1", "node1", 3, "exit code 1")
+    (told,) = board.kinds(FAILURE)
+    assert (told["node"], told["rank"], told["local_rank"]) == ("node0", 1, 1)
+    assert "befell" not in told
+
+
 def test_a_new_step_gives_the_restarts_back_an_old_one_does_not(board: Board) -> None:
     board.step(10)
     for attempt in range(2):
