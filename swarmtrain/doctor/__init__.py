@@ -13,6 +13,7 @@ report      the answers
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from swarmtrain.config.runner import RunnerType
 from swarmtrain.doctor import capacity, cluster, inside, links, probed  # noqa: F401  # checks register themselves
@@ -37,19 +38,21 @@ def examine(place: Launcher, plan: Plan, say: Say, *, probe: bool = True) -> Rep
     A probe is a run of its own, for seconds, and nothing of it is left. Raises SwarmtrainError.
     """
     answers: list[Answer] = []
-    swarm = plan.config.runner.runner_type is RunnerType.swarm
-    if swarm:
+    managers = None
+    if plan.config.runner.runner_type is RunnerType.swarm:
         say("asking the managers")
-        answers += _answers(cluster.CHECKS, cluster.look(Engine(), plan))
+        managers = cluster.look(Engine(), plan)
+        answers += _answers(cluster.CHECKS, managers)
     answers.append(Answer("plan", "nothing stands in the way of a deploy", tuple(place.check(plan))))
     report = Report(tuple(answers))
-    if report.fatal or not (probe and swarm):
+    if report.fatal or managers is None or not probe:
         return report
     try:
-        seen = run_probe(place, plan, say)
+        seen = run_probe(place, plan, say, reserve=not capacity.must_wait(managers))
     except StackError as error:
         failed = Finding(error.place or "stack", error.message, error.hint, why="the job's own services would not start either")
         return Report((*answers, Answer("start", "the job's services can be started", (failed,))))
+    seen = replace(seen, image=managers.image.reference if managers.image else "")
     return Report((*answers, *_answers(probed.CHECKS, seen)), seen)
 
 

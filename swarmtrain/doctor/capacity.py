@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.doctor.cluster import CHECKS, Cluster, Raw, host
@@ -64,6 +64,14 @@ def _resources(seen: Cluster) -> Iterator[Finding]:
             yield Finding(f"node {host(node)}", message, hint, fatal=False, why=why)
 
 
+def must_wait(seen: Cluster) -> bool:
+    """Say whether a run that reserves what the plan does would have to wait: for another one, or for the plan's own that is up."""
+    if seen.plan is None or seen.plan.config.runner.swarm.gpu is not GpuMode.reserve:
+        return False
+    kind = seen.plan.config.runner.swarm.generic_resource
+    return any(_amount(_generic(node), kind) - _given(_on_nodes(seen), node, kind) < planned.slots for node, planned in seen.used)
+
+
 @CHECKS("crowd", "no other run trains on the plan's machines")
 def _crowd(seen: Cluster) -> Iterator[Finding]:
     used = {node["ID"]: host(node) for node, _ in seen.used}
@@ -81,22 +89,31 @@ def _crowd(seen: Cluster) -> Iterator[Finding]:
 
 def _alive(seen: Cluster) -> Iterator[Raw]:
     """Yield the tasks of all but the plan's own run that are on a node and not over."""
-    for task in seen.tasks:
-        own = seen.plan is not None and _stack(task) == seen.plan.run
-        if task.get("NodeID") and task["Status"]["State"] not in FINAL and not own:
-            yield task
+    return (task for task in _on_nodes(seen) if seen.plan is None or _stack(task) != seen.plan.run)
+
+
+def _on_nodes(seen: Cluster) -> Iterator[Raw]:
+    return (task for task in seen.tasks if task.get("NodeID") and task["Status"]["State"] not in FINAL)
 
 
 def _held(seen: Cluster, node: Raw, kind: str) -> dict[str, int]:
     """Return how many of `kind` each stack holds on `node`, by its name; "" is what belongs to no stack."""
     held: dict[str, int] = {}
     for task in _alive(seen):
+        if count := _given([task], node, kind):
+            held[_stack(task)] = held.get(_stack(task), 0) + count
+    return held
+
+
+def _given(tasks: Iterable[Raw], node: Raw, kind: str) -> int:
+    """Return how many of `kind` these tasks hold on `node`."""
+    count = 0
+    for task in tasks:
         reserved = ((task["Spec"].get("Resources") or {}).get("Reservations") or {}).get("GenericResources")
         # What the task was given; the engine's own reference calls it the second name, its answers the first.
         given = task.get("GenericResources") or task.get("AssignedGenericResources") or reserved
-        if task["NodeID"] == node["ID"] and (count := _amount(given, kind)):
-            held[_stack(task)] = held.get(_stack(task), 0) + count
-    return held
+        count += _amount(given, kind) if task["NodeID"] == node["ID"] else 0
+    return count
 
 
 def _stack(task: Raw) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from swarmtrain.doctor.checks import Checks
 from swarmtrain.errors import ImageError
-from swarmtrain.images import pin
+from swarmtrain.images import Pinned, pin
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe
@@ -43,10 +43,15 @@ class Cluster:
     services: tuple[Raw, ...] = ()
     tasks: tuple[Raw, ...] = ()
     plan: Plan | None = None
-    platforms: tuple[tuple[str, str], ...] = ()
-    """(architecture, operating system) that the plan's image is made for; empty if nobody knows."""
+    image: Pinned | None = None
+    """The plan's image as its registry has it; None if nobody knows."""
     leaving: tuple[str, ...] = field(default=())
     """Runs that are half removed."""
+
+    @property
+    def platforms(self) -> tuple[tuple[str, str], ...]:
+        """(architecture, operating system) that the plan's image is made for; empty if nobody knows."""
+        return self.image.platforms if self.image else ()
 
     @property
     def managers(self) -> list[Raw]:
@@ -81,18 +86,18 @@ def look(engine: Engine, plan: Plan | None) -> Cluster:
     """Ask the managers what there is, all questions side by side, for `plan` or as such. Raises EngineError."""
     with ThreadPoolExecutor() as pool:
         listings = [pool.submit(engine.listing, path) for path in ("/nodes", "/services", "/tasks")]
-        platforms = pool.submit(_platforms_of_image, engine, plan)
+        image = pool.submit(_image, engine, plan)
         leaving = pool.submit(observe.leaving, engine)
         nodes, services, tasks = (tuple(listing.result()) for listing in listings)
         ordered = tuple(sorted(nodes, key=lambda node: (observe.natural(host(node)), node["ID"])))
-        return Cluster(ordered, services, tasks, plan, platforms.result(), tuple(leaving.result()))
+        return Cluster(ordered, services, tasks, plan, image.result(), tuple(leaving.result()))
 
 
-def _platforms_of_image(engine: Engine, plan: Plan | None) -> tuple[tuple[str, str], ...]:
+def _image(engine: Engine, plan: Plan | None) -> Pinned | None:
     try:
-        return pin(engine, plan.config.runner.docker_config.docker_container).platforms if plan else ()
+        return pin(engine, plan.config.runner.docker_config.docker_container) if plan else None
     except ImageError:  # which the launcher's own check tells
-        return ()
+        return None
 
 
 @CHECKS("quorum", "one manager leads, the others answer it, and their number is odd")

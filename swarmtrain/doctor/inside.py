@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -9,7 +10,7 @@ from pathlib import PurePosixPath
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.doctor.probed import CHECKS, Facts, Probed
 from swarmtrain.launchers.base import Finding
-from swarmtrain.plan import Plan
+from swarmtrain.plan import Plan, PlannedNode
 from swarmtrain.render.compose import WORKSPACE
 
 _CLOCK = 0.5
@@ -18,6 +19,10 @@ _SHM = 1 << 30
 _MEMORY_PER_RANK = 1 << 29
 _SCRATCH = 1 << 30
 _ROOM = 5 << 30
+_GETTING = re.compile("^preparing|no such image|pull", re.IGNORECASE)
+# By the major version of CUDA; from 11 on each works with all drivers of its first one's age. NVIDIA, "CUDA Compatibility".
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+_NO_CUDA = "torch finds no GPU with it"
 
 
 @CHECKS("probe", "every node starts the job's container, and it can speak to the notice board")
@@ -26,7 +31,7 @@ def _missing(seen: Probed) -> Iterator[Finding]:
         yield Finding(f"run {seen.plan.run}", seen.verdict, "mend it, then: swarmtrain doctor CONFIG", why="the job ends with the same")
         return
     for node in seen.plan.nodes:
-        if node.name not in seen.nodes:
+        if node.name not in seen.nodes and node not in _imageless(seen):
             state = seen.states.get(node.name) or "it was not heard of"
             hint = (
                 f"swarmtrain deploy CONFIG; it says what it waits for, and so does docker service ps --no-trunc {seen.plan.run}_{node.name}"
@@ -34,6 +39,16 @@ def _missing(seen: Probed) -> Iterator[Finding]:
             yield Finding(
                 seen.place(node.name), f"its probe told nothing: {state}", hint, why="what keeps a probe from starting keeps the job"
             )
+
+
+@CHECKS("image", "every node has the job's image, under one digest")
+def _image(seen: Probed) -> Iterator[Finding]:
+    if without := _imageless(seen):
+        there = len(seen.plan.nodes) - len(without)
+        states = "; ".join(f"{seen.place(node.name)}: {seen.states[node.name]}" for node in without)
+        image = seen.image or seen.plan.config.runner.docker_config.docker_container
+        message = f"{there} of {len(seen.plan.nodes)} nodes have it. {states}"
+        yield Finding(f"image {image}", message, f"docker pull {image}, on that node, says more", why="a node starts when it has its image")
 
 
 @CHECKS("container", "script, config, secrets, torch and mounts are there in each container")
@@ -145,10 +160,22 @@ def _devices(seen: Probed) -> Iterator[Finding]:
             hint = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
             yield Finding(seen.place(node.name), message, hint, why="ranks without a GPU of their own fail, or share one")
     drivers = {name: facts["gpus"][0]["driver"] for name, facts in seen.nodes.items() if facts["gpus"]}
+    for name, driver in drivers.items():
+        cuda = str(seen.together.get(name, {}).get("cuda") or "")
+        needed = _OLDEST_DRIVER.get(cuda.partition(".")[0], 0)
+        if int(driver.partition(".")[0]) < needed:
+            hint = f"install driver {needed} or newer there, or build the image with a torch for an older CUDA"
+            yield Finding(seen.place(name), f"driver {driver} is too old for CUDA {cuda}, which torch is built for", hint, why=_NO_CUDA)
     if len(set(drivers.values())) > 1:
         told = ", ".join(f"{name} {driver}" for name, driver in drivers.items())
         hint = "install one version on all machines"
         yield Finding("nodes", f"GPU drivers differ: {told}", hint, fatal=False, why="kernels and NCCL may behave differently on them")
+
+
+def _imageless(seen: Probed) -> list[PlannedNode]:
+    """Return the nodes that told nothing, and whose engine was still getting the image, or could not."""
+    silent = [node for node in seen.plan.nodes if node.name not in seen.nodes]
+    return [node for node in silent if _GETTING.search(seen.states.get(node.name, ""))]
 
 
 def _gib(size: float) -> str:

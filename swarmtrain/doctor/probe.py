@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from swarmtrain import wire
+from swarmtrain.config import Config
+from swarmtrain.config.runner import GpuMode
 from swarmtrain.doctor.probed import Probed
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.base import Launcher, Say, TaskState
@@ -18,12 +20,15 @@ _SUFFIX = "-probe"
 _PATIENCE = 300.0
 
 
-def run_probe(place: Launcher, plan: Plan, say: Say) -> Probed:
+def run_probe(place: Launcher, plan: Plan, say: Say, *, reserve: bool = True) -> Probed:
     """Probe the nodes of `plan`, and return what they told; whatever happens, the probe is taken down.
 
+    What the plan reserves is held by another run unless `reserve`: the probe then looks on without, and does not wait for it.
     Raises StackError if it cannot be started.
     """
-    probe = replace(plan, run=_name(plan.run), probe=True)
+    probe = replace(plan, run=_name(plan.run), probe=True, config=plan.config if reserve else _onlooker(plan.config))
+    if not reserve:
+        say("the GPUs are held by a run: the probe looks at the nodes without reserving any")
     if plan.run in place.runs():
         say(f"{plan.run} is up: it goes on, and shares its nodes with the probe for some seconds")
     say(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
@@ -33,6 +38,12 @@ def run_probe(place: Launcher, plan: Plan, say: Say) -> Probed:
     finally:
         with contextlib.suppress(RunNotFound):  # what did not start was taken back already
             place.down(probe.run, lambda _: None)
+
+
+def _onlooker(config: Config) -> Config:
+    """Return the config of a run that sees the GPUs and reserves none."""
+    swarm = config.runner.swarm.model_copy(update={"gpu": GpuMode.visible})
+    return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
 
 
 def _name(run: str) -> str:

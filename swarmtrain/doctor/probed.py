@@ -24,6 +24,8 @@ class Probed:
     """Why the probe was given up, if it was."""
     states: Mapping[str, str] = field(default_factory=dict)
     """How each node's service stood at the end, in the launcher's words."""
+    image: str = ""
+    """The job's image with its digest, as its registry had it when the probe began."""
 
     @property
     def sound(self) -> list[Facts]:

@@ -72,6 +72,8 @@ def _told(finding: Finding) -> str:
 
 
 def _measured(probed: Probed) -> Iterator[str]:
+    if probed.image:
+        yield f"\nimage {probed.image} on {len(probed.nodes)} of {len(probed.plan.nodes)} nodes"
     yield from _nodes(probed)
     yield from _matrix(probed)
     for backend in ("gloo", "nccl"):

@@ -8,6 +8,7 @@ from typing import Any
 from swarmtrain.config import Config
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.doctor.cluster import Cluster, Raw
+from swarmtrain.images import Pinned
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, make_plan
 
 AMD64 = (("amd64", "linux"),)
@@ -94,7 +95,7 @@ def plan(*hosts: str, gpu: GpuMode = GpuMode.none, **docker: Any) -> Plan:
 def swarm(*others: Raw, **rest: Any) -> Cluster:
     """Return a swarm of gpu-0, which is its manager, and `others`: workers gpu-1 and gpu-2 unless given."""
     nodes = (node(0, manager=True, leader=True), *(others or (node(1), node(2))))
-    return Cluster(nodes=nodes, platforms=AMD64, **rest)
+    return Cluster(nodes=nodes, image=Pinned("registry.lab:5000/swarmtrain:1@sha256:abc", AMD64), **rest)
 
 
 def managers(*changes: Mapping[str, Any]) -> tuple[Raw, ...]:

@@ -8,7 +8,9 @@ import pytest
 from swarms import discrete, managers, named, node, plan, service, swarm, task
 
 from swarmtrain.config.runner import GpuMode
+from swarmtrain.doctor.capacity import must_wait
 from swarmtrain.doctor.cluster import CHECKS, Cluster
+from swarmtrain.images import Pinned
 from swarmtrain.launchers.base import Finding
 
 GPUS = {"GenericResources": named("GPU-a", "GPU-b")}
@@ -109,7 +111,7 @@ CASES = (
     ),
     Case(
         "platforms",
-        replace(swarm(node(1, Architecture="aarch64"), plan=plan("gpu-1")), platforms=(("arm64", "linux"),)),
+        replace(swarm(node(1, Architecture="aarch64"), plan=plan("gpu-1")), image=Pinned("job:1", (("arm64", "linux"),))),
         "rendezvous",
         "it runs on a manager, and the image registry.lab:5000/swarmtrain:1 is made for none of them",
         "docker node promote",
@@ -250,9 +252,9 @@ SOUND = {
     "three managers, one of which can run the rendezvous": swarm(*managers({"Architecture": "aarch64"}, {}), node(3), plan=plan("gpu-3")),
     "with a plan that fits just so": swarm(plan=plan("gpu-1 slots=8", memory="64g", shm_size="64g", cpus=8.0)),
     "the oldest engine": replace(swarm(), nodes=(node(0, manager=True, leader=True, Engine="20.10.0"),)),
-    "an image that nobody knows": replace(swarm(node(1, Architecture="aarch64"), plan=plan("gpu-1")), platforms=()),
+    "an image that nobody knows": replace(swarm(node(1, Architecture="aarch64"), plan=plan("gpu-1")), image=None),
     "an image for several kinds": replace(
-        swarm(node(1, Architecture="aarch64"), plan=plan("gpu-1")), platforms=(("amd64", "linux"), ("arm64", "linux"))
+        swarm(node(1, Architecture="aarch64"), plan=plan("gpu-1")), image=Pinned("job:1", (("amd64", "linux"), ("arm64", "linux")))
     ),
     "machines of another kind that the plan leaves alone": swarm(node(1), node(2, Architecture="aarch64"), plan=plan("gpu-1")),
     "ranks with a GPU each share a core": swarm(node(1, Resources=FULL), plan=plan("gpu-1 slots=2", gpu=GpuMode.reserve)),
@@ -292,3 +294,14 @@ SOUND = {
 @pytest.mark.parametrize("seen", SOUND.values(), ids=SOUND.keys())
 def test_nothing_is_found_on_a_sound_swarm(seen: Cluster) -> None:
     assert told(seen) == []
+
+
+@pytest.mark.parametrize(
+    ("holder", "mode", "waits"),
+    [("other", GpuMode.reserve, True), ("mine", GpuMode.reserve, True), ("other", GpuMode.visible, False), ("", GpuMode.reserve, False)],
+)
+def test_a_probe_that_would_have_to_wait_for_gpus_is_known(holder: str, mode: GpuMode, waits: bool) -> None:
+    """Those that the plan's own run holds count too: the probe is a run beside it."""
+    tasks = (task(holder, "node0", "id1", given=named("GPU-a")),) if holder else ()
+    seen = swarm(node(1, Resources=GPUS), services=OTHER, tasks=tasks, plan=plan("gpu-1 slots=2", gpu=mode))
+    assert must_wait(seen) is waits

@@ -102,6 +102,10 @@ def without(seen: Probed) -> Probed:
     return replace(seen, nodes=told, states={**seen.states, "node1": "pending: insufficient resources on 1 node"})
 
 
+def pulling(seen: Probed) -> Probed:
+    return replace(without(seen), states={**seen.states, "node1": "preparing"}, image="job:1@sha256:abc")
+
+
 GPU = {"uuid": "GPU-1", "name": "H100", "driver": "570.1"}
 
 
@@ -120,6 +124,13 @@ def with_gpus(gpus: list[dict[str, str]] | None = None, devices: int = 2) -> Cal
     return made
 
 
+def with_old_driver(seen: Probed) -> Probed:
+    seen = with_gpus()(seen)
+    nodes = {**seen.nodes, "node0": {**seen.nodes["node0"], "gpus": []}, "node2": {**seen.nodes["node2"], "gpus": []}}
+    nodes["node1"] = {**seen.nodes["node1"], "gpus": [{**GPU, "driver": "535.9"}] * 2}
+    return replace(seen, nodes=nodes, together={name: {**facts, "cuda": "13.0"} for name, facts in seen.together.items()})
+
+
 @dataclass(frozen=True)
 class Case:
     """What is wrong, the check that finds it, and a part of what it says."""
@@ -133,6 +144,7 @@ class Case:
 CASES = [
     Case("probe", without, "node1 on gpu-1: its probe told nothing: pending: insufficient resources on 1 node"),
     Case("probe", lambda seen: replace(seen, verdict="no torch"), "run job: no torch"),
+    Case("image", pulling, "image job:1@sha256:abc: 2 of 3 nodes have it. node1 on gpu-1: preparing"),
     Case("container", node(problems=["python cannot find torch"]), "node1 on gpu-1: python cannot find torch"),
     Case("clock", node(clock=-3.0), "its clock is 3.0 s behind the manager's", fatal=False),
     Case("names", node(names={"node0": 4.2, "node2": None}), "finds node0 after 4.2 s", fatal=False),
@@ -156,6 +168,7 @@ CASES = [
     Case("devices", with_gpus(devices=1), "node1 on gpu-1: torch sees 1 GPUs of 2, for 2 ranks"),
     Case("devices", with_gpus(gpus=[], devices=0), "node1 on gpu-1: torch sees 0 GPUs of 0, for 2 ranks"),
     Case("devices", with_gpus(gpus=[{**GPU, "driver": "550.9"}] * 2), "drivers differ: node0 570.1, node1 550.9, node2 570.1", fatal=False),
+    Case("devices", with_old_driver, "node1 on gpu-1: driver 535.9 is too old for CUDA 13.0, which torch is built for"),
     Case("together", met(error="timeout"), "no all-reduce: timeout"),
 ]
 

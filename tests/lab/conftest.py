@@ -50,9 +50,13 @@ def new_lab(request: pytest.FixtureRequest) -> Callable[[str], Lab]:
 
 @pytest.fixture(scope="session")
 def lab(new_lab: Callable[[str], Lab]) -> Lab:
-    """A lab of three nodes that all tests share: leave it as you found it."""
+    """A lab of three nodes that all tests share: leave it as you found it.
+
+    Its engines are the system's, or those in the directory that the variable SWARMTRAIN_TEST_ENGINE names.
+    """
     lab = new_lab("test")
-    lab.up(3, say=say)
+    other = os.environ.get("SWARMTRAIN_TEST_ENGINE")
+    lab.up(3, engine=Path(other) if other else None, say=say)
     return lab
 
 
