@@ -22,10 +22,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmtrain.images.base import cache_directory
 from swarmtrain.lab.state import base_directory
 
 ROOT = Path(__file__).parent
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
+# `newer` repeats tests of the lab with a newer engine than the system's.
 # In the order in which two workers take them up, such that both are done at about the same time.
 SUITES = {
     "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in _FAULTS],
@@ -33,6 +35,7 @@ SUITES = {
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
     "launchers": ["launchers", "interruption"],
+    "newer": [f"lab/{name}.py" for name in ("test_swarm_launcher", "test_doctor")],
     "howto": ["howto"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
 }
@@ -50,7 +53,8 @@ def main() -> int:
         # What is ignored here, since this was started in the background or by nohup, would be ignored by all it starts.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-    with in_memory():
+    with in_memory(), tempfile.TemporaryDirectory(prefix="swarmtrain-shelf-") as shelf:
+        os.environ["SWARMTRAIN_TEST_SHELF"] = shelf
         return run_all(names)
 
 
@@ -123,6 +127,8 @@ def run(name: str, *, alone: bool) -> Result:
     argv = [sys.executable, "-m", "pytest", "-q", "--durations=5", *folders]
     # Labs of two suites have their registries in two places: both push images of the same names.
     env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(base_directory() / name)}
+    if name == "newer":
+        env["SWARMTRAIN_TEST_ENGINE"] = newer_engine()
     process = subprocess.Popen(
         argv, cwd=ROOT.parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -139,6 +145,13 @@ def run(name: str, *, alone: bool) -> Result:
         key = "failed" if word.startswith("error") else word
         counts[key] = counts.get(key, 0) + int(number)
     return Result(name, process.wait(), counts, time.monotonic() - started)
+
+
+def newer_engine() -> str:
+    """Return the directory of a Docker engine that is newer than the system's, fetched if it is not there yet and can be."""
+    folder = cache_directory() / "newer-engine"
+    subprocess.run(["sh", ROOT.parent / "requirements" / "newer-engine.sh", folder], check=False)
+    return str(folder / "bin")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Where this machine can host no lab, the tests skip and say why; with CI=true the
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 
 IMAGE = f"{REGISTRY}/swarmtrain:test"
 ROOT = Path(__file__).parents[2]
+# The directory of the engine to test with; without it the system's own.
+ENGINE = Path(os.environ["SWARMTRAIN_TEST_ENGINE"]) if "SWARMTRAIN_TEST_ENGINE" in os.environ else None
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +40,7 @@ def new_lab(request: pytest.FixtureRequest) -> Callable[[str], Lab]:
     def make(name: str) -> Lab:
         lab = Lab(f"{name}-{os.getpid()}")
         try:
-            lab.check()
+            lab.check(ENGINE)
         except LabError as error:
             if os.environ.get("CI") == "true":
                 raise
@@ -50,13 +53,9 @@ def new_lab(request: pytest.FixtureRequest) -> Callable[[str], Lab]:
 
 @pytest.fixture(scope="session")
 def lab(new_lab: Callable[[str], Lab]) -> Lab:
-    """A lab of three nodes that all tests share: leave it as you found it.
-
-    Its engines are the system's, or those in the directory that the variable SWARMTRAIN_TEST_ENGINE names.
-    """
+    """A lab of three nodes that all tests share: leave it as you found it."""
     lab = new_lab("test")
-    other = os.environ.get("SWARMTRAIN_TEST_ENGINE")
-    lab.up(3, engine=Path(other) if other else None, say=say)
+    lab.up(3, engine=ENGINE, say=say)
     return lab
 
 
@@ -69,9 +68,27 @@ def engine(lab: Lab) -> Engine:
 @pytest.fixture(scope="session")
 def image(engine: Engine) -> str:
     """The image of this repository, in the lab's registry; every node can pull it."""
-    images.build(engine.client, ROOT, IMAGE, say=say)
+    shelf = os.environ.get("SWARMTRAIN_TEST_SHELF")
+    if shelf is None:
+        images.build(engine.client, ROOT, IMAGE, say=say)
+    else:
+        _build_once(engine, Path(shelf))
     images.push(engine.client, IMAGE, say=say)
     return IMAGE
+
+
+def _build_once(engine: Engine, shelf: Path) -> None:
+    """Build the image, or take it from `shelf`, where another suite of the same run has left it."""
+    kept = shelf / "image.tar"
+    with (shelf / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kept.exists():
+            with kept.open("rb") as packed:
+                engine.client.load_image(packed)
+            return
+        images.build(engine.client, ROOT, IMAGE, say=say)
+        with kept.open("wb") as packed:
+            packed.writelines(engine.client.get_image(IMAGE))
 
 
 @pytest.fixture(scope="session")
