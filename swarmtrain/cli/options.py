@@ -40,4 +40,5 @@ Run = Annotated[
         metavar="[RUN]", help="Name of the run. Without it: the only one there is.", show_default=False, autocompletion=completion.runs
     ),
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Restart what runs without asking.")]
 Json = Annotated[bool, typer.Option("--json", help="Print what a script needs, as JSON.")]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides, Run
+from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides, Run, Yes
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +18,9 @@ def deploy(
     config_file: ConfigFile,
     override: Overrides = [],  # noqa: B006  # typer's way
     name: Name = None,
+    *,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following it.")] = False,
+    yes: Yes = False,
     json: Json = False,
 ) -> None:
     """Bring the run up and follow it to its end. Ctrl-C detaches; the job goes on."""
@@ -29,7 +31,7 @@ def deploy(
     config = load(config_file, override)
     plan = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     place = launcher(config.runner.runner_type)
-    runs.bring_up(place, plan)
+    runs.bring_up(place, plan, yes=yes)
     if not detach:
         raise typer.Exit(runs.follow_to_the_end(place, plan.run, as_json=json))
 
@@ -64,13 +66,14 @@ def logs(
 def scale(
     run: Run = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the run shall have.", show_default=False)] = ...,  # type: ignore[assignment]
+    yes: Yes = False,
 ) -> None:
     """Add nodes to a run, or take some away. It goes on from its newest checkpoint."""
     from swarmtrain.launchers import find_run, scaled_plan
     from swarmtrain.view import runs
 
     place, found = find_run(run)
-    runs.rescale(place, scaled_plan(place, found, nodes))
+    runs.rescale(place, scaled_plan(place, found, nodes), yes=yes)
 
 
 def stop(run: Run = None) -> None:

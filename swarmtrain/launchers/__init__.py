@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from swarmtrain.config import Config
 from swarmtrain.config.runner import RunnerType
-from swarmtrain.errors import EngineError, PlanError, RunNotFound, StateError, SwarmtrainError
-from swarmtrain.plan import Inventory, Plan, make_plan, offline, read_cargo
+from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError, StateError, SwarmtrainError
+from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, offline, read_cargo
 
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Launcher
@@ -63,12 +63,24 @@ def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:
 
     Raises RunNotFound, PlanError.
     """
-    config, cargo = found.deployed(run)
+    config, cargo = deployed(found, run)
     low, _, high = config.runner.node_range
     runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
     config = config.model_copy(update={"runner": runner})
     machines = offline(runner.hosts) if runner.hosts and runner.runner_type is RunnerType.local else found.inventory()
     return make_plan(config, machines, cargo, run=run, nodes=nodes)
+
+
+def deployed(found: Launcher, run: str) -> tuple[Config, Cargo]:
+    """Return the config and the cargo that `run` was brought up with. Raises RunNotFound, StackError."""
+    try:
+        return found.deployed(run)
+    except ValueError:  # pydantic's
+        raise StackError(
+            "its config is one of another version of swarmtrain, which this one does not read",
+            place=f"run {run}",
+            hint="go on with that version, or deploy the run's config file again with this one",
+        ) from None
 
 
 def find_run(name: str | None) -> tuple[Launcher, str]:

@@ -53,6 +53,15 @@ class TaskState:
 Update = Event | LogLine | TaskState
 
 
+class Change(Protocol):
+    """One thing that an `up` would do; it prints itself with its cause."""
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether something that runs is ended and started again."""
+        ...
+
+
 class Launcher(Protocol):
     """Brings runs up and down in one kind of place. Methods raise SwarmtrainError and nothing else on purpose."""
 
@@ -64,8 +73,8 @@ class Launcher(Protocol):
         """Return what stands in the way of `plan`, cheap checks only."""
         ...
 
-    def changes(self, plan: Plan) -> Sequence[object]:
-        """Return what `up` would do, in order; each prints itself with its cause. Nothing if all is as the plan says."""
+    def changes(self, plan: Plan) -> Sequence[Change]:
+        """Return what `up` would do, in order. Nothing if all is as the plan says."""
         ...
 
     def up(self, plan: Plan, say: Say) -> None:

@@ -64,6 +64,14 @@ def _spinner(title: str) -> Iterator[Say]:
         yield step
 
 
+def confirm(question: str) -> bool | None:
+    """Ask a person, who answers no by saying nothing; None if there is no terminal to ask at."""
+    if not (os.isatty(0) and os.isatty(2)):
+        return None
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201  # see say
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def show_error(error: SwarmtrainError) -> None:
     """Print `error: …` and `hint: …`; a ConfigError prints a pair for each problem."""
     for text, hint in error.told:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from swarmtrain import wire
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
-from swarmtrain.launchers.base import Launcher, Say
+from swarmtrain.launchers import deployed
+from swarmtrain.launchers.base import Change, Launcher, Say
 from swarmtrain.plan import Plan
-from swarmtrain.view.console import progress, say, show_finding
+from swarmtrain.view.changes import differences
+from swarmtrain.view.console import confirm, progress, say, show_finding
 from swarmtrain.view.data import show, show_json
+from swarmtrain.view.status import counted
 from swarmtrain.view.stream import event_line, follow
 
 _NEW_WORLD_SECONDS = 180.0
@@ -17,20 +21,45 @@ _NEW_WORLD_SECONDS = 180.0
 
 def show_plan(place: Launcher, plan: Plan, *, as_json: bool) -> None:
     """Show the plan and, if the run is up, what bringing it up again would change."""
+    if not as_json:
+        show(plan, as_json=False)
     up = plan.run in place.runs()
-    changes = [str(change) for change in place.changes(plan)] if up else []
+    changes, impossible = _changes(place, plan) if up else ([], None)
+    different = _different(place, plan, changes) if changes or impossible else []
     if as_json:
-        show_json({**plan.to_dict(), "up": up, "changes": changes})
-        return
-    show(plan, as_json=False)
-    if up:
-        say(f"{plan.run} is up; a deploy would change {'this:' if changes else 'nothing'}")
+        show_json({**plan.to_dict(), "up": up, "differences": different, "changes": [str(change) for change in changes]})
+    elif up:
+        say(f"{plan.run} is up; a deploy would change {'this:' if changes or impossible else 'nothing'}")
+        for line in different:
+            say(f"  {line}")
         for change in changes:
-            say(f"  {change}")
+            say(f"  - {change}")
+    if impossible:
+        raise impossible
 
 
-def bring_up(place: Launcher, plan: Plan) -> None:
-    """Show the plan, check it, and make it so. Raises StackError if a check finds what would keep it from running."""
+def _changes(place: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:
+    """Return what bringing `plan` up would do, or why that cannot be done to the run as it is."""
+    try:
+        return place.changes(plan), None
+    except StackError as error:
+        return [], error
+
+
+def _different(place: Launcher, plan: Plan, changes: Sequence[Change]) -> list[str]:
+    """Return how `plan` differs from what the run was brought up with; nothing where that cannot be read any more."""
+    try:
+        config, cargo = deployed(place, plan.run)
+    except StackError as error:
+        return [str(error)]
+    return differences(plan, config, cargo, place.tasks(plan.run), sum(change.interrupts for change in changes))
+
+
+def bring_up(place: Launcher, plan: Plan, *, yes: bool) -> None:
+    """Show the plan, check it, and make it so; a person is asked first if that restarts what runs, unless `yes`.
+
+    Raises StackError if a check finds what would keep it from running, if the answer is no, or if nobody can be asked.
+    """
     say(str(plan))
     findings = place.check(plan)
     fatal = [finding for finding in findings if finding.fatal]
@@ -39,12 +68,35 @@ def bring_up(place: Launcher, plan: Plan) -> None:
             show_finding(finding)
     if fatal:
         raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
+    if plan.run in place.runs():
+        _ask(place, plan, yes=yes)
     try:
         with progress(f"bringing {plan.run} up") as step:
             place.up(plan, step)
     except KeyboardInterrupt:
         say(f"interrupted: {_what_is_left(place, plan.run)}")
         raise
+
+
+def _ask(place: Launcher, plan: Plan, *, yes: bool) -> None:
+    changes = place.changes(plan)
+    restarting = counted(sum(change.interrupts for change in changes), "service")
+    if not any(change.interrupts for change in changes):
+        return
+    say(f"{plan.run} runs; this changes:")
+    for line in _different(place, plan, changes):
+        say(f"  {line}")
+    if yes:
+        return
+    asked = confirm(f"restart {restarting} of {plan.run}?")
+    if asked is None:
+        raise StackError(
+            f"this would restart {restarting}, and there is no terminal to ask at",
+            place=f"run {plan.run}",
+            hint="the same command with --yes does it",
+        )
+    if not asked:
+        raise StackError("left as it is", place=f"run {plan.run}")
 
 
 def _what_is_left(place: Launcher, run: str) -> str:
@@ -86,10 +138,10 @@ def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
     return EXIT_JOB_FAILED
 
 
-def rescale(place: Launcher, plan: Plan) -> None:
+def rescale(place: Launcher, plan: Plan, *, yes: bool) -> None:
     """Bring a run to its new plan and return when the new world has formed. Raises StackError if none does in time."""
     seen = len(place.events(plan.run))
-    bring_up(place, plan)
+    bring_up(place, plan, yes=yes)
     with progress(
         f"waiting for a world of {len(plan.nodes)} nodes", interrupted=f"{plan.run} goes on; swarmtrain status {plan.run}"
     ) as step:

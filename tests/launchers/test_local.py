@@ -109,11 +109,11 @@ def verdict_of(launcher: LocalLauncher) -> tuple[str, list[LogLine], list[TaskSt
 def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLauncher, tmp_path: Path) -> None:
     plan = plan_of(launcher, 10)
     assert not [finding for finding in launcher.check(plan) if finding.fatal]
-    assert [change.partition(":")[0] for change in launcher.changes(plan)] == ["start rendezvous", "start node0", "start node1"]
+    assert [str(change).partition(":")[0] for change in launcher.changes(plan)] == ["start rendezvous", "start node0", "start node1"]
     launcher.up(plan, print)
     assert launcher.changes(plan) == []
-    assert "start node1: has changed, or has ended" in launcher.changes(plan_of(launcher, 11))
-    assert "end node1: is not in the plan" in launcher.changes(plan_of(launcher, 10, nodes=1, most=2))
+    assert "start node1: has changed, or has ended" in map(str, launcher.changes(plan_of(launcher, 11)))
+    assert "end node1: is not in the plan" in map(str, launcher.changes(plan_of(launcher, 10, nodes=1, most=2)))
     outcome, lines, states = verdict_of(LocalLauncher())
     assert outcome == "done: all 2 nodes have finished"
     starts = [(line.rank, line.node) for line in lines if line.text == "start at 0 of world 2, hush"]

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from swarmtrain.config import Config
@@ -28,6 +29,19 @@ _MOST_NODES = 64
 _GOODBYE = 5.0
 _LOOPBACK = "127.0.0.1"
 _GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class Act:
+    """What is done with one process, and why."""
+
+    verb: str
+    name: str
+    cause: str
+    interrupts: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.name}: {self.cause}"
 
 
 class LocalLauncher:
@@ -63,15 +77,15 @@ class LocalLauncher:
                 raise
 
     @in_state()
-    def changes(self, plan: Plan) -> list[str]:
+    def changes(self, plan: Plan) -> list[Act]:
         """Return what `up` would do."""
         folder = RunFolder(plan.run)
         _, wanted, same = _compare(folder, plan)
         there = folder.names() if folder.exists else []
-        ends = [f"end {name}: is not in the plan" for name in there if name not in wanted]
+        ends = [Act("end", name, "is not in the plan") for name in there if name not in wanted]
         missing = [name for name in wanted if name not in same or _idle(folder, name)]
-        starts = [f"start {name}: {'has changed, or has ended' if name in there else 'is not there'}" for name in missing]
-        return ends + starts
+        causes = {name: "has changed, or has ended" if name in there else "is not there" for name in missing}
+        return [*ends, *(Act("start", name, cause, folder.alive(name)) for name, cause in causes.items())]
 
     def _reconcile(self, folder: RunFolder, plan: Plan, say: Say) -> None:
         facts, wanted, same = _compare(folder, plan)

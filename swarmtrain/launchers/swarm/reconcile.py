@@ -43,7 +43,7 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """One request to the engine, and why. `restarts` says that running containers are replaced."""
+    """One request to the engine, and why. `restarts` says that containers are replaced, `interrupts` that these run."""
 
     verb: Verb
     kind: Kind
@@ -53,6 +53,7 @@ class Step:
     service: Service | None = None
     id: str = ""
     restarts: bool = False
+    interrupts: bool = False
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind} {self.name}: {self.cause}"
@@ -112,7 +113,8 @@ def _services(wanted: Specs, there: Observed, again: str) -> list[Step]:
         cause, restarts = _change(spec, service, there)
         if again or cause:
             new = _with_force(spec, service, more=bool(again))
-            steps.append(Step(Verb.update, Kind.service, name, cause or again, new, service, service.id, restarts or bool(again)))
+            runs = restarts and not again and service.replicas > 0
+            steps.append(Step(Verb.update, Kind.service, name, cause or again, new, service, service.id, restarts or bool(again), runs))
     for name, service in there.services.items():
         if name not in wanted.services:
             steps.append(Step(Verb.remove, Kind.service, name, "is not in the plan", service=service, id=service.id))
