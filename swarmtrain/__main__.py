@@ -5,6 +5,7 @@ Nothing but the standard library's signal handling is imported before that holds
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -36,6 +37,7 @@ class _Interrupt:
 def main() -> NoReturn:
     """Run the command line and exit."""
     code = command()
+    atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     # All that must be put right has been. Taking thousands of modules apart would be an eighth of a short command's time.

@@ -5,6 +5,7 @@ Also the way to run one as a user who may read nothing of ours: the modules are 
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pkgutil
@@ -68,6 +69,7 @@ def _become(cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], *, nob
     os.environ.update(env)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    atexit._clear()  # what the tests' own process is to do at its end
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
     if nobody and os.geteuid() == 0:

@@ -1,4 +1,4 @@
-"""init, plan, generate, doctor: the commands before there is a run."""
+"""init, plan, generate, doctor, join: the commands before there is a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from swarmtrain.cli.options import ConfigFile, Json, Name, OptionalConfigFile, O
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for command in (init, plan, generate, doctor):
+    for command in (init, plan, generate, doctor, join):
         app.command()(command)
 
 
@@ -80,3 +80,19 @@ def doctor(
             report = examine(launcher(config.runner.runner_type), made, step, probe=probe)
     show(report, as_json=json)
     raise typer.Exit(EXIT_ERROR if report.fatal else 0)
+
+
+def join(
+    config_file: OptionalConfigFile = None,
+    override: Overrides = [],  # noqa: B006  # typer's way
+    manager: Annotated[bool, typer.Option("--manager", help="As one more manager, which takes changes and votes.")] = False,
+    json: Json = False,
+) -> None:
+    """Print what brings a new machine into the swarm, command by command; with CONFIG also its labels, mounts and GPUs."""
+    from swarmtrain.config.load import load
+    from swarmtrain.launchers.engine import Engine
+    from swarmtrain.launchers.swarm.joining import joining
+    from swarmtrain.view.data import show
+
+    config = load(config_file, override) if config_file else None
+    show(joining(Engine(), config, as_manager=manager), as_json=json)

@@ -82,7 +82,7 @@ def stop(run: Run = None) -> None:
     from swarmtrain.view.console import progress
 
     place, found = find_run(run)
-    with progress(f"stopping {found}", interrupted=f"swarmtrain stop {found} again waits for what still runs") as say:
+    with progress(f"stopping {found} on {place.where}", interrupted=f"swarmtrain stop {found} again waits for what still runs") as say:
         place.stop(found, say)
 
 
@@ -92,5 +92,5 @@ def down(run: Run = None) -> None:
     from swarmtrain.view.console import progress
 
     place, found = find_run(run)
-    with progress(f"taking {found} down", interrupted=f"swarmtrain down {found} again removes what is left") as say:
+    with progress(f"taking {found} down on {place.where}", interrupted=f"swarmtrain down {found} again removes what is left") as say:
         place.down(found, say)

@@ -65,6 +65,11 @@ class Change(Protocol):
 class Launcher(Protocol):
     """Brings runs up and down in one kind of place. Methods raise SwarmtrainError and nothing else on purpose."""
 
+    @property
+    def where(self) -> str:
+        """The place that it changes, to be told before it does."""
+        ...
+
     def inventory(self) -> Inventory:
         """Return the machines there are, in the order in which they are to be used."""
         ...

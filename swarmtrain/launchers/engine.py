@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from swarmtrain.errors import EngineError
+from swarmtrain.launchers import endpoint
+from swarmtrain.launchers.endpoint import Endpoint
+from swarmtrain.launchers.tunnel import open_tunnel
 
 if TYPE_CHECKING:
     from docker import APIClient
+    from docker.tls import TLSConfig
     from requests import Response
 
-_DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _STREAM_HEADER = 8
 _SILENCE = 15.0
 _LAB = 'eval "$(swarmtrain lab env)" points to a lab on this machine'
@@ -40,13 +43,14 @@ _NO_SWARM = (
 
 
 class Engine:
-    """A Docker engine: the one that DOCKER_HOST names, else that of the docker CLI's context. Safe to use from several threads."""
+    """A Docker engine: the one that the docker CLI would speak to. Safe to use from several threads."""
 
     def __init__(self, address: str | None = None, *, timeout: float = 60.0) -> None:
         """Connect. `timeout` in seconds bounds each request. Raises EngineError if no engine answers."""
-        self.address = address or os.environ.get("DOCKER_HOST") or _DEFAULT_ADDRESS
+        self.endpoint = Endpoint(address) if address else endpoint.find(os.environ)
+        self.address = self.endpoint.address
         self._timeout = timeout
-        self.client = self._connect(address)
+        self.client = self._connect()
         """docker-py's low-level client, for building and pushing images. It raises its own errors."""
 
     def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
@@ -89,16 +93,13 @@ class Engine:
         """Open the log at `path`. Raises EngineError."""
         return LogStream(self._request("GET", path, params, stream=True), self.address)
 
-    def _connect(self, address: str | None) -> APIClient:
+    def _connect(self) -> APIClient:
         import docker
         import requests
 
+        there = open_tunnel(self.address) if self.address.startswith("ssh://") else self.address
         try:
-            if address:
-                return docker.APIClient(base_url=address, timeout=int(self._timeout), use_ssh_client=True)
-            if "DOCKER_HOST" not in os.environ:
-                self.address = _context_address() or self.address
-            return docker.from_env(timeout=int(self._timeout), use_ssh_client=True).api
+            return docker.APIClient(base_url=there, timeout=int(self._timeout), tls=_tls(self.endpoint))
         except (docker.errors.DockerException, requests.RequestException, OSError, ValueError) as error:
             raise _unreachable(error, self.address) from None
 
@@ -180,16 +181,13 @@ class LogStream:
             self._response.close()
 
 
-def _context_address() -> str | None:
-    from docker.context import ContextAPI
-    from docker.errors import DockerException
+def _tls(there: Endpoint) -> TLSConfig | bool:
+    from docker.tls import TLSConfig
 
-    try:
-        context = ContextAPI.get_current_context()
-    except (DockerException, OSError, ValueError):
-        return None
-    host: str | None = context.Host if context else None
-    return None if host is None else host.replace("http+unix://", "unix://")
+    keys = there.tls
+    if keys is None:
+        return False
+    return TLSConfig(client_cert=(str(keys.cert), str(keys.key)), ca_cert=str(keys.ca), verify=keys.verify)
 
 
 def _place(address: str) -> str:
@@ -215,8 +213,6 @@ def _refused(response: Response, refusal: str, address: str) -> EngineError:
 def _unreachable(error: BaseException, address: str) -> EngineError:
     place = _place(address)
     causes = list(_causes(error))
-    if any(isinstance(cause, NameError) for cause in causes):  # docker-py leaves its SSH adapter undefined where it cannot be had
-        return EngineError("to reach it by SSH, paramiko is needed", place=place, hint="pip install paramiko")
     if any(isinstance(cause, PermissionError) for cause in causes):
         return EngineError("no permission to use its socket", place=place, hint="sudo usermod -aG docker $USER, then log in again")
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -73,11 +75,31 @@ def test_not_an_engine(answer: Answer) -> None:
         answer("swarmtrain plan config.yml")
 
 
-def test_ssh_without_paramiko(answer: Answer) -> None:
+def test_ssh_that_leads_nowhere(answer: Answer) -> None:
     """An engine behind SSH
 
-    Docker's Python library speaks SSH by paramiko, which only those need who use it.
+    The ssh of this machine goes there, with its keys and its configuration; what it says is the reason.
     """
     answer.config("runner: {nodes: 2}")
-    answer.export("DOCKER_HOST", "ssh://gpu-1")
+    answer.same(r"hostname gpu-1\.invalid: .*", "hostname gpu-1.invalid: Name or service not known")
+    for address in ("ssh://gpu-1.invalid", "ssh://", "ssh://gpu-1:many"):
+        answer.export("DOCKER_HOST", address)
+        answer("swarmtrain plan config.yml")
+
+
+def test_a_context_that_is_not_there(answer: Answer) -> None:
+    """A Docker context
+
+    One that is not there, one that names no engine, and a `config.json` that cannot be read.
+    """
+    answer.config("runner: {nodes: 2}")
+    del answer.env["DOCKER_HOST"]
+    answer.same(re.escape(f"{answer.home}/.docker"), "~/.docker")
+    answer.export("DOCKER_CONTEXT", "gpus")
+    answer("swarmtrain plan config.yml")
+    folder = hashlib.sha256(b"gpus").hexdigest()
+    answer.file(f"../home/.docker/contexts/meta/{folder}/meta.json", '{"Name": "gpus"}', show=False)
+    answer("swarmtrain plan config.yml")
+    del answer.env["DOCKER_CONTEXT"]
+    answer.situation("echo nonsense > ../home/.docker/config.json; unset DOCKER_CONTEXT")
     answer("swarmtrain plan config.yml")

@@ -47,6 +47,11 @@ class Act:
 class LocalLauncher:
     """Runs on this machine. Implements swarmtrain.launchers.base.Launcher."""
 
+    @property
+    def where(self) -> str:
+        """This machine."""
+        return "this machine"
+
     def inventory(self) -> Inventory:
         """Return as many machines as anybody may want: all of them are this one."""
         return Inventory("this machine", tuple(Machine(host=f"local{index}") for index in range(_MOST_NODES)))

@@ -38,6 +38,10 @@ class SwarmLauncher:
         self._engine, self._patience = Engine(address), patience
         self._up_since: dict[str, float] = {}
 
+    @property
+    def where(self) -> str:
+        return f"the swarm at {self._engine.endpoint}"
+
     def inventory(self) -> Inventory:
         return observe.inventory(self._engine)
 

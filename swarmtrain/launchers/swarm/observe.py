@@ -232,7 +232,7 @@ def inventory(engine: Engine) -> Inventory:
     """Return the swarm's nodes by name, node2 before node10. Raises EngineError."""
     machines = sorted((_machine(node) for node in engine.listing("/nodes")), key=lambda machine: (natural(machine.host), machine.id))
     count = f"{len(machines)} node{'' if len(machines) == 1 else 's'}"
-    return Inventory(f"the swarm of {count} at {engine.address}", tuple(machines))
+    return Inventory(f"the swarm of {count} at {engine.endpoint}", tuple(machines))
 
 
 def _machine(node: dict[str, Any]) -> Machine:

@@ -1,0 +1,75 @@
+"""Which engine is meant: found as the docker CLI finds it, which makes the contexts here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import certificates
+import pytest
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.endpoint import DEFAULT, Endpoint, Tls, find
+from swarmtrain.launchers.tunnel import argv
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user whose docker CLI knows two contexts, one of them with certificates."""
+    docker = shutil.which("docker")
+    if docker is None:
+        pytest.skip("the docker command line is not installed")
+    environ = {"DOCKER_CONFIG": str(tmp_path / "docker"), "PATH": "/usr/bin:/bin"}
+    certificates.authority(tmp_path)
+    certificates.sign(tmp_path, cert="cert.pem", key="key.pem")
+    keys = ",".join(f"{name}={tmp_path}/{name}.pem" for name in ("ca", "cert", "key"))
+    for name, host in (("plain", "host=ssh://me@gpu-1"), ("safe", f"host=tcp://gpu-2:2376,{keys}")):
+        subprocess.run([docker, "context", "create", name, "--docker", host], env=environ, check=True, capture_output=True)
+    return environ
+
+
+def test_what_names_the_engine_in_the_order_of_the_docker_cli(home: dict[str, str]) -> None:
+    folder = Path(home["DOCKER_CONFIG"])
+    assert find(home) == Endpoint(DEFAULT)
+    assert find({**home, "DOCKER_CONTEXT": "plain"}) == Endpoint("ssh://me@gpu-1", "context plain")
+    (folder / "config.json").write_text('{"currentContext": "plain"}')
+    assert find(home) == Endpoint("ssh://me@gpu-1", "context plain")
+    assert find({**home, "DOCKER_CONTEXT": "default"}) == Endpoint(DEFAULT)
+    assert find({**home, "DOCKER_CONTEXT": "safe", "DOCKER_HOST": "tcp://gpu-3:2375"}) == Endpoint("tcp://gpu-3:2375")
+    assert str(find(home)) == "ssh://me@gpu-1 (context plain)"
+
+
+def test_the_keys_of_an_engine(home: dict[str, str], tmp_path: Path) -> None:
+    found = find({**home, "DOCKER_CONTEXT": "safe"})
+    assert found.tls is not None
+    assert found.tls.verify
+    for kept, name in ((found.tls.ca, "ca.pem"), (found.tls.cert, "cert.pem"), (found.tls.key, "key.pem")):
+        assert kept.read_text() == (tmp_path / name).read_text()
+    environ = {"DOCKER_HOST": "tcp://gpu-2:2376", "DOCKER_TLS_VERIFY": "1", "DOCKER_CERT_PATH": str(tmp_path)}
+    assert find(environ).tls == Tls(tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem")
+    with pytest.raises(EngineError, match=r"cannot be read: .*/ca\.pem"):
+        find({**environ, "DOCKER_CERT_PATH": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ssh://gpu-1", ["-L", "S:/var/run/docker.sock", "--", "gpu-1"]),
+        ("ssh://me@gpu-1:2222/run/other.sock", ["-L", "S:/run/other.sock", "-p", "2222", "-l", "me", "--", "gpu-1"]),
+    ],
+)
+def test_ssh_carries_the_socket(address: str, words: list[str]) -> None:
+    assert argv(address, Path("S"))[-len(words) :] == words
+
+
+@pytest.mark.parametrize("address", ["ssh://", "ssh://gpu:many"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(EngineError, match="is no address of an engine"):
+        argv(address, Path("S"))
+
+
+def test_a_password_is_refused_and_not_repeated() -> None:
+    with pytest.raises(EngineError) as refused:
+        argv("ssh://me:hush@gpu-1", Path("S"))
+    assert "hush" not in str(refused.value) + str(refused.value.hint)
