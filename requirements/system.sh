@@ -1,9 +1,9 @@
 #!/bin/sh
-# Install the Debian packages that the lab needs, where that is possible: as root, with apt. Safe to repeat.
+# Install the Debian packages that the lab and its tests need, where that is possible: as root, with apt. Safe to repeat.
 set -eu
 PATH="$PATH:/usr/sbin:/sbin"
 missing=""
-for pair in dockerd:docker.io docker-registry:docker-registry mmdebstrap:mmdebstrap ip:iproute2 iptables:iptables; do
+for pair in dockerd:docker.io docker-registry:docker-registry mmdebstrap:mmdebstrap ip:iproute2 iptables:iptables sshd:openssh-server; do
     command -v "${pair%%:*}" >/dev/null 2>&1 || missing="$missing ${pair##*:}"
 done
 [ -n "$missing" ] || exit 0

@@ -99,7 +99,7 @@ class Engine:
 
         there = open_tunnel(self.address) if self.address.startswith("ssh://") else self.address
         try:
-            return docker.APIClient(base_url=there, timeout=int(self._timeout), tls=_tls(self.endpoint))
+            return _client_class(self.endpoint)(base_url=there, timeout=int(self._timeout), tls=_tls(self.endpoint))
         except (docker.errors.DockerException, requests.RequestException, OSError, ValueError) as error:
             raise _unreachable(error, self.address) from None
 
@@ -179,6 +179,17 @@ class LogStream:
             CancellableStream(iter(()), self._response).close()
         except (DockerException, OSError, AttributeError):
             self._response.close()
+
+
+def _client_class(there: Endpoint) -> type[APIClient]:
+    from docker import APIClient
+
+    class OwnAuthority(APIClient):
+        """An engine with its own authority: requests would put that of REQUESTS_CA_BUNDLE in its place."""
+
+        trust_env = property(lambda _: False, lambda _, __: None)
+
+    return OwnAuthority if there.tls else APIClient
 
 
 def _tls(there: Endpoint) -> TLSConfig | bool:

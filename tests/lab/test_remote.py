@@ -1,0 +1,152 @@
+"""Managers that are elsewhere: behind SSH, behind TLS in a docker context; and a machine that joins by what `join` prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import certificates
+import pytest
+from stand_in import say
+
+from swarmtrain.lab import Lab
+from swarmtrain.launchers.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def swarmtrain(lab: Lab, node: str, *words: str, env: dict[str, str] | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run swarmtrain on a machine of the lab."""
+    here = ["sh", "-c", 'cd "$0" && exec "$@"', str(ROOT)]
+    argv = [*lab.enter(node), *here, sys.executable, "-m", "swarmtrain", *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture
+def ssh(lab: Lab, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An sshd on node0 that lets us in, and the environment in which `ssh` goes there."""
+    for name in ("host", "mine"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    (tmp_path / "authorized").write_text((tmp_path / "mine.pub").read_text())
+    settings = ["Port 2222", f"HostKey {tmp_path}/host", f"AuthorizedKeysFile {tmp_path}/authorized", "StrictModes no", "UsePAM no"]
+    settings += ["PermitRootLogin prohibit-password", f"PidFile {tmp_path}/pid"]
+    (tmp_path / "sshd_config").write_text("\n".join(settings) + "\n")
+    (tmp_path / "ssh").write_text(
+        f'#!/bin/sh\nexec /usr/bin/ssh -F none -i {tmp_path}/mine -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "$@"\n'
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    script = 'mkdir -p /run/sshd; exec /usr/sbin/sshd -D -e -f "$0"'
+    sshd = subprocess.Popen([*lab.enter("node0"), "sh", "-c", script, str(tmp_path / "sshd_config")])
+    end = time.monotonic() + 30
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    yield {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([*lab.enter("node0"), "kill", (tmp_path / "pid").read_text().strip()], check=True)
+    assert sshd.wait(10) is not None
+
+
+def test_a_manager_behind_ssh(lab: Lab, ssh: dict[str, str], tmp_path: Path) -> None:
+    """The plan is told where it goes, and the tunnel is gone afterwards."""
+    (tmp_path / "tmp").mkdir()
+    environ = {**ssh, "DOCKER_HOST": "ssh://root@node0:2222", "TMPDIR": str(tmp_path / "tmp")}
+    shown = swarmtrain(lab, "node1", "plan", "examples/quickstart.yml", env=environ).stdout
+    assert shown.startswith("run quickstart by swarm on the swarm of 3 nodes at ssh://root@node0:2222\n")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    refused = swarmtrain(lab, "node1", "plan", "examples/quickstart.yml", env={**environ, "DOCKER_HOST": "ssh://nobody@node0:2222"}, code=1)
+    assert "error: Docker engine at ssh://nobody@node0:2222: " in refused.stderr
+    assert "Permission denied" in refused.stderr
+
+
+@contextmanager
+def tls_before(target: str, keys: Path) -> Iterator[int]:
+    """Listen on a port of this machine with TLS, for clients that the authority of `keys` knows, and lead them to a socket."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=keys / "ca.pem")
+    context.load_cert_chain(keys / "server.pem", keys / "server-key.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    listener = context.wrap_socket(socket.create_server(("127.0.0.1", 0)), server_side=True)
+
+    def accept() -> None:
+        while True:
+            try:
+                here, _ = listener.accept()
+            except ssl.SSLError:
+                continue  # a client that the authority does not know
+            except OSError:
+                return
+            there = socket.socket(socket.AF_UNIX)
+            there.connect(target.removeprefix("unix://"))
+            for source, sink in ((here, there), (there, here)):
+                threading.Thread(target=carry, args=(source, sink), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+def carry(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        return
+
+
+def test_a_manager_behind_tls_in_a_context(lab: Lab, tmp_path: Path) -> None:
+    for folder in ("ours", "theirs"):
+        certificates.authority(tmp_path / folder)
+        certificates.sign(tmp_path / folder, cert="cert.pem", key="key.pem")
+    certificates.sign(tmp_path / "ours", cert="server.pem", key="server-key.pem", address="127.0.0.1")
+    environ = {**os.environ, "DOCKER_CONFIG": str(tmp_path / "docker"), "PYTHONPATH": str(ROOT)}
+    environ.pop("DOCKER_HOST", None)
+    with tls_before(lab.docker_host("node0"), tmp_path / "ours") as port:
+        for name, keys in (("good", "ours"), ("bad", "theirs")):
+            files = ",".join(f"{each}={tmp_path}/{keys}/{each}.pem" for each in ("ca", "cert", "key"))
+            made = ["docker", "context", "create", name, "--docker", f"host=tcp://127.0.0.1:{port},{files}"]
+            subprocess.run(made, env=environ, check=True, capture_output=True)
+
+        def plan(context: str) -> subprocess.CompletedProcess[str]:
+            argv = [sys.executable, "-m", "swarmtrain", "plan", "examples/quickstart.yml"]
+            done = {**environ, "DOCKER_CONTEXT": context}
+            return subprocess.run(argv, cwd=ROOT, env=done, capture_output=True, text=True, check=False, timeout=60)
+
+        good, bad = plan("good"), plan("bad")
+    assert f"on the swarm of 3 nodes at tcp://127.0.0.1:{port} (context good)" in good.stdout, good.stderr
+    assert bad.returncode == 1
+    assert "certificate" in bad.stderr
+
+
+def test_a_machine_joins_by_what_join_prints(new_lab: Callable[[str], Lab]) -> None:
+    lab = new_lab("joining")
+    lab.up(2, bare=True, say=say)
+    first, second = lab.docker_host("node0"), lab.docker_host("node1")
+    address = {node.node: node.address for node in lab.status()}
+    init = ["docker", "-H", first, "swarm", "init", "--advertise-addr", address["node0"]]
+    subprocess.run(init, check=True, capture_output=True)
+    told = swarmtrain(lab, "node0", "join", "examples/quickstart.yml", "-o", 'runner.swarm.labels={"pool": "a"}').stdout
+    assert f"ufw allow proto udp from {address['node0']} to any port 7946,4789" in told
+    assert f"ufw allow proto tcp from ITS_ADDRESS to any port 2377  # on the managers: {address['node0']}" in told
+    commands = {words: line for line in told.splitlines() for words in [" ".join(line.split()[:3])]}
+    for words, engine in (("docker swarm join", second), ("docker node update", first)):
+        line = commands[words].replace("ITS_ADDRESS", address["node1"]).replace("ITS_HOST_NAME", "node1")
+        subprocess.run(["sh", "-ec", line], env={**os.environ, "DOCKER_HOST": engine}, check=True, capture_output=True)
+    nodes = {item["Description"]["Hostname"]: item for item in Engine(first).listing("/nodes")}
+    assert nodes["node1"]["Spec"]["Labels"] == {"pool": "a"}
+    values = json.loads(swarmtrain(lab, "node0", "join", "--manager", "--json").stdout)
+    assert re.fullmatch("SWMTKN-1-[0-9a-z-]+", values["token"])
+    assert values["token"] not in told
+    assert sorted(values["nodes"]) == sorted(address.values())
