@@ -94,6 +94,7 @@ def test_own_machines(swarm: Machines) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "docs/how-to/remote.md",
         "docs/how-to/doctor.md",
         "docs/how-to/own-script.md",
         "docs/how-to/own-data.md",
