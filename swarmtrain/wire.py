@@ -153,6 +153,7 @@ LEFT = "left"  # node, exit_code; null if the node fell silent
 PROBE = "probe"  # node, and what swarmtrain.entrypoint.probe finds on it
 LINK = "link"  # the fields of swarmtrain.entrypoint.links.Link
 TOGETHER = "together"  # node, and what swarmtrain.entrypoint.together finds: torch, devices, seconds of an all-reduce, or error
+USAGE = "usage"  # posted: node, and what swarmtrain.entrypoint.usage reads; printed: nodes: {node: …}, all of them now and then
 VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is one
 
 AT_FIRST = "at first"
