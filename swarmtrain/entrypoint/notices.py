@@ -12,13 +12,13 @@ A pure state machine: calls in, events out through `publish`, time through `now`
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from swarmtrain.wire import (
+    ASKED,
     AT_FIRST,
     BOARD_UP,
     CHECKPOINT,
@@ -35,6 +35,7 @@ from swarmtrain.wire import (
     Orders,
     Receipt,
     Verdict,
+    collateral,
 )
 
 SILENT = 30.0
@@ -52,12 +53,7 @@ USAGE_EVERY = 10.0
 USAGE_BYTES = 12.0
 """Bytes a second that these lines may take: the engine keeps 100 MB of the board's log, and a month of them is less than half of it."""
 
-_COLLATERAL = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
-    r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM",
-    re.IGNORECASE,
-)
-_OURS = {BOARD_UP, LEFT, VERDICT}
+_OURS = {ASKED, BOARD_UP, LEFT, VERDICT}
 
 
 @dataclass
@@ -87,7 +83,7 @@ class _Cause:
 
     @property
     def collateral(self) -> bool:
-        return bool(_COLLATERAL.search(f"{self.data.get('error', '')} {self.data.get('signal', '')}"))
+        return collateral(self.data)
 
 
 class Notices:

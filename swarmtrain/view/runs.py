@@ -6,6 +6,7 @@ import time
 
 from swarmtrain import wire
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
+from swarmtrain.launchers import kept
 from swarmtrain.launchers.base import Launcher, Say
 from swarmtrain.plan import Plan
 from swarmtrain.view.console import progress, say, show_finding
@@ -42,6 +43,7 @@ def bring_up(place: Launcher, plan: Plan) -> None:
     try:
         with progress(f"bringing {plan.run} up") as step:
             place.up(plan, step)
+        kept.mark(plan.run, "up", nodes=len(plan.nodes))
     except KeyboardInterrupt:
         say(f"interrupted: {_what_is_left(place, plan.run)}")
         raise
@@ -116,3 +118,17 @@ def _await_world(place: Launcher, plan: Plan, seen: int, step: Say) -> None:
         place=f"run {plan.run}",
         hint=f"swarmtrain status {plan.run}",
     )
+
+
+def stop(place: Launcher, run: str) -> None:
+    """Let the ranks save and leave, and wait for that."""
+    with progress(f"stopping {run}", interrupted=f"swarmtrain stop {run} again waits for what still runs") as step:
+        place.stop(run, step)
+    kept.mark(run, "stop")
+
+
+def take_down(place: Launcher, run: str) -> None:
+    """Remove a run, and note that, so that what is kept of it is not taken for the next one's."""
+    with progress(f"taking {run} down", interrupted=f"swarmtrain down {run} again removes what is left") as step:
+        place.down(run, step)
+    kept.mark(run, "down")

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -59,26 +59,41 @@ class Line:
         return LogLine(self.node, text, int(match[1]) if match else None, self.seconds)
 
 
-def read(engine: Engine, service: Service, node: str, *, tail: int | None = None) -> list[Line]:
+def read(engine: Engine, service: Service, node: str, *, tail: int | None = None, since: float | None = None) -> list[Line]:
     """Return what the swarm still has of the service's log, in the order of time; the last `tail` lines. Raises EngineError."""
-    stream = engine.frames(f"/services/{service.id}/logs", _params(tail=tail))
+    stream = engine.frames(f"/services/{service.id}/logs", _params(tail=tail, since=since))
     lines = sorted(_lines(stream, node), key=lambda line: line.time)
     return lines if tail is None else lines[max(0, len(lines) - tail) :]
 
 
 class Reader(threading.Thread):
-    """Follows one service's log into a queue, until it is closed or the service is gone."""
+    """Follows one service's log into a queue, until it is closed or the service is gone.
+
+    `before` are lines that were read already, in the order of time: it goes on behind them.
+    """
 
     def __init__(
-        self, engine: Engine, service: Service, node: str, into: queue.Queue[Line], *, since: float | None, tail: int | None
+        self,
+        engine: Engine,
+        service: Service,
+        node: str,
+        into: queue.Queue[Line],
+        *,
+        since: float | None,
+        tail: int | None = None,
+        before: Sequence[Line] = (),
     ) -> None:
         super().__init__(name=f"logs of {node}", daemon=True)
         self._engine, self._service, self._node, self._into = engine, service, node, into
         self._since, self._tail = since, tail
-        self._once = Once()
+        self._once = Once(before[0].time if before else "")
         self._closing = threading.Event()
         self._stream: LogStream | None = None
         self._heard = time.monotonic()
+        for line in before:
+            if line.time and self._once.is_new(line):
+                self._passed(line)
+        self._once.again()
 
     def run(self) -> None:
         """Read, and read on after each interruption."""
@@ -116,10 +131,13 @@ class Reader(threading.Thread):
             # Without a time, it is the engine that says why the stream ends; it is opened again.
             if line.time and self._once.is_new(line):
                 self._hand_over(line)
-                self._since, self._tail = max(self._since or 0.0, line.seconds - _OVERLAP), None
+                self._passed(line)
             if self._closing.is_set():
                 stream.close()
                 return
+
+    def _passed(self, line: Line) -> None:
+        self._since, self._tail = max(self._since or 0.0, line.seconds - _OVERLAP), None
 
     def _hand_over(self, line: Line) -> None:
         """Wait for room in the queue, but not for a consumer that has left."""
@@ -132,7 +150,9 @@ class Reader(threading.Thread):
 class Once:
     """Tells new lines from those that come again after a reconnect; those of one stream of a task come in the order of time."""
 
-    def __init__(self) -> None:
+    def __init__(self, floor: str = "") -> None:
+        """Lines older than `floor` are not new, whoever wrote them."""
+        self._floor = floor
         self._last: dict[tuple[str, int], str] = {}
         self._texts: dict[tuple[str, int], Counter[str]] = {}
         self._again: dict[tuple[str, int], Counter[str]] = {}
@@ -145,7 +165,7 @@ class Once:
         """Say whether the line was not there before, and remember it."""
         source = (line.task, line.stream)
         last = self._last.get(source, "")
-        if line.time < last:
+        if line.time < max(last, self._floor):
             return False
         if line.time > last:
             self._last[source], self._texts[source] = line.time, Counter()
