@@ -55,7 +55,7 @@ def show_history(run: str | None, *, as_json: bool) -> None:
     if run is None:
         show(history.runs(known_runs()), as_json=as_json)
         return
-    events = kept.events(run)
+    events = kept.merged(kept.events(run), ())
     try:
         place, found = find_run(run)
         events = kept.merged(events, place.events(found))

@@ -108,7 +108,7 @@ def test_the_output_of_a_run_that_is_down_is_what_was_kept(capsys: pytest.Captur
     assert err == f"no engine answers; this is what was kept of its output in {kept.directory('demo')}\n".replace(
         "no engine", f"Docker engine at unix://{kept.state_directory().parent}/docker.sock: no engine"
     )
-    since = next(kept.lines("demo")).time 
+    since = next(kept.lines("demo")).time
     for choice, steps in (
         (Choice(tail=1), [4, 5]),
         (Choice(node="node1", tail=2), [3, 5]),

@@ -86,6 +86,7 @@ class Reader(threading.Thread):
         super().__init__(name=f"logs of {node}", daemon=True)
         self._engine, self._service, self._node, self._into = engine, service, node, into
         self._since, self._tail = since, tail
+        self._newest: Line | None = None
         self._once = Once(before[0].time if before else "")
         self._closing = threading.Event()
         self._stream: LogStream | None = None
@@ -99,6 +100,8 @@ class Reader(threading.Thread):
         """Read, and read on after each interruption."""
         while not self._closing.is_set():
             try:
+                if self._newest is not None:
+                    self._since = max(self._since or 0.0, self._newest.seconds - _OVERLAP)
                 params = _params(follow=True, since=self._since, tail=self._tail)
                 self._stream = self._engine.frames(f"/services/{self._service.id}/logs", params)
                 self._read(self._stream)
@@ -137,7 +140,8 @@ class Reader(threading.Thread):
                 return
 
     def _passed(self, line: Line) -> None:
-        self._since, self._tail = max(self._since or 0.0, line.seconds - _OVERLAP), None
+        if self._newest is None or line.time > self._newest.time:
+            self._newest, self._tail = line, None
 
     def _hand_over(self, line: Line) -> None:
         """Wait for room in the queue, but not for a consumer that has left."""
