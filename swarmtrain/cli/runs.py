@@ -1,4 +1,4 @@
-"""deploy, status, logs, history, scale, stop, down: the commands that touch a run."""
+"""deploy, status, logs, history, why, scale, stop, down: the commands that touch a run."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides, Run
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for command in (deploy, status, logs, history, scale, stop, down):
+    for command in (deploy, status, logs, history, why, scale, stop, down):
         app.command()(command)
 
 
@@ -79,6 +79,13 @@ def history(run: Run = None, json: Json = False) -> None:
     from swarmtrain.view.look import show_history
 
     show_history(run, as_json=json)
+
+
+def why(run: Run = None, json: Json = False) -> None:
+    """Show why a run died, on one screen: which rank first, what killed it, what the others did, the likely fix."""
+    from swarmtrain.view.look import show_why
+
+    show_why(run, as_json=json)
 
 
 def scale(

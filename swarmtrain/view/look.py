@@ -12,7 +12,11 @@ from swarmtrain.view.console import say
 from swarmtrain.view.data import show
 from swarmtrain.view.status import Status, status
 from swarmtrain.view.watch import watch
+from swarmtrain.view.why import BEFORE, Why, first_failure, why
 from swarmtrain.wire import Event
+
+_TAIL = 2000
+"""Lines of each node that are looked through."""
 
 
 def look(place: Launcher, run: str) -> Status:
@@ -63,6 +67,34 @@ def show_history(run: str | None, *, as_json: bool) -> None:
         if not events:
             raise
     show(history.history(run, events), as_json=as_json)
+
+
+def show_why(run: str | None, *, as_json: bool) -> None:
+    """Show why a run died, on one screen; also of one that is down. Raises RunNotFound."""
+    name, found = _why(run)
+    if found is None:
+        say(f"nothing of {name} has failed\nhint: swarmtrain status {name}")
+    else:
+        show(found, as_json=as_json)
+
+
+def _why(run: str | None) -> tuple[str, Why | None]:
+    try:
+        place, name = find_run(run)
+        return name, why_of(place, name)
+    except (RunNotFound, EngineError, StateError):
+        if run is None or not kept.events(run):
+            raise
+    return run, why(run, kept.merged(kept.last_life(kept.events(run)), ()), (), kept.lines(run))
+
+
+def why_of(place: Launcher, run: str) -> Why | None:
+    """Return why a run that is there died, or had to start its ranks anew; None if nothing has failed. Raises RunNotFound."""
+    events = live_events(place, run)
+    first = first_failure(events)
+    since = first.time - BEFORE if first else None
+    lines = place.logs(run, follow=False, tail=_TAIL, since=since)
+    return why(run, events, place.tasks(run), lines)
 
 
 def known_runs() -> list[history.Known]:

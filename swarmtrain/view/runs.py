@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from swarmtrain import wire
@@ -11,7 +12,9 @@ from swarmtrain.launchers.base import Launcher, Say
 from swarmtrain.plan import Plan
 from swarmtrain.view.console import progress, say, show_finding
 from swarmtrain.view.data import show, show_json
+from swarmtrain.view.look import why_of
 from swarmtrain.view.stream import event_line, follow
+from swarmtrain.wire import Verdict
 
 _NEW_WORLD_SECONDS = 180.0
 
@@ -82,10 +85,24 @@ def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
     if verdict.done:
         say(f"{run} is done\nhint: swarmtrain down {run} removes its services; checkpoints stay")
         return EXIT_OK
-    say(f"{run} failed with exit code {verdict.exit_code}: {verdict.why}")
-    for hint in filter(None, (verdict.hint, f"swarmtrain logs {run} shows everything")):
-        say(f"hint: {hint}")
+    _tell_why(place, run, verdict)
     return EXIT_JOB_FAILED
+
+
+def _tell_why(place: Launcher, run: str, verdict: Verdict) -> None:
+    """Tell how the run failed: on a terminal, where it has scrolled away by now, on one screen; elsewhere in short."""
+    try:
+        found = why_of(place, run)
+    except SwarmtrainError:  # what was followed to its end was told
+        found = None
+    if found is not None and os.isatty(2):
+        say(str(found))
+    say(f"{run} failed with exit code {verdict.exit_code}: {verdict.why}")
+    if found is not None and found.means:
+        say(f"means: {found.means}")
+    for hint in dict.fromkeys((verdict.hint, found.fix if found else "", f"swarmtrain why {run} shows what came before")):
+        if hint:
+            say(f"hint: {hint}")
 
 
 def rescale(place: Launcher, plan: Plan) -> None:
