@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import commands, labs, runs, services
+from benchmarks import commands, labs, logs, runs, services
 from benchmarks.measure import Row
 
 
@@ -25,4 +25,6 @@ BENCHMARKS = (
     Benchmark("lab-up-4", "four engines up and joined", labs.lab_up),
     Benchmark("first-step", "deploy to the first optimizer step", runs.first_step),
     Benchmark("services-100", "a hundred services up and down", services.hundred),
+    Benchmark("status-100", "status and plan of a run of a hundred services", services.status_and_plan),
+    Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.hundred_streams),
 )

@@ -6,8 +6,10 @@ What `deploy` calls is measured from the plan on, against `docker stack deploy` 
 from __future__ import annotations
 
 import io
+import pickle
 import platform
 import struct
+import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from benchmarks.labs import lab
-from benchmarks.measure import BUILD, ROOT, Row, Sample, Unavailable, say, until
+from benchmarks.measure import BUILD, ROOT, SWARMTRAIN, Row, Sample, Unavailable, in_turns, say, until, wall_seconds
 from swarmtrain import images, process, wire
 from swarmtrain.config.load import load
 from swarmtrain.lab import REGISTRY, Lab
@@ -30,6 +32,14 @@ _NODES = 4
 _SERVICES = 100
 _RUN = "hundred"
 _IMAGE = f"{REGISTRY}/idle:bench"
+_PLAN = BUILD / "hundred" / "plan"
+_SHOW_PLAN = """
+import pickle, sys
+from pathlib import Path
+from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.view.runs import show_plan
+show_plan(SwarmLauncher(), pickle.loads(Path(sys.argv[1]).read_bytes()), as_json=False)
+"""
 _STACK = BUILD / "hundred" / "generated.yml"
 # Noise of a machine that starts a hundred containers: a tenth.
 _NOISE = 1.1
@@ -59,6 +69,28 @@ def hundred() -> Iterator[Row]:
                 ours.append(mine)
                 dockers.append(theirs)
     yield from _rows(ours, dockers)
+
+
+def status_and_plan() -> Iterator[Row]:
+    """`status` and `plan` of such a run, from the command's start to its end."""
+    with lab(_NODES) as place:
+        engine = Engine(place.docker_host("node0"))
+        _provide_image(engine)
+        plan = _plan(place)
+        SwarmLauncher(engine.address).up(plan, lambda line: None)
+        _PLAN.parent.mkdir(parents=True, exist_ok=True)
+        _PLAN.write_bytes(pickle.dumps(plan))
+        env = {"DOCKER_HOST": engine.address, "XDG_STATE_HOME": str(BUILD / "state")}
+        shown, planned = in_turns(
+            5,
+            lambda: wall_seconds([*SWARMTRAIN, "status", _RUN], env),
+            lambda: wall_seconds([sys.executable, "-c", _SHOW_PLAN, str(_PLAN)], env),
+        )
+        SwarmLauncher(engine.address).down(_RUN, lambda line: None)
+    of = f"of a run of {_SERVICES} services"
+    yield Row("status-100", f"`swarmtrain status` {of}", "s", shown, limit=1)
+    note = "all but the reading of the config: no config makes so many nodes of four machines"
+    yield Row("status-100/plan", f"`swarmtrain plan` {of}, with what a deploy would change", "s", planned, limit=1, note=note)
 
 
 def _rows(ours: list[Times], dockers: list[Times]) -> Iterator[Row]:

@@ -9,6 +9,7 @@ Values only, standard library only: the entrypoint reads this inside images in w
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -146,18 +147,31 @@ PROGRESS = "progress"  # step, steps, loss, tokens_per_second, eta_seconds, lear
 EVALUATION = "evaluation"  # step, loss
 CHECKPOINT = "checkpoint"  # step, path, seconds
 RESUMED = "resumed"  # step, path
-FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback; permanent: see AT_FIRST
+FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom; permanent: see AT_FIRST
 NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
 FINISHED = "finished"  # step, and loss_before, loss_after, baseline if known: the last step is made and saved
 LEFT = "left"  # node, exit_code; null if the node fell silent
 PROBE = "probe"  # node, and what swarmtrain.entrypoint.probe finds on it
 LINK = "link"  # the fields of swarmtrain.entrypoint.links.Link
 TOGETHER = "together"  # node, and what swarmtrain.entrypoint.together finds: torch, devices, seconds of an all-reduce, or error
+USAGE = "usage"  # posted: node, and what swarmtrain.entrypoint.usage reads; printed: nodes: {node: …}, all of them now and then
 VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is one
+ASKED = "asked"  # what: up | stop | down, and nodes; never on the board, but kept beside its events by the machine that asked
 
 AT_FIRST = "at first"
 """What `permanent` says of a failure: True, it comes again whenever it is tried; AT_FIRST, it does so unless a step has been
 made before, as when a file is missing; False or nothing, it may pass."""
+
+_COLLATERAL = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
+    r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM",
+    re.IGNORECASE,
+)
+
+
+def collateral(failure: Mapping[str, Any]) -> bool:
+    """Say whether a failure is what comes in another's wake: a peer has gone, or did not answer in time."""
+    return bool(_COLLATERAL.search(f"{failure.get('error', '')} {failure.get('signal', '')}"))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""deploy, status, logs, scale, stop, down: the commands that touch a run."""
+"""deploy, status, logs, history, why, scale, stop, down: the commands that touch a run."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides, Run, Yes
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for command in (deploy, status, logs, scale, stop, down):
+    for command in (deploy, status, logs, history, why, scale, stop, down):
         app.command()(command)
 
 
@@ -36,31 +37,57 @@ def deploy(
         raise typer.Exit(runs.follow_to_the_end(place, plan.run, as_json=json))
 
 
-def status(run: Run = None, json: Json = False) -> None:
-    """Show how a run stands: world, step, loss, speed, last checkpoint, and every service."""
+def status(
+    run: Run = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds, until the run ends.")] = False,
+    json: Json = False,
+) -> None:
+    """Show how a run stands: world, step, loss, speed, last checkpoint, restarts and why, and what every node uses."""
     from swarmtrain.launchers import find_run
     from swarmtrain.view.data import show
-    from swarmtrain.view.status import status as status_of
+    from swarmtrain.view.look import look, show_watched
 
+    if watch and json:
+        raise typer.BadParameter("--json is one answer; --watch are many")
     place, found = find_run(run)
-    show(status_of(found, place.events(found), place.tasks(found)), as_json=json)
+    if watch:
+        show_watched(place, found)
+    else:
+        show(look(place, found), as_json=json)
 
 
 def logs(
     run: Run = None,
+    *,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
     tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Last lines of each node only.", show_default=False)] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Lines from then on: 10m, 1h30m, or a date and time.", show_default=False)
+    ] = None,
+    node: Annotated[str | None, typer.Option(help="One node only, as status calls it: node0.", show_default=False)] = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="One rank only.", show_default=False)] = None,
+    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Lines that match it only.", show_default=False)] = None,
 ) -> None:
-    """Print the output of all nodes as one stream."""
-    from swarmtrain.launchers import find_run
-    from swarmtrain.view.console import say
-    from swarmtrain.view.stream import show_line
+    """Print the output of all nodes as one stream in the order of time; of a run that is down, what was kept of it here."""
+    from swarmtrain.view.logs import Choice, pattern, show_logs
+    from swarmtrain.view.times import point_in_time
 
-    place, found = find_run(run)
-    for line in place.logs(found, follow=follow, tail=tail, say=say):
-        if rank in (None, line.rank):
-            show_line(line)
+    when = None if since is None else point_in_time(since, time.time())
+    show_logs(run, Choice(tail, when, node, rank, pattern(grep)), follow=follow)
+
+
+def history(run: Run = None, json: Json = False) -> None:
+    """Show what befell a run, with times: worlds, failures, checkpoints, how it ended. Without RUN: the runs known here."""
+    from swarmtrain.view.look import show_history
+
+    show_history(run, as_json=json)
+
+
+def why(run: Run = None, json: Json = False) -> None:
+    """Show why a run died, on one screen: which rank first, what killed it, what the others did, the likely fix."""
+    from swarmtrain.view.look import show_why
+
+    show_why(run, as_json=json)
 
 
 def scale(
@@ -79,18 +106,14 @@ def scale(
 def stop(run: Run = None) -> None:
     """Ask the ranks to save and leave. The run stays; a deploy resumes it."""
     from swarmtrain.launchers import find_run
-    from swarmtrain.view.console import progress
+    from swarmtrain.view import runs
 
-    place, found = find_run(run)
-    with progress(f"stopping {found} on {place.where}", interrupted=f"swarmtrain stop {found} again waits for what still runs") as say:
-        place.stop(found, say)
+    runs.stop(*find_run(run))
 
 
 def down(run: Run = None) -> None:
     """Remove a run and return when nothing of it is left. Checkpoints stay."""
     from swarmtrain.launchers import find_run
-    from swarmtrain.view.console import progress
+    from swarmtrain.view import runs
 
-    place, found = find_run(run)
-    with progress(f"taking {found} down on {place.where}", interrupted=f"swarmtrain down {found} again removes what is left") as say:
-        place.down(found, say)
+    runs.take_down(*find_run(run))

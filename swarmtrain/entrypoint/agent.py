@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from swarmtrain.board import Board
 from swarmtrain.entrypoint import rank
+from swarmtrain.entrypoint.usage import own_cgroup
 from swarmtrain.errors import BoardError
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv
 
@@ -150,6 +151,8 @@ class DeathReporter(logging.Handler):
         super().__init__(logging.ERROR)
         self.node = node
         self.logs = logs
+        self.cgroup = own_cgroup()
+        self.oom_kills = self.cgroup.oom_kills() if self.cgroup else 0
 
     def emit(self, record: logging.LogRecord) -> None:
         if not str(record.msg).startswith("failed (exitcode") or not isinstance(record.args, tuple):
@@ -159,7 +162,17 @@ class DeathReporter(logging.Handler):
             return
         environ = self.logs.ranks[local_rank]
         facts = {"node": self.node.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": rank.world_key(environ)}
-        _post(self.node, Event(FAILURE, {**facts, **_cause(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))}))
+        cause = _cause(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        if cause.get("signal") == "SIGKILL" and self.cgroup and self.cgroup.oom_kills() > self.oom_kills:
+            self.oom_kills = self.cgroup.oom_kills()
+            cause |= out_of_memory(self.cgroup.memory_limit())
+        _post(self.node, Event(FAILURE, {**facts, **cause}))
+
+
+def out_of_memory(limit: int | None) -> dict[str, Any]:
+    """Describe a death for which the kernel has counted a kill; `limit` is what the container may use, in bytes."""
+    whose = f"its container's limit of {limit / 2**30:.2f} GiB" if limit else "the machine's memory"
+    return {"error": f"killed by SIGKILL: the kernel had no memory left for it, within {whose}", "oom": True}
 
 
 def _cause(code: int, error_file: str) -> dict[str, Any]:

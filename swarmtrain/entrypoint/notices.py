@@ -6,18 +6,19 @@ A pure state machine: calls in, events out through `publish`, time through `now`
 - A world that fails costs one of `max_restarts`, however many of its ranks fail. A step higher than any before gives all
   of them back. When none is left, the run has failed, and the first failure of its last world says why.
 - A run is done when the trainer says so, or, with a script that says nothing, when all nodes of a world have left with 0.
+- Progress, and what all nodes use, are printed so seldom that a month of them leaves room in the log for all the rest.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from swarmtrain.wire import (
+    ASKED,
     AT_FIRST,
     BOARD_UP,
     CHECKPOINT,
@@ -27,12 +28,14 @@ from swarmtrain.wire import (
     LEFT,
     PROGRESS,
     RETURNED,
+    USAGE,
     VERDICT,
     WORLD,
     Event,
     Orders,
     Receipt,
     Verdict,
+    collateral,
 )
 
 SILENT = 30.0
@@ -43,13 +46,14 @@ STEADY = 300.0
 """Seconds that a world must live to count as progress, for scripts that report no steps."""
 COLLATERAL_GRACE = 3.0
 """Seconds to wait for the cause, when all we have heard of is what came in its wake."""
+PROGRESS_EVERY = (0.5, 30.0)
+"""Seconds between two lines of progress: the least and the most; between them a hundredth of the run's age."""
+USAGE_EVERY = 10.0
+"""Seconds between two lines of what the nodes use, of a run of a few nodes."""
+USAGE_BYTES = 12.0
+"""Bytes a second that these lines may take: the engine keeps 100 MB of the board's log, and a month of them is less than half of it."""
 
-_COLLATERAL = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
-    r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM",
-    re.IGNORECASE,
-)
-_OURS = {BOARD_UP, LEFT, VERDICT}
+_OURS = {ASKED, BOARD_UP, LEFT, VERDICT}
 
 
 @dataclass
@@ -79,7 +83,7 @@ class _Cause:
 
     @property
     def collateral(self) -> bool:
-        return bool(_COLLATERAL.search(f"{self.data.get('error', '')} {self.data.get('signal', '')}"))
+        return collateral(self.data)
 
 
 class Notices:
@@ -89,7 +93,7 @@ class Notices:
         self._max_restarts = max_restarts
         self._boot = boot
         self._now = now
-        self._publish = publish
+        self._print = publish
         self._number = 1
         self._nodes: dict[str, _Node] = {}
         self._forming: dict[str, dict[str, list[int]]] = {}
@@ -102,9 +106,14 @@ class Notices:
         self._cause: _Cause | None = None
         self._decide_at: float | None = None
         self._best_step = -1
+        self._born = now()
+        self._held: Event | None = None
+        self._progress_at = float("-inf")
+        self._usage: dict[str, dict[str, Any]] = {}
+        self._usage_at = float("-inf")
         self._verdict: Verdict | None = None
         self._verdict_at = 0.0
-        publish(Event(BOARD_UP, {"run": run}))
+        self._publish(Event(BOARD_UP, {"run": run}))
 
     @property
     def round(self) -> str:
@@ -181,6 +190,11 @@ class Notices:
             self._form(event)
         elif event.kind == FAILURE:
             known = self._fail(event)
+        elif event.kind == USAGE:
+            self._use(event.data)
+        elif event.kind == PROGRESS:
+            self._note(event)
+            self._hold(event)
         else:
             self._publish(event)
             self._note(event)
@@ -193,8 +207,36 @@ class Notices:
                 self._gone(name, None)
                 if name in self._unfinished():
                     self._fail_unfinished(f"{name} was lost")
+        if self._held is not None:
+            self._hold(self._held)
         if self._decide_at is not None and self._now() >= self._decide_at:
             self._give_up()
+
+    def _publish(self, event: Event) -> None:
+        """Print an event, behind the progress that was made before it."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._print(held)
+        self._print(event)
+
+    def _hold(self, event: Event) -> None:
+        """Print progress if it is time, and keep it until then; the newest takes the place of one that waits."""
+        now, (least, most) = self._now(), PROGRESS_EVERY
+        self._held = event
+        if now >= self._progress_at:
+            self._progress_at = now + min(most, max(least, (now - self._born) / 100))
+            self._held = None
+            self._print(event)
+
+    def _use(self, data: dict[str, Any]) -> None:
+        """Remember what a node uses, and print that of all that are here when it is time."""
+        self._usage[str(data["node"])] = {key: value for key, value in data.items() if key != "node"}
+        if self._now() < self._usage_at:
+            return
+        here = {name: used for name, used in self._usage.items() if name in self._nodes and not self._nodes[name].gone}
+        event = Event(USAGE, {"nodes": here})
+        self._usage_at = self._now() + max(USAGE_EVERY, len(event.to_line()) / USAGE_BYTES)
+        self._publish(event)
 
     def _note(self, event: Event) -> None:
         if event.kind == RETURNED and self._world and event.data.get("world") == self._world.key:

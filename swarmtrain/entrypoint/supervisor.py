@@ -23,6 +23,7 @@ from types import FrameType
 from swarmtrain.board import Board
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank, warnings
 from swarmtrain.entrypoint.interface import Route, published_address, route_to
+from swarmtrain.entrypoint.usage import Reporter
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
 from swarmtrain.process import start
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, JOINED, NOTE, PREFIX, Event, NodeEnv, Orders
@@ -77,6 +78,7 @@ class Supervisor:
             return self._refuse(problems)
         route = self._join()
         orders = self.board.join(self.node.node)
+        Reporter(self.board, self.node.node).start()
         while orders.verdict is None:
             code = self._train(orders.round, route)
             if code == EXIT_OK:

@@ -88,15 +88,7 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
 
     Raises RunNotFound, which lists the runs there are.
     """
-    places: list[Launcher] = []
-    runs: list[tuple[Launcher, str]] = []
-    unreachable: list[SwarmtrainError] = []
-    for kind in _REGISTRY:
-        try:
-            places.append(launcher(kind))
-            runs += [(places[-1], run) for run in places[-1].runs()]
-        except (EngineError, StateError) as error:
-            unreachable.append(error)
+    places, runs, unreachable = everywhere()
     matching = [item for item in runs if name in (None, item[1])] or _leaving(places, name)
     if len(matching) == 1:
         return matching[0]
@@ -109,6 +101,20 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
     if not matching:
         raise RunNotFound("there is no run", hint="swarmtrain deploy CONFIG starts one")
     raise RunNotFound(f"there are several runs: {known}", hint="name the one you mean")
+
+
+def everywhere() -> tuple[list[Launcher], list[tuple[Launcher, str]], list[SwarmtrainError]]:
+    """Return the places that runs can be in, the runs that are there, and why other places could not be asked."""
+    places: list[Launcher] = []
+    runs: list[tuple[Launcher, str]] = []
+    unreachable: list[SwarmtrainError] = []
+    for kind in _REGISTRY:
+        try:
+            places.append(launcher(kind))
+            runs += [(places[-1], run) for run in places[-1].runs()]
+        except (EngineError, StateError) as error:
+            unreachable.append(error)
+    return places, runs, unreachable
 
 
 def _leaving(places: list[Launcher], name: str | None) -> list[tuple[Launcher, str]]:

@@ -112,8 +112,11 @@ class Launcher(Protocol):
         """Return how each service of `run` stands, nodes first. Raises RunNotFound."""
         ...
 
-    def events(self, run: str) -> list[Event]:
-        """Return what stands on the run's notice board so far, oldest first. Raises RunNotFound."""
+    def events(self, run: str, since: float | None = None) -> list[Event]:
+        """Return what stands on the run's notice board so far, oldest first. Raises RunNotFound.
+
+        `since`, in seconds since the epoch, leaves out what is older, as far as that is less work.
+        """
         ...
 
     def watch(self, run: str) -> Iterator[Update]:
@@ -123,9 +126,19 @@ class Launcher(Protocol):
         """
         ...
 
-    def logs(self, run: str, *, follow: bool, tail: int | None = None, say: Say | None = None) -> Iterator[LogLine]:
-        """Yield the output of all nodes as one stream; the last `tail` lines of each, or all. Raises RunNotFound.
+    def logs(
+        self,
+        run: str,
+        *,
+        follow: bool,
+        tail: int | None = None,
+        since: float | None = None,
+        node: str | None = None,
+        say: Say | None = None,
+    ) -> Iterator[LogLine]:
+        """Yield the output of all nodes, or of `node`, as one stream in the order of time. Raises RunNotFound.
 
+        `tail`: the last lines of each node only. `since`: those from this time on, in seconds since the epoch.
         `say` is told when nothing can be read for a while, and when it can again.
         """
         ...

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from requests import Response
 
 _STREAM_HEADER = 8
+_AT_ONCE = 64 * 1024
 _SILENCE = 15.0
 _LAB = 'eval "$(swarmtrain lab env)" points to a lab on this machine'
 # What the engine says when it cannot act for a swarm, and what to do about it.
@@ -159,10 +160,20 @@ class LogStream:
         """Yield (1 for stdout or 2 for stderr, bytes) until the engine ends the log. Raises EngineError if it breaks off."""
         import urllib3
 
+        read = self._response.raw.read1
+        held = b""
         try:
-            while len(header := self._response.raw.read(_STREAM_HEADER)) == _STREAM_HEADER:
-                stream, length = struct.unpack(">BxxxL", header)
-                yield stream, self._response.raw.read(length)
+            while data := read(_AT_ONCE):
+                held += data
+                begin = 0
+                while len(held) >= begin + _STREAM_HEADER:
+                    stream, length = struct.unpack_from(">BxxxL", held, begin)
+                    end = begin + _STREAM_HEADER + length
+                    if len(held) < end:
+                        break
+                    yield stream, held[begin + _STREAM_HEADER : end]
+                    begin = end
+                held = held[begin:]
         except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:
             # AttributeError and ValueError are what reading from a socket looks like that another thread closed.
             raise _unreachable(error, self._address) from None

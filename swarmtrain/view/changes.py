@@ -9,7 +9,7 @@ from typing import Any
 from swarmtrain.config import Config
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.plan import Cargo, CodeFile, Plan
-from swarmtrain.view.status import counted
+from swarmtrain.view.times import counted
 from swarmtrain.wire import RENDEZVOUS
 
 # What Swarm cannot change in a network that is there.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
 from swarmtrain import wire
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
-from swarmtrain.launchers import deployed
+from swarmtrain.launchers import deployed, kept
 from swarmtrain.launchers.base import Change, Launcher, Say
 from swarmtrain.plan import Plan
 from swarmtrain.view.changes import differences
 from swarmtrain.view.console import confirm, progress, say, show_finding
 from swarmtrain.view.data import show, show_json
-from swarmtrain.view.status import counted
+from swarmtrain.view.look import why_of
 from swarmtrain.view.stream import event_line, follow
+from swarmtrain.view.times import counted
+from swarmtrain.wire import Verdict
 
 _NEW_WORLD_SECONDS = 180.0
 
@@ -73,6 +76,7 @@ def bring_up(place: Launcher, plan: Plan, *, yes: bool) -> None:
     try:
         with progress(f"bringing {plan.run} up") as step:
             place.up(plan, step)
+        kept.mark(plan.run, "up", nodes=len(plan.nodes))
     except KeyboardInterrupt:
         say(f"interrupted: {_what_is_left(place, plan.run)}")
         raise
@@ -132,10 +136,24 @@ def follow_to_the_end(place: Launcher, run: str, *, as_json: bool) -> int:
     if verdict.done:
         say(f"{run} is done\nhint: swarmtrain down {run} removes its services; checkpoints stay")
         return EXIT_OK
-    say(f"{run} failed with exit code {verdict.exit_code}: {verdict.why}")
-    for hint in filter(None, (verdict.hint, f"swarmtrain logs {run} shows everything")):
-        say(f"hint: {hint}")
+    _tell_why(place, run, verdict)
     return EXIT_JOB_FAILED
+
+
+def _tell_why(place: Launcher, run: str, verdict: Verdict) -> None:
+    """Tell how the run failed: on a terminal, where it has scrolled away by now, on one screen; elsewhere in short."""
+    try:
+        found = why_of(place, run)
+    except SwarmtrainError:  # what was followed to its end was told
+        found = None
+    if found is not None and os.isatty(2):
+        say(str(found))
+    say(f"{run} failed with exit code {verdict.exit_code}: {verdict.why}")
+    if found is not None and found.means:
+        say(f"means: {found.means}")
+    for hint in dict.fromkeys((verdict.hint, found.fix if found else "", f"swarmtrain why {run} shows what came before")):
+        if hint:
+            say(f"hint: {hint}")
 
 
 def rescale(place: Launcher, plan: Plan, *, yes: bool) -> None:
@@ -168,3 +186,17 @@ def _await_world(place: Launcher, plan: Plan, seen: int, step: Say) -> None:
         place=f"run {plan.run}",
         hint=f"swarmtrain status {plan.run}",
     )
+
+
+def stop(place: Launcher, run: str) -> None:
+    """Let the ranks save and leave, and wait for that."""
+    with progress(f"stopping {run} on {place.where}", interrupted=f"swarmtrain stop {run} again waits for what still runs") as step:
+        place.stop(run, step)
+    kept.mark(run, "stop")
+
+
+def take_down(place: Launcher, run: str) -> None:
+    """Remove a run, and note that, so that what is kept of it is not taken for the next one's."""
+    with progress(f"taking {run} down on {place.where}", interrupted=f"swarmtrain down {run} again removes what is left") as step:
+        place.down(run, step)
+    kept.mark(run, "down")

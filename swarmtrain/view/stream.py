@@ -9,7 +9,8 @@ from typing import Any
 from swarmtrain import wire
 from swarmtrain.launchers.base import LogLine, TaskState, Update
 from swarmtrain.view.console import coloured, say
-from swarmtrain.view.status import counted, duration
+from swarmtrain.view.times import counted, duration
+from swarmtrain.view.worlds import failure_line
 from swarmtrain.wire import Event, Verdict
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -60,12 +61,6 @@ def _show_task(task: TaskState, told: dict[str, str]) -> None:
     told[task.node] = line
 
 
-def _failure(data: dict[str, Any]) -> str:
-    who = f"{data.get('node')} rank {data['rank']}" if data.get("rank") is not None else f"{data.get('node')}"
-    how = data.get("signal") or f"exit code {data.get('exit_code')}"
-    return f"{who} failed: {data.get('error') or how}"
-
-
 def _finished(data: dict[str, Any]) -> str:
     line = f"finished at step {data.get('step')}"
     if (before := data.get("loss_before")) is not None and (after := data.get("loss_after")) is not None:
@@ -81,7 +76,7 @@ _EVENTS: dict[str, Callable[[dict[str, Any]], str]] = {
     wire.RESUMED: lambda data: f"resumed at step {data.get('step')} from {data.get('path')}",
     wire.EVALUATION: lambda data: f"held-out loss {data.get('loss', float('nan')):.4f} at step {data.get('step')}",
     wire.CHECKPOINT: lambda data: f"saved step {data.get('step')} in {duration(data.get('seconds', 0))}: {data.get('path')}",
-    wire.FAILURE: _failure,
+    wire.FAILURE: failure_line,
     wire.NOTE: lambda data: f"{data.get('node', 'trainer')}: {data.get('message')}",
     wire.FINISHED: _finished,
     wire.VERDICT: lambda data: f"{data.get('status')}: {data.get('why')}",

@@ -7,7 +7,22 @@ from typing import Any
 import pytest
 
 from swarmtrain.entrypoint.notices import COLLATERAL_GRACE, LINGER, SILENT, STEADY, Notices
-from swarmtrain.wire import AT_FIRST, EXIT_PLANNED, FAILURE, FINISHED, LEFT, PROGRESS, RETURNED, VERDICT, WORLD, Event, Receipt, Verdict
+from swarmtrain.wire import (
+    AT_FIRST,
+    CHECKPOINT,
+    EXIT_PLANNED,
+    FAILURE,
+    FINISHED,
+    LEFT,
+    PROGRESS,
+    RETURNED,
+    USAGE,
+    VERDICT,
+    WORLD,
+    Event,
+    Receipt,
+    Verdict,
+)
 
 PEER = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
 
@@ -279,3 +294,47 @@ def test_of_a_run_that_has_failed_no_more_failures_are_told(board: Board) -> Non
     board.fail("w1", rank=1)
     assert len(board.kinds(FAILURE)) == 1
     assert board.notices.post(Event(FAILURE, {"world": "w1", "node": "node1", "rank": 2, "error": "late"})).over
+
+
+def test_progress_is_printed_at_once_then_more_and_more_seldom_and_never_after_what_followed_it(board: Board) -> None:
+    for step in range(3):
+        board.step(step)
+    assert [data["step"] for data in board.kinds(PROGRESS)] == [0]
+    board.pass_time(0.5)
+    assert [data["step"] for data in board.kinds(PROGRESS)] == [0, 2]
+    board.step(3)
+    board.notices.post(Event(CHECKPOINT, {"step": 3}))
+    assert [event.kind for event in board.printed[-2:]] == [PROGRESS, CHECKPOINT]
+    board.pass_time(10_000)
+    before = len(board.kinds(PROGRESS))
+    for step in range(1000):
+        board.step(step)
+        board.pass_time(0.5)
+    assert len(board.kinds(PROGRESS)) - before == pytest.approx(500 / 30, abs=1)
+
+
+def test_what_nodes_use_is_one_line_and_takes_less_than_half_of_the_log_in_a_month(board: Board) -> None:
+    def use(node: str, memory: int) -> None:
+        board.notices.post(Event(USAGE, {"node": node, "cpu": 1.5, "cpus": 2.0, "memory": memory, "memory_limit": 2**40}))
+
+    use("node0", 1)
+    use("node1", 2)
+    board.pass_time(30)
+    use("node0", 3)
+    assert [{name: used["memory"] for name, used in data["nodes"].items()} for data in board.kinds(USAGE)] == [
+        {"node0": 1},
+        {"node0": 3, "node1": 2},
+    ]
+    board.notices.leave("node1", EXIT_PLANNED)
+    for number in range(100):
+        board.notices.join(f"node{number + 2}")
+    before = len(board.printed)
+    for _ in range(1000):
+        for number in range(100):
+            board.notices.beat(f"node{number + 2}")
+            use(f"node{number + 2}", 2**36)
+        board.time += 10
+    lines = [event.to_line() for event in board.printed[before:] if event.kind == USAGE]
+    assert '"node1":' not in lines[-1]
+    # The engine writes each line with as many escapes as it has quotes, and a time.
+    assert sum(len(line) + line.count('"') + 80 for line in lines) * 30 * 24 * 3600 / 10_000 < 50e6

@@ -22,9 +22,9 @@ from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.kept import directory
 from swarmtrain.launchers.swarm import SwarmLauncher, observe
 from swarmtrain.launchers.swarm.patience import Patience
-from swarmtrain.launchers.swarm.record import directory
 from swarmtrain.plan import Plan, make_plan
 from swarmtrain.render.compose import stack, write
 

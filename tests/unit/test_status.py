@@ -5,26 +5,33 @@ from __future__ import annotations
 import pytest
 
 from swarmtrain import wire
+from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.view.status import duration, status
+from swarmtrain.view.status import status
 from swarmtrain.view.stream import follow
-from swarmtrain.wire import Event
+from swarmtrain.view.times import duration, point_in_time
+from swarmtrain.view.worlds import worlds
+from swarmtrain.wire import EXIT_PLANNED, Event
 
 TASKS = [TaskState("node0", "a", "running"), TaskState("rendezvous", "a", "pending", "no suitable node")]
 TRAINING = [
-    Event(wire.WORLD, {"world_size": 3, "nodes": 3}),
-    Event(wire.PROGRESS, {"step": 10, "steps": 40, "loss": 2.5, "tokens_per_second": 12345.6, "eta_seconds": 125}),
-    Event(wire.CHECKPOINT, {"step": 10, "path": "runs/x/step-00000010", "seconds": 0.2}),
-    Event(wire.FAILURE, {"node": "node1", "rank": 1, "signal": "SIGKILL", "error": "killed by SIGKILL"}),
+    Event(wire.BOARD_UP, {"run": "demo"}, 90.0),
+    Event(wire.WORLD, {"world_size": 3, "nodes": 3}, 100.0),
+    Event(wire.PROGRESS, {"step": 10, "steps": 40, "loss": 2.5, "tokens_per_second": 12345.6, "eta_seconds": 125}, 110.0),
+    Event(wire.CHECKPOINT, {"step": 10, "path": "runs/x/step-00000010", "seconds": 0.2}, 111.0),
+    Event(wire.FAILURE, {"node": "node1", "rank": 1, "signal": "SIGKILL", "error": "killed by SIGKILL"}, 112.0),
 ]
+GIB = 2**30
+USED = {"cpu": 1.94, "cpus": 2.0, "memory": 1.25 * GIB, "memory_limit": 4 * GIB}
+GPUS = [{"use": 93, "memory": 60 * GIB, "memory_total": 80 * GIB}, {"use": 95, "memory": 60 * GIB, "memory_total": 80 * GIB}]
 
 
 def test_a_training_run() -> None:
-    assert str(status("demo", TRAINING, TASKS)) == (
-        "run demo: training\n"
+    assert str(status("demo", TRAINING, TASKS, 272.0)) == (
+        "run demo: training for 3 min 02 s\n"
         "  world       3 ranks on 3 nodes\n"
         "  step        10/40, loss 2.5000, 12,346 tokens/s, 2 min 05 s left\n"
-        "  checkpoint  step 10 in runs/x/step-00000010\n"
+        "  checkpoint  step 10, 2 min 41 s ago, in runs/x/step-00000010\n"
         "  failures    1 so far\n"
         "  NODE        HOST  STATE\n"
         "  node0       a     running\n"
@@ -32,18 +39,77 @@ def test_a_training_run() -> None:
     )
 
 
+def test_what_nodes_use_and_why_they_were_started_again() -> None:
+    later = [
+        Event(wire.WORLD, {"world_size": 3, "nodes": 3}, 130.0),
+        Event(wire.USAGE, {"nodes": {"node0": {**USED, "gpus": GPUS}, "node1": USED}}, 140.0),
+    ]
+    tasks = [TASKS[0], TaskState("node1", "b", "running")]
+    assert str(status("demo", [*TRAINING, *later], tasks, 190.0)).splitlines()[1:] == [
+        "  world       3 ranks on 3 nodes, world 2 since 1 min 00 s: node1 rank 1 failed: killed by SIGKILL",
+        "  step        10/40, loss 2.5000, 12,346 tokens/s, 2 min 05 s left",
+        "  checkpoint  step 10, 1 min 19 s ago, in runs/x/step-00000010",
+        "  failures    1 so far",
+        "  NODE   HOST  STATE    CPU    MEMORY       GPU        GPU MEMORY       RESTARTS",
+        "  node0  a     running  1.9/2  1.2/4.0 GiB  94 % of 2  120.0/160.0 GiB",
+        "  node1  b     running  1.9/2  1.2/4.0 GiB                              1         killed by SIGKILL, 1 min 18 s ago",
+    ]
+    assert status("demo", [*TRAINING, *later], tasks, 1000.0).usage == {}
+
+
+def test_json_has_every_field_and_what_it_means() -> None:
+    found = status("demo", TRAINING, TASKS, 272.0).to_dict()
+    assert {key: found[key] for key in ("run", "state", "time", "started", "seconds", "ended", "exit_code", "failures")} == {
+        "run": "demo",
+        "state": "training",
+        "time": 272.0,
+        "started": 90.0,
+        "seconds": 182.0,
+        "ended": None,
+        "exit_code": None,
+        "failures": 1,
+    }
+    assert found["restarts"] == {"node1": {"count": 1, "time": 112.0, "why": "killed by SIGKILL"}}
+    assert found["checkpoint"]["time"] == 111.0
+    assert set(found) >= {"why", "hint", "world", "worlds", "progress", "evaluation", "usage", "tasks"}
+
+
 def test_a_verdict_decides_the_state() -> None:
-    failed = status("demo", [*TRAINING, Event(wire.VERDICT, {"status": "failed", "why": "it broke", "exit_code": 7})], TASKS)
-    assert (failed.state, failed.why, failed.exit_code) == ("failed", "it broke", 7)
-    assert status("demo", [], TASKS).state == "starting"
-    assert status("demo", TRAINING, [TaskState("node0", "a", "stopped")]).state == "stopped"
+    events = [*TRAINING, Event(wire.VERDICT, {"status": "failed", "why": "it broke", "exit_code": 7}, 120.0)]
+    failed = status("demo", events, TASKS, 500.0)
+    assert (failed.state, failed.why, failed.exit_code, failed.seconds) == ("failed", "it broke", 7, 30.0)
+    assert str(failed).startswith("run demo: failed after 30 s, it broke\n")
+    assert status("demo", [], TASKS, 0.0).state == "starting"
+    assert status("demo", TRAINING, [TaskState("node0", "a", "stopped")], 500.0).state == "stopped"
+    assert status("demo", [*events, Event(wire.BOARD_UP, {"run": "demo"}, 130.0)], TASKS, 500.0).state == "training"
+
+
+BEFORE = Event(wire.WORLD, {"world_size": 2, "nodes": 2}, 1.0)
+PEER = Event(wire.FAILURE, {"node": "node0", "rank": 0, "error": "RuntimeError: Connection closed by peer"}, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        ([Event(wire.JOINED, {"node": "node2"})], "node2 came"),
+        ([Event(wire.LEFT, {"node": "node1", "exit_code": EXIT_PLANNED})], "node1 was told to leave"),
+        ([PEER, Event(wire.LEFT, {"node": "node1", "exit_code": None})], "node1 fell silent"),
+        ([PEER, Event(wire.JOINED, {"node": "node1"})], "node0 rank 0 failed: RuntimeError: Connection closed by peer"),
+        ([PEER, Event(wire.FAILURE, {"node": "node1", "rank": 1, "error": "boom"})], "node1 rank 1 failed: boom"),
+        ([Event(wire.BOARD_UP), Event(wire.JOINED, {"node": "node1"})], "the notice board was started again"),
+        ([], ""),
+    ],
+)
+def test_why_a_world_came_after_another(between: list[Event], why: str) -> None:
+    after = Event(wire.WORLD, {"world_size": 1, "nodes": 1}, 9.0)
+    assert [world.why for world in worlds([Event(wire.BOARD_UP), BEFORE, *between, after])] == ["", why]
 
 
 def test_following_tells_apart_data_and_talk(capsys: pytest.CaptureFixture[str]) -> None:
     updates = [
         LogLine("node1", "hello", rank=1),
         LogLine("node1", "no rank"),
-        *TRAINING,
+        *TRAINING[1:],
         TASKS[1],
         TASKS[1],
         Event(wire.VERDICT, {"status": "done", "why": "finished", "exit_code": 0}),
@@ -71,3 +137,11 @@ def test_why_a_run_failed_is_left_to_who_asked(capsys: pytest.CaptureFixture[str
 
 def test_durations() -> None:
     assert [duration(value) for value in (0.4, 59.7, 185, 7830)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]
+    assert duration(100 * 3600) == "4 d 4 h"
+
+
+def test_points_in_time() -> None:
+    assert [point_in_time(text, 10_000.0) for text in ("10s", "10m", "1h30m", "0.5h")] == [9990.0, 9400.0, 4600.0, 8200.0]
+    assert point_in_time("2026-11-21T22:30:00+00:00", 0.0) == 1795300200.0
+    with pytest.raises(SwarmtrainError, match="neither a length of time nor a time"):
+        point_in_time("yesterday", 0.0)

@@ -138,9 +138,9 @@ class LocalLauncher:
             states.append(TaskState(name, host, state.state, reason, state.exit_code))
         return states
 
-    def events(self, run: str) -> list[Event]:
+    def events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the board's events so far. Raises RunNotFound."""
-        return follow.events(_existing(run))
+        return [event for event in follow.events(_existing(run)) if event.time >= (since or 0.0)]
 
     def watch(self, run: str) -> Iterator[Update]:
         """Yield what happens, until the verdict or the run's removal. Raises RunNotFound."""
@@ -152,11 +152,23 @@ class LocalLauncher:
         except RunNotFound:
             return []
 
-    def logs(self, run: str, *, follow: bool, tail: int | None = None, say: Say | None = None) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. There is nothing to `say`: files can always be read."""
+    def logs(
+        self,
+        run: str,
+        *,
+        follow: bool,
+        tail: int | None = None,
+        since: float | None = None,
+        node: str | None = None,
+        say: Say | None = None,
+    ) -> Iterator[LogLine]:
+        """Yield the output of all nodes. Raises RunNotFound. There is nothing to `say`: files can always be read.
+
+        Lines of files have no times: what is there already is as old as anybody may ask for.
+        """
         from swarmtrain.launchers.local.follow import logs
 
-        return logs(_existing(run), follow=follow, tail=tail)
+        return logs(_existing(run), follow=follow, tail=tail, node=node)
 
     @in_state()
     def stop(self, run: str, say: Say) -> None:

@@ -27,6 +27,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.files import OPEN, SECRET, reason, write_all
 from swarmtrain.errors import RunNotFound, StateError
 from swarmtrain.launchers.base import Say
+from swarmtrain.launchers.kept import EVENTS, state_directory
 from swarmtrain.launchers.local.spec import Spec, State, replace
 from swarmtrain.plan import Cargo, CodeFile, Plan
 from swarmtrain.process import start, uninterrupted
@@ -35,12 +36,6 @@ _MARK = "local.json"
 _LOCK = "lock"
 _KILLED_WITHIN = 5.0
 _GOODBYE = 3.0
-
-
-def state_directory() -> Path:
-    """Return the folder that holds the folders of all runs."""
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path("~/.local/state").expanduser()) / "swarmtrain"
 
 
 @contextlib.contextmanager
@@ -85,7 +80,7 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        return self.path / "events.jsonl"
+        return self.path / EVENTS
 
     @property
     def exists(self) -> bool:

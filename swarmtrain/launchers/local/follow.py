@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swarmtrain.launchers.base import LogLine, TaskState, Update
+from swarmtrain.launchers.kept import log_line
 from swarmtrain.launchers.local.folder import RunFolder
 from swarmtrain.wire import VERDICT, Event
 
-_RANK = re.compile(r"\[rank (\d+)\] ?")
 _POLL = 0.1
 _TRAIL = 5.0  # seconds after the verdict in which nodes may still print their last lines
 
@@ -39,23 +38,17 @@ class Tail:
         return [line.decode(errors="replace") for line in whole]
 
 
-def log_line(node: str, text: str, seconds: float = 0.0) -> LogLine:
-    """Return a line of a node's log with its rank, if a rank wrote it."""
-    match = _RANK.match(text)
-    return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, seconds)
-
-
 def events(folder: RunFolder) -> list[Event]:
     """Return the events on the board so far."""
     return [event for line in Tail(folder.events).lines() if (event := Event.from_line(line))]
 
 
-def logs(folder: RunFolder, *, follow: bool, tail: int | None) -> Iterator[LogLine]:
-    """Yield the nodes' output, and go on as long as the run does if `follow`."""
+def logs(folder: RunFolder, *, follow: bool, tail: int | None, node: str | None) -> Iterator[LogLine]:
+    """Yield the output of the nodes, or of one, and go on as long as the run does if `follow`."""
     readers: dict[str, Tail] = {}
     while True:
         alive = any(folder.alive(name) for name in folder.names())
-        for name in folder.names():
+        for name in (each for each in folder.names() if node in (None, each)):
             new = name not in readers
             reader = readers.setdefault(name, Tail(folder.log(name)))
             lines = reader.lines()

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from swarmtrain.config import Config
 from swarmtrain.errors import StackError
@@ -19,10 +20,12 @@ from swarmtrain.images import pin
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import checks, logs, observe, removal
-from swarmtrain.launchers.swarm.follow import follow, manager
+from swarmtrain.launchers.swarm.follow import Scope, follow, manager
 from swarmtrain.launchers.swarm.lock import Lock
+from swarmtrain.launchers.swarm.logs import Line
 from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
+from swarmtrain.launchers.swarm.record import keep
 from swarmtrain.launchers.swarm.specs import Specs, specs
 from swarmtrain.launchers.swarm.up import up
 from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
@@ -95,16 +98,28 @@ class SwarmLauncher:
         states = [observe.task_state(_short(service, run), found, service, hosts) for service in services]
         return [*observe.stopping(found, services, hosts), *states]
 
-    def events(self, run: str) -> list[Event]:
-        return self._events(observe.run_services(self._engine, run), run)
+    def events(self, run: str, since: float | None = None) -> list[Event]:
+        return self._events(observe.run_services(self._engine, run), run, since)
 
     def watch(self, run: str) -> Iterator[Update]:
         observe.run_services(self._engine, run)
-        return follow(self._engine, run, since=self._up_since.get(run, time.time()), patience=self._patience)
+        return follow(self._engine, run, Scope(since=self._up_since.get(run, time.time())), self._patience)
 
-    def logs(self, run: str, *, follow: bool, tail: int | None = None, say: Say | None = None) -> Iterator[LogLine]:
-        services = observe.run_services(self._engine, run)
-        return self._follow_lines(run, tail, say) if follow else self._lines(services, run, tail)
+    def logs(
+        self,
+        run: str,
+        *,
+        follow: bool,
+        tail: int | None = None,
+        since: float | None = None,
+        node: str | None = None,
+        say: Say | None = None,
+    ) -> Iterator[LogLine]:
+        services = [service for service in observe.run_services(self._engine, run) if node in (None, _short(service, run))]
+        lines = self._lines(services, run, tail, since)
+        if follow:
+            return self._follow_lines(run, Scope(since, tail, lines, node), say)
+        return (line.log_line() for line in lines if line.event() is None)
 
     def stop(self, run: str, say: Say) -> None:
         observe.run_services(self._engine, run)
@@ -143,24 +158,27 @@ class SwarmLauncher:
         verdicts = [Verdict(**event.data) for event in self._events(services, run) if event.kind == VERDICT]
         return Ended(failed=not verdicts[-1].done, why=verdicts[-1].why) if verdicts else Ended(failed=True, why="its notice board is gone")
 
-    def _events(self, services: list[observe.Service], run: str) -> list[Event]:
+    def _events(self, services: list[observe.Service], run: str, since: float | None = None) -> list[Event]:
         board = observe.board(services, run)
         if board is None:
             return []
         old = observe.replaced(observe.tasks(self._engine, run), board.id)
-        lines = [(line.event(), line.task) for line in logs.read(self._engine, board, RENDEZVOUS)]
+        lines = logs.read(self._engine, board, RENDEZVOUS, since=since)
+        keep(run, lines)
         # A run that was started again after its verdict has that one in its log still.
-        return [event for event, task in lines if event is not None and not (event.kind == VERDICT and task in old)]
+        found = [(line.event(), line.task) for line in lines]
+        return [event for event, task in found if event is not None and not (event.kind == VERDICT and task in old)]
 
-    def _lines(self, services: list[observe.Service], run: str, tail: int | None) -> Iterator[LogLine]:
+    def _lines(self, services: list[observe.Service], run: str, tail: int | None, since: float | None) -> list[Line]:
+        """Return what there is of the services' logs, in the order of time."""
         with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
-            found = list(pool.map(lambda service: logs.read(self._engine, service, _short(service, run), tail=tail), services))
-        for line in heapq.merge(*found, key=lambda line: line.time):
-            if line.event() is None:
-                yield line.log_line()
+            read = partial(logs.read, self._engine, tail=tail, since=since)
+            found = list(pool.map(lambda service: read(service, _short(service, run)), services))
+        return list(heapq.merge(*found, key=lambda line: line.time))
 
-    def _follow_lines(self, run: str, tail: int | None, say: Say | None) -> Iterator[LogLine]:
-        for update in follow(self._engine, run, since=None, tail=tail, patience=self._patience):
+    def _follow_lines(self, run: str, scope: Scope, say: Say | None) -> Iterator[LogLine]:
+        yield from (line.log_line() for line in scope.before if line.event() is None)
+        for update in follow(self._engine, run, scope, self._patience):
             if isinstance(update, LogLine):
                 yield update
             elif say and isinstance(update, Event) and update.kind == NOTE and update.data["node"] == manager(self._engine):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState, Update
@@ -35,14 +36,27 @@ _QUEUE = 50_000
 _LAST_WORDS = 1000
 
 
-def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = None, patience: Patience = USUAL) -> Iterator[Update]:
-    """Yield what happens to `run` until its verdict or its removal: the board's lines from the start, the nodes' from `since`.
+@dataclass(frozen=True)
+class Scope:
+    """What of the nodes' logs is followed; the board's is from its start."""
 
-    `since` is in seconds since the epoch, None for all there is; `tail` bounds the lines of each node from before now.
+    since: float | None = None
+    """Seconds since the epoch, None for all there is."""
+    tail: int | None = None
+    """Bounds the lines of each node from before now."""
+    before: Sequence[Line] = ()
+    """Lines that were read already, in the order of time: their nodes are followed behind them."""
+    only: str | None = None
+    """The one node to follow."""
+
+
+def follow(engine: Engine, run: str, scope: Scope, patience: Patience = USUAL) -> Iterator[Update]:
+    """Yield what happens to `run` until its verdict or its removal.
+
     When the manager does not answer, a note says so, and another when it answers again; nothing is lost meanwhile.
     Raises EngineError if it does not for as long as `patience` says.
     """
-    follower = _Follower(engine, run, since, tail, patience)
+    follower = _Follower(engine, run, scope, patience)
     try:
         yield from follower.updates()
     finally:
@@ -53,7 +67,10 @@ def follow(engine: Engine, run: str, *, since: float | None, tail: int | None = 
 def last_words(engine: Engine, run: str, services: list[Service]) -> Iterator[None]:
     """Keep in the state directory what the services say meanwhile: with a task that is removed, Swarm forgets its log."""
     lines: queue.Queue[Line] = queue.Queue(_QUEUE)
-    readers = [Reader(engine, service, _short(service, run), lines, since=None, tail=_LAST_WORDS) for service in services]
+    readers = [
+        Reader(engine, service, _short(service, run), lines, since=None, tail=_LAST_WORDS if service.is_node else None)
+        for service in services
+    ]
     for reader in readers:
         reader.start()
     try:
@@ -79,8 +96,11 @@ def manager(engine: Engine) -> str:
 
 
 class _Follower:
-    def __init__(self, engine: Engine, run: str, since: float | None, tail: int | None, patience: Patience) -> None:
-        self._engine, self._run, self._since, self._tail, self._patience = engine, run, since, tail, patience
+    def __init__(self, engine: Engine, run: str, scope: Scope, patience: Patience) -> None:
+        self._engine, self._run, self._scope, self._patience = engine, run, scope, patience
+        self._before: dict[str, list[Line]] = {}
+        for line in scope.before:
+            self._before.setdefault(line.node, []).append(line)
         self._lines: queue.Queue[Line] = queue.Queue(_QUEUE)
         self._readers: dict[str, Reader] = {}
         self._states: dict[str, TaskState] = {}
@@ -187,18 +207,20 @@ class _Follower:
 
     def _read_new(self, services: list[Service]) -> None:
         for service in services:
-            if service.id not in self._readers:
-                node = _short(service, self._run)
-                whole = node == RENDEZVOUS
-                reader = Reader(
-                    self._engine, service, node, self._lines, since=None if whole else self._since, tail=None if whole else self._tail
-                )
+            node = _short(service, self._run)
+            if service.id not in self._readers and (node == RENDEZVOUS or self._scope.only in (None, node)):
+                # What was read before was said by the first service of this name: another is a new one.
+                before = () if node == RENDEZVOUS else self._before.pop(node, ())
+                scope = Scope() if node == RENDEZVOUS else replace(self._scope, before=before)
+                reader = Reader(self._engine, service, node, self._lines, since=scope.since, tail=scope.tail, before=scope.before)
                 self._readers[service.id] = reader
                 reader.start()
 
     def _renew_silent(self, services: list[Service], ended: set[str]) -> None:
         for service in services:
-            reader, node = self._readers[service.id], _short(service, self._run)
+            reader, node = self._readers.get(service.id), _short(service, self._run)
+            if reader is None:
+                continue
             if node in ended or reader.silence > (_BOARD_SILENCE if node == RENDEZVOUS else _NODE_SILENCE):
                 reader.renew()
 

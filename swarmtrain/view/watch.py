@@ -1,0 +1,96 @@
+"""A status that is looked at again and again: one screen on a terminal, the changes one below the other elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from swarmtrain.errors import EngineError, RunNotFound, SwarmtrainError
+from swarmtrain.view.status import Status
+from swarmtrain.view.times import duration
+
+_EVERY = 2.0
+_SILENCE = 5.0
+
+
+class Looker(threading.Thread):
+    """Calls `look` every `every` seconds until it raises something else than EngineError: a manager that hangs holds nobody up."""
+
+    def __init__(self, look: Callable[[], Status], every: float = _EVERY) -> None:
+        super().__init__(name="status", daemon=True)
+        self._look, self._every = look, every
+        self.seen: Status | None = None
+        self.at = time.monotonic()
+        self.lost: EngineError | None = None
+        self.error: SwarmtrainError | None = None
+        self.news = threading.Event()
+
+    def run(self) -> None:
+        """Look, and look again."""
+        while self.error is None:
+            try:
+                self.seen = self._look()
+                self.at, self.lost = time.monotonic(), None
+            except EngineError as error:
+                self.lost = error
+            except SwarmtrainError as error:
+                self.error = error
+            self.news.set()
+            time.sleep(self._every)
+
+    def screen(self) -> str:
+        """Return what is to be shown: the status, and since when there has been no newer one."""
+        silence = time.monotonic() - self.at
+        shown = str(self.seen) if self.seen else "no status yet"
+        if self.lost is None and silence < _SILENCE:
+            return shown
+        why = f": {self.lost}" if self.lost else ""
+        return f"{shown}\n\nno newer status for {duration(silence)}{why}; asked again every {duration(self._every)}"
+
+
+def watch(look: Callable[[], Status], *, every: float = _EVERY) -> Status | None:
+    """Show what `look` returns until the run has its verdict, and return that; None if the run is taken down meanwhile.
+
+    Raises SwarmtrainError if there is nothing to look at from the beginning.
+    """
+    looker = Looker(look, every)
+    looker.start()
+    looker.news.wait()
+    if looker.seen is None and (looker.error or looker.lost):
+        raise looker.error or looker.lost  # type: ignore[misc]  # one of them is an error
+    with _shown() as show:
+        while True:
+            show(looker.screen())
+            if isinstance(looker.error, RunNotFound):
+                return None
+            if looker.error:
+                raise looker.error
+            if looker.seen and looker.seen.ended and looker.lost is None:
+                return looker.seen
+            looker.news.wait(1.0)
+            looker.news.clear()
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str], None]]:
+    """Give what puts a text on the screen in place of the one before; where there is none, it is printed if it is another."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop") as live:
+            yield lambda text: live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+        return
+    last = ""
+
+    def print_new(text: str) -> None:
+        nonlocal last
+        if text != last:
+            print(f"{text}\n", flush=True)  # noqa: T201  # this is the place that prints
+            last = text
+
+    yield print_new

@@ -1,0 +1,104 @@
+"""Events → the worlds of a run: which nodes trained together from when, and why each one came after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarmtrain import wire
+from swarmtrain.wire import EXIT_PLANNED, Event, collateral
+
+
+@dataclass(frozen=True)
+class World:
+    """One world. `number` counts from 1; `why` is empty for the first."""
+
+    number: int
+    time: float
+    nodes: int
+    ranks: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """That ranks of a node were started again: how often, when the last time, and why then."""
+
+    count: int
+    time: float
+    why: str
+
+
+def worlds(events: Iterable[Event]) -> list[World]:
+    """Return the worlds that have formed, in order."""
+    found: list[World] = []
+    between: list[Event] = []
+    for event in events:
+        if event.kind == wire.WORLD:
+            nodes, ranks = int(event.data.get("nodes", 0)), int(event.data.get("world_size", 0))
+            found.append(World(len(found) + 1, event.time, nodes, ranks, why_anew(between) if found else ""))
+            between = []
+        elif event.kind in _REASONS:
+            between.append(event)
+    return found
+
+
+def why_anew(between: Sequence[Event]) -> str:
+    """Return what among the events since the last world is the reason for a new one; nothing if none tells."""
+    ranked = sorted(between, key=_weight)
+    return next((text for event in ranked if (text := reason(event))), "")
+
+
+def reason(event: Event) -> str:
+    """Return what an event says of why ranks are started anew; nothing if it is no reason for that."""
+    node = str(event.data.get("node", "a node"))
+    if event.kind == wire.FAILURE:
+        return failure_line(event.data)
+    if event.kind == wire.LEFT and event.data.get("exit_code") is None:
+        return f"{node} fell silent"
+    if event.kind == wire.LEFT and event.data.get("exit_code") == EXIT_PLANNED:
+        return f"{node} was told to leave"
+    if event.kind == wire.LEFT and event.data.get("exit_code"):
+        return f"{node} left with exit code {event.data['exit_code']}"
+    if event.kind == wire.BOARD_UP:
+        return "the notice board was started again"
+    return f"{node} came" if event.kind == wire.JOINED else ""
+
+
+def failure_line(data: Mapping[str, Any]) -> str:
+    """Return a failure's data as `node1 rank 3 failed: its reason`."""
+    who = f"{data.get('node')} rank {data['rank']}" if data.get("rank") is not None else f"{data.get('node')}"
+    how = data.get("signal") or f"exit code {data.get('exit_code')}"
+    return f"{who} failed: {data.get('error') or how}"
+
+
+def restarts(events: Iterable[Event]) -> dict[str, Restart]:
+    """Return, by node, how often something there made ranks start again, and why the last time."""
+    found: dict[str, Restart] = {}
+    here: set[str] = set()
+    for event in events:
+        node = str(event.data.get("node", ""))
+        why = ""
+        if event.kind == wire.JOINED:
+            why = "its container was started again" if node in here else ""
+            here.add(node)
+        elif event.kind == wire.LEFT and event.data.get("exit_code") == EXIT_PLANNED:
+            here.discard(node)  # what comes back then was asked to
+        elif event.kind == wire.FAILURE and not collateral(event.data):
+            why = str(event.data.get("error") or event.data.get("signal") or f"exit code {event.data.get('exit_code')}")
+        if why:
+            found[node] = Restart(found[node].count + 1 if node in found else 1, event.time, why)
+    return found
+
+
+_REASONS = {wire.FAILURE, wire.LEFT, wire.BOARD_UP, wire.JOINED}
+
+
+def _weight(event: Event) -> int:
+    """Return how far down in the list of reasons this one stands."""
+    if event.kind == wire.FAILURE:
+        return 3 if collateral(event.data) else 0
+    if event.kind == wire.LEFT:
+        return 1
+    return 2 if event.kind == wire.BOARD_UP else 4

@@ -1,0 +1,78 @@
+"""What a node uses: read from control groups of both versions, and from the processes themselves."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from swarmtrain.entrypoint.usage import Cgroup, Meter, machine_memory, read_gpus
+
+MIB = 2**20
+ONE = {
+    "memory/memory.usage_in_bytes": f"{300 * MIB}\n",
+    "memory/memory.stat": f"cache 5\ninactive_file 1\ntotal_inactive_file {100 * MIB}\n",
+    "memory/memory.limit_in_bytes": f"{512 * MIB}\n",
+    "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    "cpuacct/cpuacct.usage": "2500000000\n",
+    "cpu/cpu.cfs_quota_us": "150000\n",
+    "cpu/cpu.cfs_period_us": "100000\n",
+}
+TWO = {
+    "memory.current": f"{300 * MIB}\n",
+    "memory.stat": f"anon 5\ninactive_file {100 * MIB}\n",
+    "memory.max": f"{512 * MIB}\n",
+    "memory.events": "low 0\noom 3\noom_kill 2\n",
+    "cpu.stat": "usage_usec 2500000\nuser_usec 1\n",
+    "cpu.max": "150000 100000\n",
+}
+UNLIMITED = (
+    {**ONE, "memory/memory.limit_in_bytes": "9223372036854771712\n", "cpu/cpu.cfs_quota_us": "-1\n"},
+    {**TWO, "memory.max": "max\n", "cpu.max": "max 100000\n"},
+)
+
+
+def group(root: Path, files: dict[str, str]) -> Cgroup:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return Cgroup(root)
+
+
+@pytest.mark.parametrize("files", [ONE, TWO], ids=["v1", "v2"])
+def test_a_control_group_says_what_is_used_and_allowed(tmp_path: Path, files: dict[str, str]) -> None:
+    found = group(tmp_path, files)
+    assert (found.cpu_seconds(), found.cpus()) == (2.5, 1.5)
+    assert (found.memory(), found.memory_limit(), found.oom_kills()) == (200 * MIB, 512 * MIB, 2)
+
+
+@pytest.mark.parametrize("files", UNLIMITED, ids=["v1", "v2"])
+def test_without_a_limit_the_machine_is_the_limit(tmp_path: Path, files: dict[str, str]) -> None:
+    found = group(tmp_path, files)
+    assert (found.cpus(), found.memory_limit()) == (None, None)
+    read = Meter(found).read()
+    assert (read["cpus"], read["memory_limit"]) == (len(os.sched_getaffinity(0)), machine_memory())
+    assert (read["cpu"], read["memory"]) == (0.0, 200 * MIB)
+
+
+def test_where_there_is_no_control_group_the_processes_are_added_up(tmp_path: Path) -> None:
+    for cgroup in (None, Cgroup(tmp_path)):
+        meter = Meter(cgroup)
+        held = bytearray(os.urandom(64 * MIB))
+        sum(range(5_000_000))
+        read = meter.read()
+        assert read["cpu"] > 0.2
+        assert len(held) < read["memory"] < machine_memory()
+
+
+def test_gpus_are_what_the_drivers_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_gpus() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '93, 60000, 81559'\necho '[N/A], [N/A], 81559'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    assert read_gpus() == [{"use": 93, "memory": 60000 * MIB, "memory_total": 81559 * MIB}]
+    tool.write_text("#!/bin/sh\necho 'no devices were found'\nexit 6\n")
+    assert read_gpus() == []

@@ -1,0 +1,235 @@
+"""Every known way to fail is made to happen: by real processes where this machine can, else in the words that torch or Swarm use."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmtrain.entrypoint.agent import out_of_memory
+from swarmtrain.entrypoint.usage import Cgroup
+from swarmtrain.view.failures import FAILURES, Evidence, recognise
+
+MIB = 2**20
+# What a process does that fails in this way. It runs in an empty folder, as root where the test does.
+SCRIPTS = {
+    "bus error": """
+        import mmap
+        open("data", "wb").write(bytes(8192))
+        file = open("data", "r+b")
+        mapped = mmap.mmap(file.fileno(), 8192)
+        file.truncate(0)
+        mapped[5000]
+    """,
+    "segmentation fault": "import ctypes; ctypes.string_at(0)",
+    "illegal instruction": "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
+    "no space": "open('/dev/full', 'w').write('x' * 10**6)",
+    "file too large": """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        file = open("checkpoint", "wb", buffering=0)
+        while True:
+            file.write(bytes(500))
+    """,
+    "open files": """
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+        files = [open("/dev/null") for _ in range(30)]
+    """,
+    "host memory": """
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28))
+        bytearray(2**30)
+    """,
+    "port in use": """
+        import socket
+        first = socket.create_server(("127.0.0.1", 0))
+        socket.create_server(first.getsockname())
+    """,
+    "name not found": "import socket; socket.create_connection(('data.invalid', 80))",
+    "native library": "open('broken.so', 'wb').write(b'no library'); import sys; sys.path.insert(0, '.'); import broken",
+    "import": "from math import nothing_like_it",
+    "syntax": "compile('def train(:', 'training_code.py', 'exec')",
+    "permission": """
+        import os, pathlib
+        pathlib.Path("closed").write_text("")
+        os.chmod("closed", 0)
+        os.getuid() or os.setuid(65534)
+        open("closed")
+    """,
+    "missing file": "open('data/words.bin')",
+    "no CUDA": "import torch; torch.zeros(1, device='cuda')",
+    "aborted": "import os; os.abort()",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+# Messages of torch built for CUDA, of NCCL, and of Swarm; they cannot be had here.
+WORDS = {
+    "GPU memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of"
+    " which 18.06 GiB is free.",
+    "GPU architecture": "RuntimeError: CUDA error: no kernel image is available for execution on the device",
+    "GPU driver": "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+    "no GPU": "RuntimeError: No CUDA GPUs are available",
+    "GPU assertion": "RuntimeError: CUDA error: device-side assert triggered",
+    "GPU fault": "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    "NCCL": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error (run with"
+    " NCCL_DEBUG=INFO for details), NCCL version 2.28.9",
+    "node lost": "node1 was lost; node0 had finished by then, so this world cannot form again",
+}
+REASONS = {
+    "image": "No such image: registry.lab:5000/swarmtrain:0.1",
+    "no node": "no suitable node (scheduling constraints not satisfied on 3 nodes)",
+    "mount": 'invalid mount config for type "bind": bind source path does not exist: /mnt/data',
+    "container killed": "task: non-zero exit (137)",
+}
+# In the libraries of the installed torch, whichever it was built for.
+TORCH = {
+    "shared memory": ("libtorch_python.so", "It is possible that dataloader's workers are out of shared memory. Please try to raise your"),
+    "collective timeout": ("libtorch_cpu.so", "Timed out waiting "),
+    "peer lost": ("libtorch_cpu.so", "Connection closed by peer "),
+}
+SAID = {
+    "shared memory": "RuntimeError: DataLoader worker (pid 41) is killed by signal: Bus error. {} shared memory limit.",
+    "collective timeout": "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] {}1800000ms for recv operation to complete",
+    "peer lost": "RuntimeError: [gloo/transport/tcp/pair.cc:547] {}[10.0.0.3]:4711",
+}
+OTHERWISE = {"memory", "read-only"}
+
+
+def died(code: int, stderr: str) -> dict[str, Any]:
+    """Return what the board is told of a rank that ended like that."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return {"signal": name, "error": f"killed by {name}"}
+    return {"exit_code": code, "error": stderr.strip().splitlines()[-1], "traceback": stderr}
+
+
+def run(script: str, folder: Path, *prefix: str) -> dict[str, Any]:
+    lines = [line.removeprefix("        ") for line in script.strip("\n").splitlines()]
+    folder.chmod(0o755)
+    argv = [*prefix, sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(
+        argv, cwd=folder, capture_output=True, text=True, check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    )
+    assert done.returncode != 0
+    return died(done.returncode, done.stderr)
+
+
+def test_there_is_a_case_for_each() -> None:
+    names = [known.name for known in FAILURES]
+    assert sorted(names) == sorted([*SCRIPTS, *WORDS, *REASONS, *TORCH, *OTHERWISE])
+    assert len(set(names)) == len(names)
+
+
+def recognised(data: dict[str, Any], said: str = "") -> str:
+    found = recognise(Evidence(data, said))
+    assert found is not None, data
+    return found.name
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_process_that_fails_in_this_way(name: str, tmp_path: Path) -> None:
+    assert recognised(run(SCRIPTS[name], tmp_path), "what was printed before") == name
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_an_error_in_these_words(name: str) -> None:
+    assert recognised({"exit_code": 1, "error": WORDS[name]}) == name
+    if "CUDA" in WORDS[name] or "NCCL" in WORDS[name]:
+        assert recognised({"exit_code": -6, "signal": "SIGABRT", "error": "killed by SIGABRT"}, WORDS[name]) == name
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_swarm_says_of_a_task(name: str) -> None:
+    assert recognised({"error": REASONS[name]}) == name
+    assert recognised({"error": "its container ended"}, REASONS[name]) == name
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_an_error_in_the_words_of_the_installed_torch(name: str) -> None:
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    library, words = TORCH[name]
+    with (Path(found.origin).parent / "lib" / library).open("rb") as file:
+        assert mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).find(words.encode()) >= 0
+    assert recognised({"exit_code": 1, "error": SAID[name].format(words)}) == name
+
+
+def test_a_collective_that_nccl_watches() -> None:
+    said = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600029 milliseconds"
+    assert recognised({"signal": "SIGABRT", "error": "killed by SIGABRT"}, said) == "collective timeout"
+
+
+def test_an_error_of_the_scripts_own_is_not_explained_by_what_was_printed_before_it(tmp_path: Path) -> None:
+    assert recognise(Evidence(run("raise ValueError('no such thing')", tmp_path), "cache: Permission denied, going on")) is None
+
+
+def test_a_disk_that_can_only_be_read(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root mounts")
+    inside = """
+        import os, subprocess
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", os.getcwd()], check=True)
+        open(os.getcwd() + "/step", "w")
+    """
+    assert recognised(run(inside, tmp_path, "unshare", "--mount")) == "read-only"
+
+
+@contextmanager
+def control_group(limit: int) -> Iterator[Path]:
+    """Give a control group of this machine whose members may use `limit` bytes."""
+    one = Path("/sys/fs/cgroup/memory")
+    group = (one if one.is_dir() else Path("/sys/fs/cgroup")) / f"swarmtrain-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if one.is_dir() else "memory.max")).write_text(str(limit))
+    except OSError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    for _ in range(50):
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def test_a_process_that_the_kernel_kills_for_want_of_memory(tmp_path: Path) -> None:
+    with control_group(64 * MIB) as group:
+        (tmp_path / "memory").symlink_to(group)
+        cgroup = Cgroup(tmp_path if (group / "memory.limit_in_bytes").exists() else group)
+        before = cgroup.oom_kills()
+        script = f"open('{group}/cgroup.procs', 'w').write('0'); held = b'x' * {256 * MIB}"
+        data = run(script, tmp_path)
+        assert data["signal"] == "SIGKILL"
+        assert (before, cgroup.oom_kills(), cgroup.memory_limit()) == (0, 1, 64 * MIB)
+        assert recognised({**data, **out_of_memory(cgroup.memory_limit())}) == "memory"
+    assert recognised(data) == "killed"
+
+
+def test_all_fixes_name_settings_that_exist() -> None:
+    from swarmtrain.config import Config
+
+    settings = set(
+        re.findall(r"\b((?:runner|topology|trainer|transformer_architecture)\.[a-z_.]+[a-z_])", " ".join(known.fix for known in FAILURES))
+    )
+    assert len(settings) > 8
+    for setting in settings:
+        model: Any = Config
+        for part in setting.split("."):
+            assert part in model.model_fields, setting
+            model = model.model_fields[part].annotation
