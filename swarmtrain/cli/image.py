@@ -13,7 +13,9 @@ _SILENCE = 1800.0  # seconds that the engine may take over one step without a wo
 @app.command()
 def build(
     tag: Annotated[str, typer.Option("--tag", "-t", help="Such as registry.lab:5000/swarmtrain:0.1.")],
-    context: Annotated[Path, typer.Argument(help="The directory of training_code.py and the Dockerfile.")] = Path(),
+    context: Annotated[
+        Path, typer.Argument(help="The directory of your script; a Dockerfile or requirements there win over swarmtrain's own.")
+    ] = Path(),
     base: Annotated[str | None, typer.Option("--base", help="The image to start from, with Python 3.11.")] = None,
     push: Annotated[bool, typer.Option("--push", help="Push it to the registry that the tag names.")] = False,
 ) -> None:
@@ -28,6 +30,16 @@ def build(
         if push:
             images.push(engine.client, tag, say=say)
     typer.echo(tag)
+
+
+@app.command()
+def lock(folder: Annotated[Path, typer.Argument(help="The directory of requirements/image.txt.")] = Path()) -> None:
+    """Write requirements/image.lock anew: the hashes of what image.txt pins, for all processors; print its path."""
+    from swarmtrain.images.lock import renew
+    from swarmtrain.view.console import progress
+
+    with progress("locking requirements/image.txt") as say:
+        typer.echo(renew(folder, say=say))
 
 
 @app.command()
