@@ -1,14 +1,15 @@
-"""Building the image: wheels first, on this machine; then the engine's classic builder, without network."""
+"""Building images, by the engine's classic builder and without network: what they need lies ready on this machine."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from swarmtrain.errors import ImageError
+from swarmtrain.images import contents, lock, wheels
 from swarmtrain.images import context as contexts
-from swarmtrain.images import lock, wheels
 from swarmtrain.images import project as projects
 from swarmtrain.images.base import ensure_base
 from swarmtrain.images.engine import Engine, Say, follow, reason
@@ -34,17 +35,21 @@ def build(engine: Engine, context: Path, tag: str, *, base: str | None = None, s
     arguments = {"BASE_IMAGE": base, "PIP_ARGS": "--no-index --find-links=/wheels", "HASHES": "--require-hashes" if project.lock else ""}
     with tempfile.TemporaryFile(dir=context / "build") as packed:
         contexts.pack(project, packed)
-        packed.seek(0)
-        _build(engine, packed, tag, arguments, say)
+        run(engine, packed, tag, arguments=arguments, labels=contents.of(project).labels(), say=say)
 
 
-def _build(engine: Engine, packed: IO[bytes], tag: str, arguments: dict[str, str], say: Say) -> None:
+def run(
+    engine: Engine, packed: IO[bytes], tag: str, *, labels: Mapping[str, str], arguments: Mapping[str, str] | None = None, say: Say
+) -> None:
+    """Have the engine build the context `packed` and tag what comes out. Raises ImageError."""
+    packed.seek(0)
     try:
         stream = engine.build(
             fileobj=packed,
             custom_context=True,
             tag=tag,
-            buildargs=arguments,
+            buildargs=dict(arguments or {}),
+            labels=dict(labels),
             network_mode="none",
             rm=True,
             forcerm=True,
