@@ -5,7 +5,7 @@ from __future__ import annotations
 import tarfile
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from swarmtrain.errors import ImageError
@@ -13,10 +13,11 @@ from swarmtrain.images import build, contents
 from swarmtrain.images import folder as folders
 from swarmtrain.images.engine import Engine, Say, reason
 from swarmtrain.images.transfer import follow_layers, megabytes
+from swarmtrain.render.compose import WORKSPACE
 
 
 def add(engine: Engine, code: Sequence[Path], below: str, tag: str, *, here: Path, say: Say) -> None:
-    """Tag as `tag` the image `below` with the folders `code` in its working directory.
+    """Tag as `tag` the image `below` with the folders `code` beside where a run puts its script.
 
     Each lies there as it lies in the folder `here`, or under its own name if it is elsewhere; the same files make the
     same layer, whenever and wherever that is done. Raises ImageError.
@@ -30,9 +31,10 @@ def add(engine: Engine, code: Sequence[Path], below: str, tag: str, *, here: Pat
         with tarfile.open(fileobj=packed, mode="w") as archive:
             for number, path in enumerate(code):
                 name, entries = _name(path, here), _entries(path)
-                found = found.plus(name, folders.digest(entries), below=below)
-                folders.pack(archive, [(str(Path(f"{number}", name, entry)), file) for entry, file in entries])
-                dockerfile.append(f"COPY {owner}{number}/ {config.get('WorkingDir') or '/'}/")
+                found = found.plus(name, entries, below=below)
+                folders.pack(archive, [(str(PurePosixPath(f"{number}{WORKSPACE}", name, entry)), file) for entry, file in entries])
+                # WORKSPACE itself is packed too: a builder that touches it would give it the time of day.
+                dockerfile.append(f"COPY {owner}{number}/ /")
                 say(f"{path}: {len(entries)} files, {megabytes(sum(file.lstat().st_size for _, file in entries))}")
             folders.pack_text(archive, "Dockerfile", "\n".join(dockerfile) + "\n")
         build.run(engine, packed, tag, labels=found.labels(), say=say)

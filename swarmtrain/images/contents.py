@@ -13,6 +13,8 @@ from swarmtrain.images.pin import is_spread, untagged
 from swarmtrain.images.project import Project
 from swarmtrain.wire import LABEL_CONTENTS
 
+HERE = "."
+"""The name of the folder that one is in."""
 _SELF = "swarmtrain"
 
 
@@ -25,9 +27,10 @@ class Contents:
     """Folders that were put above the image `below`."""
     below: str = ""
 
-    def plus(self, name: str, digest: str, *, below: str) -> Contents:
+    def plus(self, name: str, entries: list[folders.Entry], *, below: str) -> Contents:
         """Return the contents of an image that has the folder `name` above `below`, whose contents these are."""
-        return replace(self, added={**self.added, name: digest}, below=below)
+        beside = {entry: _file(path) for entry, path in entries if name == HERE and "/" not in entry}
+        return replace(self, built={**self.built, **beside}, added={**self.added, name: _added(name, entries)}, below=below)
 
     def labels(self) -> dict[str, str]:
         """Return the label that says all of it."""
@@ -57,9 +60,8 @@ def changed(contents: Contents, here: Path, travels: Collection[str]) -> tuple[l
     `travels` are names of files that come with each run, whatever the image has under them.
     """
     built = [name for name, digest in contents.built.items() if name not in travels and _now(name, here) not in (None, digest)]
-    added = [
-        name for name, digest in contents.added.items() if (here / name).is_dir() and folders.digest(folders.files(here / name)) != digest
-    ]
+    there = [(name, digest) for name, digest in contents.added.items() if (here / name).is_dir()]
+    added = [name for name, digest in there if _added(name, folders.files(here / name)) != digest]
     return sorted(built), sorted(added)
 
 
@@ -84,6 +86,11 @@ def _now(name: str, here: Path) -> str | None:
     if name == _SELF:
         return own_digest()
     return _file(here / name) if (here / name).is_file() else None
+
+
+def _added(name: str, entries: list[folders.Entry]) -> str:
+    """Return the digest of a folder; the files in HERE itself have digests of their own, since some travel with each run."""
+    return folders.digest(entry for entry in entries if name != HERE or "/" in entry[0])
 
 
 def _file(path: Path) -> str:

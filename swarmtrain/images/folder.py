@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 IGNORE = ".dockerignore"
-# Made anew wherever it is missing, or of no use in a container.
-_NEVER = ("**/__pycache__", "**/.git", IGNORE)
+# Made anew wherever it is missing, of no use in a container, or what `image build` prepared.
+_NEVER = ("**/__pycache__", "**/.git", IGNORE, "build/wheels", "build/extra", "build/package")
 
 Entry = tuple[str, Path]
 """The name that something has in an archive, and where it lies."""

@@ -53,10 +53,9 @@ def spread(source: Holder, image: str, targets: Mapping[str, str], connect: Conn
     def give(name: str) -> str:
         try:
             _Giving(source, connect(targets[name]), content, tag, lambda line: say(f"{name}: {line}")).go()
-        except SwarmtrainError as error:
-            return f"{name} ({targets[name]}): {error.message}"
-        except OSError as error:
-            return f"{name} ({targets[name]}): {reason(error)}"
+        except (SwarmtrainError, OSError) as error:
+            where = name if name == targets[name] else f"{name} ({targets[name]})"
+            return f"{where}: {reason(error) if isinstance(error, OSError) else error.message}"
         return ""
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="spread") as pool:

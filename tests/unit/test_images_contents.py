@@ -24,7 +24,7 @@ def here(tmp_path: Path) -> Path:
 @pytest.fixture
 def image(here: Path) -> Contents:
     """The contents of an image that has all of it, read back from its label."""
-    made = contents.of(project(here)).plus("lib", folder.digest(folder.files(here / "lib")), below="reg/base:1")
+    made = contents.of(project(here)).plus("lib", folder.files(here / "lib"), below="reg/base:1")
     return contents.read({"Config": {"Labels": made.labels()}})
 
 
@@ -48,6 +48,15 @@ def test_what_travels_with_the_run_is_never_old(image: Contents, here: Path) -> 
 def test_a_file_that_changed_is_named(image: Contents, here: Path, name: str, found: tuple[list[str], list[str]]) -> None:
     (here / name).write_text("new")
     assert changed(image, here) == found
+
+
+def test_in_the_folder_itself_what_travels_is_told_from_the_rest(here: Path) -> None:
+    made = Contents({}).plus(".", folder.files(here), below="reg/base:1")
+    (here / "train.py").write_text("new")
+    assert changed(made, here) == ([], [])
+    (here / "helpers.py").write_text("new")
+    (here / "lib" / "b.py").touch()
+    assert changed(made, here) == (["helpers.py"], ["."])
 
 
 def test_another_swarmtrain_is_named(image: Contents, here: Path) -> None:

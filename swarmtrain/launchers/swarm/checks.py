@@ -67,7 +67,7 @@ def _image(engine: Engine, plan: Plan) -> list[Finding]:
     built, added = contents.changed(there, Path.cwd(), {item.name for item in plan.cargo.code})
     if not built and not added:
         return []
-    message = f"changed since it was built: {', '.join([*built, *added])}"
+    message = f"changed since it was built: {', '.join([*built, *(f'{name}/' for name in added)])}"
     why = "the nodes run what is in the image; only the script, runner.code and the config come with the run"
     return [Finding(f"image {image}", message, contents.rebuild(image, there, built, added), fatal=False, why=why)]
 
