@@ -1,25 +1,38 @@
-# The image that every node runs: Python, the wheels, swarmtrain, and the user's two files.
+# The image that every node runs: Python, the wheels, swarmtrain, and the user's Python files.
 # `swarmtrain image build` prepares build/ and then builds this without network; it needs nothing newer than the classic builder.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS wheels
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 # Beside the base's own Python, which Debian forbids pip to touch, and in the same place whatever the base is.
-RUN python3 -m venv /opt/venv
+RUN python3 -m venv /opt/venv && for packages in /opt/venv/lib/python3*/site-packages; do \
+    echo "import site; site.addsitedir('/opt/extra${packages#/opt/venv}')" >"$packages/extra.pth"; done
 ARG PIP_ARGS=""
-COPY requirements/image.txt build/wheels* /wheels/
-RUN /opt/venv/bin/pip install --no-compile ${PIP_ARGS} -r /wheels/image.txt
+ARG HASHES="--require-hashes"
+COPY requirements/image.txt requirements/image.lock build/wheels* /wheels/
+# torch has other files under the same version for each CUDA, so that its version alone is pinned.
+RUN /opt/venv/bin/pip install --no-compile ${PIP_ARGS} ${HASHES} -r /wheels/image.lock \
+    && /opt/venv/bin/pip install --no-compile ${PIP_ARGS} -c /wheels/image.txt torch
 # Compiled once here, by all processors, and not checked against the source at each start; not what is only for tests.
 RUN /opt/venv/bin/python -m compileall -qq -j 0 -x '/tests/|/testing/_internal/' --invalidation-mode unchecked-hash /opt/venv/lib
 
+# What the folder's own requirements.txt adds, apart from the rest and so in a layer of its own.
+FROM wheels AS extra
+ARG PIP_ARGS=""
+COPY requirements/image.txt requirements.tx[t] build/extra* /extra/
+RUN mkdir /opt/extra && if [ -e /extra/requirements.txt ]; then \
+    /opt/venv/bin/pip install --prefix=/opt/extra --no-compile ${PIP_ARGS} --find-links=/extra -c /extra/image.txt -r /extra/requirements.txt \
+    && /opt/venv/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/extra; fi
+
 FROM ${BASE_IMAGE}
-ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/venv/bin:/opt/extra/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN useradd --uid 1000 --user-group --create-home trainer && mkdir /workspace && chown trainer:trainer /workspace
 COPY --from=wheels /opt/venv /opt/venv
+COPY --from=extra /opt/extra /opt/extra
 COPY build/package/ /tmp/package/
 RUN /opt/venv/bin/pip install --no-index --no-deps --no-cache-dir /tmp/package/*.whl
 USER trainer
 WORKDIR /workspace
-COPY --chown=trainer:trainer training_code.py datautils.py ./
+COPY --chown=trainer:trainer *.py ./
 ENTRYPOINT ["python3", "-m", "swarmtrain.entrypoint"]
 CMD ["node"]

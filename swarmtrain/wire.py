@@ -29,6 +29,8 @@ LABEL_HOST = "swarmtrain.host"
 LABEL_SLOTS = "swarmtrain.slots"
 LABEL_CONFIG = "swarmtrain.config"
 LABEL_HOSTS = "swarmtrain.hosts"
+# Of an image: what went into it.
+LABEL_CONTENTS = "swarmtrain.contents"
 ROLE_NODE = "node"
 ROLE_RENDEZVOUS = "rendezvous"
 

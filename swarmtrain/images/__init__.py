@@ -6,8 +6,10 @@ so that nothing here needs to import docker.
 
 from __future__ import annotations
 
+from swarmtrain.images.add import add
 from swarmtrain.images.build import build
 from swarmtrain.images.pin import Pinned, pin
 from swarmtrain.images.push import push
+from swarmtrain.images.spread import spread
 
-__all__ = ["Pinned", "build", "pin", "push"]
+__all__ = ["Pinned", "add", "build", "pin", "push", "spread"]

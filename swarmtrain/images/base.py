@@ -9,7 +9,8 @@ from pathlib import Path
 
 from swarmtrain import process
 from swarmtrain.errors import ImageError
-from swarmtrain.images.engine import Engine, Say, follow, reason
+from swarmtrain.images.engine import Engine, Say, reason
+from swarmtrain.images.transfer import follow_layers
 
 DEFAULT_BASE = "python:3.11-slim-bookworm"
 DEBIAN_BASE = "swarmtrain-base:bookworm"
@@ -32,7 +33,7 @@ def ensure_base(engine: Engine, wanted: str | None, *, say: Say) -> str:
         return DEBIAN_BASE
     try:
         say(f"pulling {base}")
-        follow(engine.pull(base, stream=True, decode=True), place=f"image {base}", say=say)
+        follow_layers(engine.pull(base, stream=True, decode=True), place=f"image {base}", say=say)
     except (OSError, ImageError) as error:
         why = reason(error) if isinstance(error, OSError) else error.message
         if wanted is not None:

@@ -32,6 +32,7 @@ class Engine(Protocol):
         custom_context: bool,
         tag: str,
         buildargs: dict[str, Any],
+        labels: dict[str, str],
         network_mode: str,
         rm: bool,
         forcerm: bool,

@@ -1,8 +1,9 @@
-"""The wheels that go into an image: downloaded once beside the Dockerfile, so that the build itself needs no network."""
+"""The wheels that go into an image: downloaded once beside the user's files, so that the build itself needs no network."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -11,63 +12,106 @@ import swarmtrain
 from swarmtrain import process
 from swarmtrain.errors import ImageError, ProcessError
 from swarmtrain.images.engine import Say
+from swarmtrain.images.project import Project, checkout
 
-_PYTHON = "3.11"  # of both base images
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+PYTHON = "3.11"
+"""The version in both base images."""
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+"""What an engine calls its processor: what a wheel calls it."""
+_LIBC = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
 
 
-def third_party(context: Path, architecture: str, *, say: Say) -> Path:
-    """Fill `build/wheels` under the context with what requirements/image.txt pins, for the engine's `architecture`; return it.
+def third_party(project: Project, architecture: str, *, say: Say) -> None:
+    """Fill the project's folder of wheels with what it pins, for the engine's `architecture`.
 
-    Nothing is downloaded while that file stays as it is. Raises ImageError.
+    Every file but torch's is checked against the lock. Nothing is downloaded while the pins stay as they are. Raises ImageError.
     """
-    pins, wheels = context / "requirements" / "image.txt", context / "build" / "wheels"
-    machine = _MACHINES.get(architecture, architecture)
-    wanted = hashlib.sha256(pins.read_bytes() + f"{_PYTHON} {machine}".encode()).hexdigest()
-    stamp = wheels / ".complete"
-    if stamp.exists() and stamp.read_text() == wanted:
-        return wheels
-    say(f"downloading wheels to {wheels}")
-    shutil.rmtree(wheels, ignore_errors=True)
-    wheels.mkdir(parents=True)
-    _pip(
-        "download",
-        "--only-binary=:all:",
-        "--no-deps",
-        f"--python-version={_PYTHON}",
-        *_platforms(machine),
-        f"--dest={wheels}",
-        f"--requirement={pins}",
-    )
-    stamp.write_text(wanted)
-    return wheels
+    locked = project.lock.read_bytes() if project.lock else b""
+    machine = MACHINES.get(architecture, architecture)
+    wanted = _digest(project.pins.read_bytes(), locked, machine)
+    if _complete(project.wheels, wanted):
+        return
+    say(f"downloading wheels to {project.wheels}")
+    if not locked:
+        say(f"{project.pins} has no image.lock beside it: no hash is checked; swarmtrain image lock makes one")
+    shutil.rmtree(project.wheels, ignore_errors=True)
+    if project.lock:
+        download(project.wheels, machine, "--no-deps", "--require-hashes", f"--requirement={project.lock}")
+    else:
+        download(project.wheels, machine, "--no-deps", f"--requirement={project.pins}")
+    say("downloading torch")
+    # With what else the build of torch that this index has may need: one for CUDA brings NVIDIA's libraries.
+    download(project.wheels, machine, f"--find-links={project.wheels}", f"--constraint={project.pins}", "torch")
+    _stamp(project.wheels).write_text(wanted)
 
 
-def own(context: Path, *, say: Say) -> Path:
-    """Put swarmtrain's own wheel into `build/package` under the context and return that directory. Raises ImageError.
+def further(project: Project, architecture: str, *, say: Say) -> None:
+    """Fill the project's folder of extra wheels with what its own requirements.txt names beyond `third_party`'s. Raises ImageError."""
+    machine = MACHINES.get(architecture, architecture)
+    if project.requirements is None:
+        shutil.rmtree(project.extra, ignore_errors=True)
+        return
+    wanted = _digest(project.requirements.read_bytes(), project.pins.read_bytes(), machine)
+    if _complete(project.extra, wanted):
+        return
+    say(f"downloading what {project.requirements} names to {project.extra}")
+    shutil.rmtree(project.extra, ignore_errors=True)
+    ours = f"--find-links={project.wheels}", f"--constraint={project.pins}"
+    download(project.extra, machine, *ours, f"--requirement={project.requirements}")
+    for wheel in project.extra.glob("*.whl"):
+        if (project.wheels / wheel.name).exists():
+            wheel.unlink()
+    _stamp(project.extra).write_text(wanted)
+
+
+def own(project: Project, *, say: Say) -> None:
+    """Put swarmtrain's own wheel into the project's folder for it. Raises ImageError.
 
     It is made from the checkout that runs, or downloaded in the version that is installed.
     """
-    package = context / "build" / "package"
-    shutil.rmtree(package, ignore_errors=True)
-    package.mkdir(parents=True)
-    source = Path(swarmtrain.__file__).parents[1]
-    if (source / "pyproject.toml").exists():
+    shutil.rmtree(project.package, ignore_errors=True)
+    project.package.mkdir(parents=True)
+    if source := checkout():
         say(f"making swarmtrain's wheel from {source}")
-        _pip("wheel", "--no-deps", f"--wheel-dir={package}", str(source))
+        # Without a package index in reach: what makes the wheel may be here already.
+        isolation = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
+        _pip("wheel", "--no-deps", *isolation, f"--wheel-dir={project.package}", str(source))
     else:
         say(f"downloading the wheel of swarmtrain {swarmtrain.__version__}")
-        _pip("download", "--no-deps", "--only-binary=:all:", f"--dest={package}", f"swarmtrain=={swarmtrain.__version__}")
-    return package
+        _pip("download", "--no-deps", "--only-binary=:all:", f"--dest={project.package}", f"swarmtrain=={swarmtrain.__version__}")
 
 
-def _platforms(machine: str) -> list[str]:
-    return [f"--platform=manylinux{version}_{machine}" for version in ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")]
+def download(into: Path, machine: str, *what: str) -> None:
+    """Download the wheels of `what`, pip's own arguments, for Python in an image on `machine`. Raises ImageError."""
+    into.mkdir(parents=True, exist_ok=True)
+    platforms = [f"--platform=manylinux{version}_{machine}" for version in _LIBC]
+    _pip("download", "--only-binary=:all:", f"--python-version={PYTHON}", *platforms, f"--dest={into}", *what)
+
+
+def _digest(*parts: bytes | str) -> str:
+    return hashlib.sha256("\0".join([PYTHON, *(part if isinstance(part, str) else part.hex() for part in parts)]).encode()).hexdigest()
+
+
+def _complete(folder: Path, wanted: str) -> bool:
+    return _stamp(folder).exists() and _stamp(folder).read_text() == wanted
+
+
+def _stamp(folder: Path) -> Path:
+    return folder / ".complete"
 
 
 def _pip(*arguments: str) -> None:
     try:
         process.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
     except ProcessError as error:
-        hint = f"{sys.executable} -m ensurepip" if "No module named pip" in error.output else "is a package index in reach? pip config list"
-        raise ImageError(error.message, place="image wheels", hint=hint) from None
+        raise ImageError(error.message, place="image wheels", hint=_hint(error.output)) from None
+
+
+def _hint(output: str) -> str:
+    if "No module named pip" in output:
+        return f"{sys.executable} -m ensurepip"
+    if "ResolutionImpossible" in output or "conflicting dependencies" in output:
+        return "an image has one version of each package: ask for the one above, or put a requirements/image.txt of your own in the folder"
+    if "DO NOT MATCH THE HASHES" in output:
+        return "the index gave another file than the one that is pinned; pip config list shows which index that is"
+    return "is a package index in reach? pip config list"

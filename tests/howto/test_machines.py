@@ -56,6 +56,8 @@ class Machines:
             "REGISTRY": REGISTRY,
             "TOKEN": lambda printed: re.findall(r"--token (\S+)", printed)[-1],
             "ADDRESS": lambda printed: re.findall(r"--token \S+ (\S+):2377", printed)[-1],
+            "ENGINE": self.lab.docker_host("node1"),
+            "SPREAD": lambda printed: re.findall(r"\S+:spread-[0-9a-f]{12}", printed)[-1],
             "PINNED": lambda printed: re.findall(r"\S+@sha256:[0-9a-f]{64}", printed)[-1],
         }
 
@@ -98,6 +100,7 @@ def test_own_machines(swarm: Machines) -> None:
         "docs/how-to/doctor.md",
         "docs/how-to/own-script.md",
         "docs/how-to/own-data.md",
+        "docs/how-to/images.md",
         "docs/how-to/plain-docker.md",
         "docs/how-to/resume-and-scale.md",
         "docs/how-to/air-gapped.md",

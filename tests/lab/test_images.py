@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from swarmtrain.errors import ImageError
 from swarmtrain.images.base import DEBIAN_BASE
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.plan import Plan
 
 
 def run_on(lab: Lab, node: str, image: str, script: str) -> str:
@@ -102,12 +107,26 @@ def test_the_user_is_told_which_base_was_made(engine: Engine, image: str) -> Non
 
 
 def test_a_step_that_fails_is_reported_with_its_output(engine: Engine, image: str, tmp_path: Path) -> None:
-    for name in ("requirements", "build/wheels"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("requirements/image.txt", "training_code.py", "datautils.py"):
-        (tmp_path / name).touch()
+    (tmp_path / "build").mkdir()
+    shutil.copytree(ROOT / "build" / "wheels", tmp_path / "build" / "wheels", copy_function=os.link)
+    (tmp_path / "train.py").touch()
     (tmp_path / "Dockerfile").write_text(f"FROM {DEBIAN_BASE}\nRUN echo the reason; exit 3\n")
     said: list[str] = []
     with pytest.raises(ImageError, match="returned a non-zero code: 3"):
         images.build(engine.client, tmp_path, f"{REGISTRY}/other:1.0", base=DEBIAN_BASE, say=said.append)
     assert "the reason" in said
+
+
+def test_a_deploy_tells_what_changed_since_the_image_was_built(
+    launcher: SwarmLauncher, planned: Callable[..., Plan], image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    plan = planned(image=image)
+    assert launcher.check(plan) == []
+    monkeypatch.chdir(tmp_path)
+    assert launcher.check(plan) == []
+    (tmp_path / "Dockerfile").touch()
+    (tmp_path / "training_code.py").touch()  # comes with the run
+    (found,) = launcher.check(plan)
+    assert (found.place, found.message, found.fatal) == (f"image {image}", "changed since it was built: Dockerfile", False)
+    assert found.hint == f"swarmtrain image build . --tag {image} --push"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images import context
+from swarmtrain.images import context, folder, lock, wheels
 from swarmtrain.images.base import apt_sources
 from swarmtrain.images.pin import untagged
+from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, project
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -30,15 +35,8 @@ def test_a_registrys_port_is_no_tag(image: str, name: str) -> None:
     assert untagged(image) == name
 
 
-def project(folder: Path) -> Path:
-    for name in (
-        *context.CONTENTS,
-        "build/wheels/torch.whl",
-        "build/wheels/.complete",
-        "build/package/swarmtrain.whl",
-        "runs/secret",
-        ".env",
-    ):
+def folder_of(folder: Path, *names: str) -> Path:
+    for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     return folder
@@ -46,31 +44,128 @@ def project(folder: Path) -> Path:
 
 def packed(folder: Path) -> bytes:
     into = io.BytesIO()
-    context.pack(folder, into)
+    context.pack(project(folder), into)
     return into.getvalue()
 
 
+def names(packed: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        return {entry.name: archive.extractfile(entry).read() for entry in archive if entry.isfile()}  # type: ignore[union-attr]
+
+
+OWN = ("Dockerfile", "requirements/image.txt", "requirements/image.lock", "requirements.txt", "training_code.py", "datautils.py")
+PREPARED = ("build/wheels/torch.whl", "build/extra/einops.whl", "build/package/swarmtrain.whl")
+
+
 def test_the_context_holds_what_the_dockerfile_copies_and_nothing_else(tmp_path: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(packed(project(tmp_path)))) as archive:
-        assert sorted(archive.getnames()) == sorted([*context.CONTENTS, "build/wheels/torch.whl", "build/package/swarmtrain.whl"])
+    folder_of(tmp_path, *OWN, *PREPARED, "build/wheels/.complete", "runs/secret", "data/deep.py", ".env")
+    assert names(packed(tmp_path)) == {name: name.encode() for name in (*OWN, *PREPARED)}
+
+
+def test_a_folder_with_nothing_but_a_script_gets_the_rest_from_swarmtrain(tmp_path: Path) -> None:
+    found = names(packed(folder_of(tmp_path, "train.py")))
+    assert found == {name: (ROOT / name).read_bytes() for name in OWN[:3]} | {"train.py": b"train.py"}
+
+
+def test_pins_of_the_folders_own_do_not_go_with_the_lock_of_others(tmp_path: Path) -> None:
+    folder_of(tmp_path, "train.py", "requirements/image.txt")
+    assert project(tmp_path).lock is None
+    assert names(packed(tmp_path))["requirements/image.lock"] == b"requirements/image.txt"
+
+
+def test_python_files_that_are_ignored_stay_out(tmp_path: Path) -> None:
+    folder_of(tmp_path, "train.py", "keys.py")
+    (tmp_path / ".dockerignore").write_text("keys.py\n")
+    assert "keys.py" not in names(packed(tmp_path))
 
 
 def test_the_context_depends_on_contents_alone(tmp_path: Path) -> None:
-    first = packed(project(tmp_path))
+    first = packed(folder_of(tmp_path, *OWN, *PREPARED))
     for path in tmp_path.rglob("*"):
         os.utime(path, (1, 1))
-        path.chmod(0o700)
+        path.chmod(0o700 if path.is_dir() else 0o600)
     assert packed(tmp_path) == first
     (tmp_path / "training_code.py").write_text("changed")
     assert packed(tmp_path) != first
 
 
-def test_a_folder_that_is_no_project_names_all_that_it_lacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "nowhere"])
+def test_a_folder_without_a_script_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "Dockerfile").touch()
+    with pytest.raises(ImageError, match="no Python file"):
+        project(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "left"),
+    [
+        ("", "a.py data/x.bin data/y.txt lib/a.py lib/deep/b.py"),
+        ("data", "a.py lib/a.py lib/deep/b.py"),
+        ("/data/", "a.py lib/a.py lib/deep/b.py"),
+        ("*.py", "data/x.bin data/y.txt lib/a.py lib/deep/b.py"),
+        ("**/*.py", "data/x.bin data/y.txt"),
+        ("lib/*.py", "a.py data/x.bin data/y.txt lib/deep/b.py"),
+        ("# data\n\nlib/**/b.py", "a.py data/x.bin data/y.txt lib/a.py"),
+        ("*\n!lib\nlib/deep", "lib/a.py"),
+        ("data/?.bin\n[ab].py", "data/y.txt lib/a.py lib/deep/b.py"),
+    ],
+)
+def test_patterns_mean_what_they_mean_to_docker(tmp_path: Path, lines: str, left: str) -> None:
+    folder_of(tmp_path, "a.py", "data/x.bin", "data/y.txt", "lib/a.py", "lib/deep/b.py", "lib/__pycache__/a.pyc", ".git/HEAD")
+    (tmp_path / ".dockerignore").write_text(lines)
+    assert " ".join(name for name, _ in folder.files(tmp_path)) == left
+
+
+def test_the_lock_has_a_hash_of_every_pin_and_of_each_processors_own_files() -> None:
+    pins, text = ROOT / PINS, (ROOT / LOCK).read_text()
+    lock.check(pins, ROOT / LOCK)
+    assert "torch==" not in text
+    hashes = {entry.split("==")[0]: entry.count("--hash=sha256:") for entry in re.split(r"\n(?=\S)", text) if "==" in entry}
+    assert len(hashes) == pins.read_text().count("==") - 1
+    assert hashes["numpy"] == hashes["pydantic-core"] == 2
+    assert min(hashes.values()) == 1
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all that pip knows of packages."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    (tmp_path / "index").mkdir()
+    for name in ("torch", "small", "other"):
+        with zipfile.ZipFile(tmp_path / "index" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    return tmp_path / "index"
+
+
+def test_a_file_that_is_not_the_one_that_was_locked_is_refused(tmp_path: Path, index: Path) -> None:
+    here = folder_of(tmp_path / "here", "train.py", PINS, REQUIREMENTS)
+    (here / PINS).write_text("small==1.0\ntorch==1.0\n")
+    (here / REQUIREMENTS).write_text("other\nsmall\n")
+    lock.renew(here, say=print)
+    wheels.third_party(project(here), "arm64", say=print)
+    wheels.further(project(here), "arm64", say=print)
+    assert sorted(path.name.split("-")[0] for path in (here / "build" / "wheels").glob("*.whl")) == ["small", "torch"]
+    assert [path.name.split("-")[0] for path in (here / "build" / "extra").glob("*.whl")] == ["other"]
+
+    with zipfile.ZipFile(index / "small-1.0-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("small.py", "evil = True")
+    (here / PINS).write_text("small==1.0\ntorch==1.0  # again\n")
+    with pytest.raises(ImageError, match="DO NOT MATCH THE HASHES") as caught:
+        wheels.third_party(project(here), "arm64", say=print)
+    assert "pip config list" in str(caught.value.hint)
+
+    (here / REQUIREMENTS).write_text("small==2.0\n")
     with pytest.raises(ImageError) as caught:
-        context.check(tmp_path)
-    assert "requirements/image.txt, training_code.py, datautils.py" in caught.value.message
-    assert "Dockerfile" not in caught.value.message
+        wheels.further(project(here), "arm64", say=print)
+    assert "one version of each package" in str(caught.value.hint)
+
+    (here / PINS).write_text("small==1.1\ntorch==1.0\n")
+    with pytest.raises(ImageError, match=r"differs from image.txt in small==1.0, small==1.1") as caught:
+        lock.check(here / PINS, here / LOCK)
+    assert caught.value.hint == f"swarmtrain image lock {here}"
 
 
 def test_only_sources_of_the_suite_are_used(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from swarmtrain.config.runner import GpuMode
-from swarmtrain.errors import ImageError, StackError
-from swarmtrain.images import pin
+from swarmtrain.errors import EngineError, ImageError, StackError
+from swarmtrain.images import contents, pin
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe
@@ -54,11 +55,21 @@ def _foreign(engine: Engine, plan: Plan) -> list[Finding]:
 
 
 def _image(engine: Engine, plan: Plan) -> list[Finding]:
+    image = plan.config.runner.docker_config.docker_container
     try:
-        pin(engine, plan.config.runner.docker_config.docker_container)
+        pinned = pin(engine, image)
     except ImageError as error:
         return [Finding(error.place or "image", error.message, error.hint)]
-    return []
+    try:
+        there = contents.read(engine.get(f"/images/{pinned.reference}/json"))
+    except EngineError:  # this engine does not have it, and only those that do know what is in it
+        return []
+    built, added = contents.changed(there, Path.cwd(), {item.name for item in plan.cargo.code})
+    if not built and not added:
+        return []
+    message = f"changed since it was built: {', '.join([*built, *(f'{name}/' for name in added)])}"
+    why = "the nodes run what is in the image; only the script, runner.code and the config come with the run"
+    return [Finding(f"image {image}", message, contents.rebuild(image, there, built, added), fatal=False, why=why)]
 
 
 def _managers(machines: tuple[Machine, ...]) -> list[Finding]:

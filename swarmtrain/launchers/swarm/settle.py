@@ -28,6 +28,7 @@ _NO_PROGRAM = "the image needs python3 and swarmtrain in it: swarmtrain image bu
 _HOPELESS = (
     ("bind source path does not exist", 2, _NO_FOLDER),
     ("source path not found", 2, _NO_FOLDER),
+    ("No such image: sha256:", 2, "swarmtrain image spread IMAGE gives it to the nodes that do not have it"),
     ("No such image", 2, "docker pull IMAGE on that node shows why; a registry without TLS must be in its engine's insecure-registries"),
     ("executable file not found", 2, _NO_PROGRAM),
     ("non-zero exit (127)", 2, _NO_PROGRAM),

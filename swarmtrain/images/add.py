@@ -1,0 +1,69 @@
+"""A folder of code above an image that is there already: a layer of its own, built and pushed in seconds."""
+
+from __future__ import annotations
+
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from swarmtrain.errors import ImageError
+from swarmtrain.images import build, contents
+from swarmtrain.images import folder as folders
+from swarmtrain.images.engine import Engine, Say, reason
+from swarmtrain.images.transfer import follow_layers, megabytes
+from swarmtrain.render.compose import WORKSPACE
+
+
+def add(engine: Engine, code: Sequence[Path], below: str, tag: str, *, here: Path, say: Say) -> None:
+    """Tag as `tag` the image `below` with the folders `code` beside where a run puts its script.
+
+    Each lies there as it lies in the folder `here`, or under its own name if it is elsewhere; the same files make the
+    same layer, whenever and wherever that is done. Raises ImageError.
+    """
+    image = _inspect(engine, below, say)
+    config = image["Config"]
+    found = contents.read(image)
+    owner = f"--chown={config['User']} " if config.get("User") else ""
+    dockerfile = [f"FROM {image['Id']}"]
+    with tempfile.TemporaryFile() as packed:
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for number, path in enumerate(code):
+                name, entries = _name(path, here), _entries(path)
+                found = found.plus(name, entries, below=below)
+                folders.pack(archive, [(str(PurePosixPath(f"{number}{WORKSPACE}", name, entry)), file) for entry, file in entries])
+                # WORKSPACE itself is packed too: a builder that touches it would give it the time of day.
+                dockerfile.append(f"COPY {owner}{number}/ /")
+                say(f"{path}: {len(entries)} files, {megabytes(sum(file.lstat().st_size for _, file in entries))}")
+            folders.pack_text(archive, "Dockerfile", "\n".join(dockerfile) + "\n")
+        build.run(engine, packed, tag, labels=found.labels(), say=say)
+
+
+def _name(path: Path, here: Path) -> str:
+    full, top = path.resolve(), here.resolve()
+    return str(full.relative_to(top)) if full.is_relative_to(top) else full.name
+
+
+def _entries(path: Path) -> list[folders.Entry]:
+    if not path.is_dir():
+        raise ImageError(
+            "is no folder" if path.exists() else "there is no such folder", place=str(path), hint="single files travel as runner.code"
+        )
+    if not (found := folders.files(path)):
+        raise ImageError(f"there is nothing in it, or {folders.IGNORE} excludes all", place=str(path))
+    return found
+
+
+def _inspect(engine: Engine, image: str, say: Say) -> dict[str, Any]:
+    """Return what the engine says of `image`, pulled if it is not there."""
+    try:
+        return engine.inspect_image(image)
+    except OSError:
+        say(f"pulling {image}")
+    try:
+        follow_layers(engine.pull(image, stream=True, decode=True), place=f"image {image}", say=say)
+        return engine.inspect_image(image)
+    except OSError as error:
+        hint = f"swarmtrain image build . --tag {image} --push"
+        raise ImageError(f"the engine has no such image and cannot pull it: {reason(error)}", place=f"image {image}", hint=hint) from None
