@@ -17,7 +17,7 @@ from pathlib import Path
 from swarmtrain.config import Config
 from swarmtrain.config.base import twice
 from swarmtrain.config.files import Unreadable, read
-from swarmtrain.config.names import host_name, host_slots
+from swarmtrain.config.names import host_gpus, host_name, host_slots
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import PlanError, SwarmtrainError
 
@@ -83,6 +83,8 @@ class PlannedNode:
     constraint: str
     slots: int
     cause: str
+    gpus: tuple[str, ...] = ()
+    """The GPUs that are shown to it, by number or UUID; empty: all, or those that it is given."""
 
 
 @dataclass(frozen=True)
@@ -242,10 +244,11 @@ def _find(inventory: Inventory, known: Mapping[str, list[Machine]], name: str) -
 def _node(config: Config, index: int, host: str, machine: Machine) -> PlannedNode:
     name = host_name(host)
     by_id = bool(machine.id) and name == machine.id
+    gpus = host_gpus(host) or config.runner.swarm.gpu_ids
     slots, why = _slots(config, host_slots(host), machine)
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
     cause = f"place {index + 1} in hosts{' (by id)' if by_id else ''}; {why}"
-    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause)
+    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus)
 
 
 def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:
@@ -264,7 +267,8 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
         slots, why = _slots(config, None, machine)
         # A host name that two machines share says nothing about which is meant, so the id pins.
         constraint = f"node.hostname=={machine.host}" if hosts[machine.host] == 1 else f"node.id=={machine.id}"
-        planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, f"{index + 1} of {suited}; {why}"))
+        cause = f"{index + 1} of {suited}; {why}"
+        planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, cause, config.runner.swarm.gpu_ids))
     return tuple(planned)
 
 
@@ -292,6 +296,8 @@ def _slots(config: Config, given: int | None, machine: Machine) -> tuple[int, st
         return given, "slots as hosts says"
     if runner.default_gpu_count:
         return runner.default_gpu_count, "slots by default_gpu_count"
+    if runner.swarm.gpu_ids:
+        return len(runner.swarm.gpu_ids), "a slot for each of gpu_ids"
     devices = machine.resources.get(runner.swarm.generic_resource, 0)
     if devices and runner.swarm.gpu is not GpuMode.none:
         return devices, f"a slot for each {runner.swarm.generic_resource}"

@@ -13,7 +13,8 @@ from typing import Any
 
 from swarmtrain.config.base import twice
 
-_HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
+_GPU = r"(?:\d+(?::\d+)?|(?:GPU|MIG)-[A-Za-z0-9-]{1,80})"
+_HOST = re.compile(rf"(?P<name>[A-Za-z0-9_.-]+)(?:\s+slots=(?:(?P<slots>\d{{1,6}})|(?P<gpus>{_GPU}(?:,{_GPU})*,?)))?")
 _IMAGE_PATH = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
     rf"(?:(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{{1,5}})?/)?{_IMAGE_PATH}(?:/{_IMAGE_PATH})*"
@@ -34,11 +35,14 @@ def host(text: str) -> str:
     """Check an entry of `hosts`."""
     match = _HOST.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4'")
+        raise ValueError(
+            f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4' or 'gpu-1 slots=0,2'"
+        )
     if max(map(len, match["name"].split("."))) > _LONGEST:
         raise ValueError(f"{match['name']}: a part of a host name has at most {_LONGEST} characters")
     if match["slots"] and not 1 <= int(match["slots"]) <= MOST_SLOTS:
         raise ValueError(f"{text!r}: slots are 1 to {MOST_SLOTS}")
+    gpu_ids(host_gpus(text))
     return text
 
 
@@ -50,7 +54,23 @@ def host_name(text: str) -> str:
 def host_slots(text: str) -> int | None:
     """Return the slots that an entry of `hosts` names, or None."""
     match = _HOST.fullmatch(text)
-    return int(match["slots"]) if match and match["slots"] else None
+    return int(match["slots"]) if match and match["slots"] else len(host_gpus(text)) or None
+
+
+def host_gpus(text: str) -> tuple[str, ...]:
+    """Return the GPUs that an entry of `hosts` names: 'gpu-1 slots=0,2', 'gpu-1 slots=2,' or UUIDs; none if it only counts."""
+    match = _HOST.fullmatch(text)
+    return tuple(match["gpus"].removesuffix(",").split(",")) if match and match["gpus"] else ()
+
+
+def gpu_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Check ids of GPUs, as the driver numbers or names them: 0, 2, GPU-8f6a…, MIG-…"""
+    for gpu in ids:
+        if not re.fullmatch(_GPU, gpu):
+            raise ValueError(f"{gpu!r} is not a GPU: write its number or its UUID, as nvidia-smi -L shows them")
+    if again := twice(ids):
+        raise ValueError(f"{again} is named more than once")
+    return ids
 
 
 def image(text: str) -> str:

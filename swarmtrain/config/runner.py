@@ -41,12 +41,18 @@ def _pairs(value: Any) -> Any:
     return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
+def _texts(value: Any) -> Any:
+    """Read numbers in a list as text: GPUs have numbers and UUIDs."""
+    return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
+
+
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=_LARGEST)]
 Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs), AfterValidator(names.mounts)]
 Image = Annotated[str, AfterValidator(names.image)]
 Network = Annotated[str, AfterValidator(names.network)]
 Labels = Annotated[dict[str, str], AfterValidator(names.labels)]
 Host = Annotated[str, AfterValidator(names.host)]
+GpuIds = Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(names.gpu_ids)]
 Environment = Annotated[dict[str, str], AfterValidator(names.variables)]
 
 
@@ -63,6 +69,9 @@ class GpuMode(StrEnum):
     none = "none"
     visible = "visible"
     reserve = "reserve"
+
+
+_SWARM_CHOOSES = {GpuMode.none: "", GpuMode.visible: "", GpuMode.reserve: ": Swarm gives out whichever are free"}
 
 
 class DockerConfig(Section):
@@ -87,7 +96,10 @@ class SwarmConfig(Section):
     encrypted: bool = Field(False, description="Encrypt traffic between nodes. Costs most of the throughput.")
     gpu: GpuMode = Field(
         GpuMode.none,
-        description="none: CPU. visible: every GPU that the node's default runtime shows. reserve: as many as slots, of generic_resource.",
+        description="none: CPU. visible: all GPUs of a host, or gpu_ids. reserve: as many as slots, and no other run gets them.",
+    )
+    gpu_ids: GpuIds = Field(
+        (), description="GPUs that every host shows when gpu is visible, by number or UUID; a host's own: 'gpu-1 slots=0,2'. []: all."
     )
     generic_resource: str = Field("NVIDIA-GPU", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Kind reserved when gpu is reserve.")
     labels: Labels = Field({}, description="Only nodes that carry all these labels are used.")
@@ -98,6 +110,12 @@ class SwarmConfig(Section):
             raise wrong("network", "mtu and encrypted belong to the network that the stack makes; an existing one keeps its own")
         return self
 
+    @model_validator(mode="after")
+    def _gpus_are_chosen_once(self) -> SwarmConfig:
+        if self.gpu_ids and self.gpu is not GpuMode.visible:
+            raise wrong("gpu_ids", f"are shown when gpu is visible, and it is {self.gpu}{_SWARM_CHOOSES[self.gpu]}", "gpu: visible")
+        return self
+
 
 class RunnerConfig(Section):
     """Where the job runs, and what is started there."""
@@ -105,7 +123,8 @@ class RunnerConfig(Section):
     runner_type: RunnerType = Field(RunnerType.swarm, description="swarm: a Docker Swarm. local: this machine, no Docker.")
     hosts: tuple[Host, ...] | None = Field(
         None,
-        description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4'. null: the cluster's own nodes.",
+        description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4', or 'gpu-2 slots=0,2' for these GPUs. "
+        "null: the cluster's own nodes.",
     )
     nodes: int | None = Field(None, ge=1, le=_MOST_NODES, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
     min_nodes: int | None = Field(
@@ -134,6 +153,19 @@ class RunnerConfig(Section):
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time a checkpoint may take.")
     docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
     swarm: SwarmConfig = Field(SwarmConfig(), description="What only a Docker Swarm has.")
+
+    @model_validator(mode="after")
+    def _slots_have_gpus(self) -> RunnerConfig:
+        mode, shown = self.swarm.gpu, len(self.swarm.gpu_ids)
+        for host in self.hosts or ():
+            if names.host_gpus(host) and mode is not GpuMode.visible and self.runner_type is RunnerType.swarm:
+                reason = f"{host!r} names GPUs, and swarm.gpu is {mode}{_SWARM_CHOOSES[mode]}"
+                raise wrong("hosts", reason, f"swarm.gpu: visible, or '{host_name(host)} slots={names.host_slots(host)}'")
+            if shown and not names.host_gpus(host) and (names.host_slots(host) or 0) > shown:
+                raise wrong("hosts", f"{host!r} has more slots than the {shown} GPUs of swarm.gpu_ids")
+        if shown and (self.default_gpu_count or 0) > shown:
+            raise wrong("default_gpu_count", f"{self.default_gpu_count} slots, and swarm.gpu_ids names {shown} GPUs")
+        return self
 
     @model_validator(mode="after")
     def _counts_fit(self) -> RunnerConfig:

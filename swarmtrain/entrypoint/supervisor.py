@@ -21,6 +21,7 @@ import time
 from types import FrameType
 
 from swarmtrain.board import Board
+from swarmtrain.entrypoint import gpus
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank, warnings
 from swarmtrain.entrypoint.interface import Route, published_address, route_to
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
@@ -126,7 +127,7 @@ class Supervisor:
         return code
 
     def _environment(self, route: Route) -> dict[str, str]:
-        environment = route.environment(os.environ)
+        environment = {**route.environment(os.environ), **gpus.environment(os.environ)}
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(threads_per_rank(self.node.slots))
         return environment

@@ -161,11 +161,7 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
     runner = plan.config.runner
     constraints = [node.constraint, *(f"node.labels.{key}=={value}" for key, value in sorted(runner.swarm.labels.items()))]
     environment = node_env(plan, node, _place(plan))
-    if runner.swarm.gpu is GpuMode.none:
-        # Else an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
-        environment.setdefault("NVIDIA_VISIBLE_DEVICES", "void")
-    elif runner.swarm.gpu is GpuMode.visible:
-        environment.setdefault("NVIDIA_VISIBLE_DEVICES", "all")
+    environment.setdefault("NVIDIA_VISIBLE_DEVICES", _shown(plan, node))
     service = _service(plan, plan.role, environment)
     service["configs"] = cargo.mounted
     if cargo.mounted_secrets:
@@ -233,6 +229,15 @@ def _mounts(plan: Plan) -> list[dict[str, Any]]:
         kind = "bind" if source.startswith("/") else "volume"
         mounts.append({"type": kind, "source": _untemplated(source), "target": _untemplated(target)})
     return mounts
+
+
+def _shown(plan: Plan, node: PlannedNode) -> str:
+    """Return what the nvidia runtime is to show in the container, in its own words."""
+    if plan.config.runner.swarm.gpu is GpuMode.none:
+        # Else an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
+        return "void"
+    # A toolkit that knows of Swarm's assignments prefers them to `all`; where it does not, the supervisor sees to it.
+    return ",".join(node.gpus) or "all"
 
 
 def _resources(plan: Plan, node: PlannedNode) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Status:
             lines.append(f"  checkpoint  step {self.checkpoint.get('step')} in {self.checkpoint.get('path')}")
         if self.failures:
             lines.append(f"  failures    {self.failures} so far")
-        rows = [("NODE", "HOST", "STATE", ""), *((task.node, task.host, task.state, task.reason) for task in self.tasks)]
+        rows = [("NODE", "HOST", "STATE", ""), *((task.node, task.host, task.state, _more(task)) for task in self.tasks)]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines += [
             "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
@@ -97,6 +97,11 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _more(task: TaskState) -> str:
+    holds = f"has {', '.join(task.gpus)}" if task.gpus else ""
+    return "; ".join(filter(None, (task.reason, holds)))
 
 
 def _state(verdict: dict[str, Any] | None, last: dict[str, Any], tasks: Sequence[TaskState]) -> str:

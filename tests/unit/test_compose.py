@@ -103,10 +103,21 @@ def test_gpus_are_hidden_shown_or_reserved() -> None:
     assert node(made())["environment"]["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert node(made("runner.swarm.gpu=visible"))["environment"]["NVIDIA_VISIBLE_DEVICES"] == "all"
     reserved = node(made("runner.swarm.gpu=reserve", "runner.default_gpu_count=2"))
-    assert "NVIDIA_VISIBLE_DEVICES" not in reserved["environment"]
+    assert reserved["environment"]["NVIDIA_VISIBLE_DEVICES"] == "all"  # of those that it is given
     assert reserved["deploy"]["resources"]["reservations"]["generic_resources"] == [
         {"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": 2}}
     ]
+
+
+def test_some_gpus_are_shown_the_same_on_every_host_or_each_its_own() -> None:
+    shown = "runner.swarm={gpu: visible, gpu_ids: [1, GPU-ab]}"
+    found = made(shown, "runner.hosts=[a, 'b slots=0,2,3', 'c slots=5,', 'd slots=1']")
+    assert [node(found, name)["environment"]["NVIDIA_VISIBLE_DEVICES"] for name in ("node0", "node1", "node2")] == [
+        "1,GPU-ab",
+        "0,2,3",
+        "5",
+    ]
+    assert [node(found, name)["environment"]["SWARMTRAIN_SLOTS"] for name in ("node0", "node1", "node2")] == ["2", "3", "1"]
 
 
 def test_limits_are_text_because_docker_refuses_numbers() -> None:

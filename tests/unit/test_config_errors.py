@@ -140,6 +140,13 @@ def test_sizes_that_do_not_fit(topology: dict[str, int], problem: str) -> None:
     [
         ("{hosts: [a, a]}", "runner.hosts: names a more than once"),
         ("{hosts: [a], nodes: 2}", "runner.nodes: 2, but hosts lists only 1"),
+        ("{hosts: ['a slots=0,2']}", "runner.hosts: 'a slots=0,2' names GPUs, and swarm.gpu is none"),
+        ("{hosts: ['a slots=0,2'], swarm: {gpu: reserve}}", "runner.hosts: 'a slots=0,2' names GPUs, and swarm.gpu is reserve: Swarm gives"),
+        ("{hosts: ['a slots=2,2']}", "runner.hosts.0: 2 is named more than once"),
+        ("{swarm: {gpu_ids: [0, x], gpu: visible}}", "runner.swarm.gpu_ids: 'x' is not a GPU"),
+        ("{swarm: {gpu_ids: [0]}}", "runner.swarm.gpu_ids: are shown when gpu is visible, and it is none"),
+        ("{hosts: [a slots=2], swarm: {gpu_ids: [0], gpu: visible}}", "runner.hosts: 'a slots=2' has more slots than the 1 GPUs"),
+        ("{default_gpu_count: 2, swarm: {gpu_ids: [0], gpu: visible}}", "runner.default_gpu_count: 2 slots, and swarm.gpu_ids names 1 GPUs"),
         ("{hosts: ['a slots=x']}", "runner.hosts.0: 'a slots=x' is not a host"),
         ("{nodes: 2, min_nodes: 3}", "runner.min_nodes: min_nodes <= nodes <= max_nodes does not hold: 3 <= 2 <= 2"),
         ("{nodes: 5, max_nodes: 3}", "runner.max_nodes: min_nodes <= nodes <= max_nodes does not hold: 5 <= 5 <= 3"),

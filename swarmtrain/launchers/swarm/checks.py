@@ -11,6 +11,7 @@ from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.reconcile import check_networks
+from swarmtrain.launchers.swarm.resources import settings
 from swarmtrain.launchers.swarm.specs import Specs
 from swarmtrain.plan import Machine, Plan
 from swarmtrain.wire import LABEL_RUN
@@ -79,7 +80,8 @@ def _resources(plan: Plan, used: list[Machine]) -> list[Finding]:
         Finding(
             f"node {machine.host}",
             f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are wanted",
-            'list them as "node-generic-resources" in its /etc/docker/daemon.json, or set fewer slots',
+            settings(swarm.generic_resource),
+            why="Swarm knows of no GPUs but those that an engine's settings name; fewer slots would do too",
         )
         for machine in used
         if machine.resources.get(swarm.generic_resource, 0) < slots.get(machine.host, 0)
