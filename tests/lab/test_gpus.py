@@ -104,8 +104,9 @@ def test_runs_that_want_the_same_gpus_wait_as_a_whole_and_in_order(
         launcher.tasks("second")
     # A container that is started again has its GPUs still.
     docker(gpus, "kill", docker(gpus, "ps", "-q", "--filter", "name=first_node0").strip())
-    assert until(lambda: sum(task.service != "" for task in observe.tasks(launcher._engine, "first")) == 3)
+    assert until(lambda: "137" in str([task.reason for task in observe.tasks(launcher._engine, "first")]))
     assert until(lambda: len(holding(launcher, "first")[0]) == 2, 20)
+    assert launcher.runs() == ["first"]
     launcher.stop("first", say)
     assert second.ends()
     assert [len(ids) for ids in holding(launcher, "second")] == [2, 2]

@@ -83,10 +83,10 @@ def _await(engine: Engine, need: Need, lock: Lock, say: Say, patience: Patience)
 def _missing(engine: Engine, need: Need, patience: Patience) -> str:
     """Return what is not free for this run, and who has it; nothing if it is its turn."""
     # The places come first: whose place is gone by now has its services already, and those are looked at next.
-    ahead = _ahead(engine.listing("/configs", label=LABEL_QUEUE), need, patience.dead)
+    before_us = ahead(engine.listing("/configs", label=LABEL_QUEUE), need, patience.dead)
     nodes = engine.listing("/nodes")
     found = supplies(nodes, engine.listing("/services"), engine.listing("/tasks"), need.kind, but=need.run)
-    told = [_lack(nodes, found, need, constraint, ahead) for constraint in need.wants]
+    told = [_lack(nodes, found, need, constraint, before_us) for constraint in need.wants]
     return "; ".join(filter(None, told))
 
 
@@ -119,7 +119,7 @@ def _own(engine: Engine, need: Need) -> Raw:
     return found
 
 
-def _ahead(places: list[Raw], need: Need, dead: float) -> list[Need]:
+def ahead(places: list[Raw], need: Need, dead: float) -> list[Need]:
     """Return what those wait for who came before, in their order. Ages are by the managers' clock, which wrote them all."""
     order = {place["Spec"]["Labels"][LABEL_QUEUE]: _number(place) for place in places}
     renewed = {place["ID"]: datetime.fromisoformat(place["UpdatedAt"]).timestamp() for place in places}
