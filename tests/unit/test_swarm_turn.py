@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.swarm.claims import Supply, supplies
+from swarmtrain.launchers.swarm.holders import waiting
 from swarmtrain.launchers.swarm.turn import Need, ahead
 
 KIND = "NVIDIA-GPU"
@@ -77,3 +79,11 @@ def test_a_place_that_stands_still_or_is_for_something_else_counts_no_more() -> 
     places = [place("dead", 10, second=1), place("other", 11, second=40, kind="FPGA"), place("mine", 40, second=45)]
     assert ahead(places, Need("mine", KIND), 30) == []
     assert [need.run for need in ahead(places, Need("mine", KIND), 60)] == ["dead"]
+
+
+def test_a_node_that_waits_is_told_for_whom() -> None:
+    found = {KIND: [Supply("x", 2, {"a": 1, "": 1}), Supply("y", 2, {"b": 1})]}
+    pending = TaskState("node0", "x", "pending", "no suitable node (insufficient resources on 1 node)")
+    assert waiting(pending, found).reason == f"{pending.reason}; a has 1 of 2 NVIDIA-GPU; another has 1 of 2 NVIDIA-GPU"
+    running = TaskState("node1", "y", "running")
+    assert waiting(running, found) == running

@@ -93,7 +93,7 @@ def _versions(plan: Plan, used: list[Machine]) -> list[Finding]:
     for machine in used:
         version = _version(machine.engine)
         if plan.config.runner.swarm.gpu is GpuMode.reserve and version < _GPU_ENGINE:
-            message = f"engine {machine.engine} may reject tasks that reserve GPUs whenever the node changes"
+            message = f"engine {machine.engine} rejects tasks that reserve GPUs whenever the node changes, as when a network comes to it"
             found.append(Finding(f"node {machine.host}", message, "update it to 25.0.3, or set runner.swarm.gpu to visible", fatal=False))
         if _BROKEN_PULL[0] <= version <= _BROKEN_PULL[1]:
             message = f"engine {machine.engine} rejects images that it has, if their registry wants a login"

@@ -5,11 +5,12 @@ A run that swarmtrain deploys waits before it starts anything; this is for one t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm.claims import supplies
+from swarmtrain.launchers.swarm.claims import Supply, supplies
 from swarmtrain.launchers.swarm.observe import Service
 from swarmtrain.launchers.swarm.resources import counted, reserved
 
@@ -22,13 +23,14 @@ def told(engine: Engine, run: str, services: list[Service], states: list[TaskSta
     if not kinds or not any(_WAITS in state.reason for state in states):
         return states
     nodes, others, tasks = (engine.listing(path) for path in ("/nodes", "/services", "/tasks"))
-    claimed: dict[str, list[str]] = {}
-    for kind in sorted(kinds):
-        for supply in supplies(nodes, others, tasks, kind, but=run).values():
-            has = [f"{stack or 'another service'} has {count} of {supply.declared} {kind}" for stack, count in supply.claimed.items()]
-            claimed.setdefault(supply.host, []).extend(has)
-    return [_told(state, claimed.get(state.host, [])) for state in states]
+    found = {kind: list(supplies(nodes, others, tasks, kind, but=run).values()) for kind in sorted(kinds)}
+    return [waiting(state, found) for state in states]
 
 
-def _told(state: TaskState, others: list[str]) -> TaskState:
-    return replace(state, reason="; ".join([state.reason, *others])) if _WAITS in state.reason else state
+def waiting(state: TaskState, found: Mapping[str, Sequence[Supply]]) -> TaskState:
+    """Return `state`, if it is that of a node that waits for resources with whoever has them of those that are `found`, by kind."""
+    if _WAITS not in state.reason:
+        return state
+    there = [(kind, supply) for kind, each in found.items() for supply in each if supply.host == state.host]
+    has = [f"{stack or 'another'} has {count} of {at.declared} {kind}" for kind, at in there for stack, count in at.claimed.items()]
+    return replace(state, reason="; ".join([state.reason, *has]))
