@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides, Run
+from swarmtrain.cli.options import DEBUG, ConfigFile, Debug, Json, Name, Overrides, Run
 
 
 def register(app: typer.Typer) -> None:
@@ -18,6 +18,8 @@ def deploy(
     config_file: ConfigFile,
     override: Overrides = [],  # noqa: B006  # typer's way
     name: Name = None,
+    *,
+    debug: Debug = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following it.")] = False,
     json: Json = False,
 ) -> None:
@@ -26,7 +28,7 @@ def deploy(
     from swarmtrain.launchers import launcher, plan_for, run_name
     from swarmtrain.view import runs
 
-    config = load(config_file, override)
+    config = load(config_file, [*(DEBUG if debug else ()), *override])
     plan = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     place = launcher(config.runner.runner_type)
     runs.bring_up(place, plan)

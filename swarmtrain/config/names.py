@@ -7,6 +7,7 @@ swarmkit's manager/constraint (labels, which become constraints).
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import PurePosixPath
 from typing import Any
@@ -22,11 +23,14 @@ _IMAGE = re.compile(
 )
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{1,190}")
 _NETWORK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_INTERFACE = re.compile(r"[A-Za-z0-9_.@:-]{1,15}")
 _LABEL_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]+")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9:_\s.*()?+\[\]\\^$|/-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHM = "/dev/shm"  # noqa: S108  # a path in the container
 _LONGEST, _LONGEST_IMAGE = 63, 400
+HOST_NETWORK = "host"
+"""The network that every machine has: its own."""
 MOST_SLOTS = 1024
 """Ranks on one node: far more than any machine has GPUs, and few enough to reckon with."""
 
@@ -95,10 +99,22 @@ def mounts(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
 
 
 def network(name: str) -> str:
-    """Check the name of an overlay network."""
-    if name in ("host", "bridge", "none") or not _NETWORK.fullmatch(name):
-        raise ValueError(f"{name}: name an overlay network, or leave it out to get one of the stack's own")
+    """Check the name of an overlay network, or that of the machines' own."""
+    if name in ("bridge", "none") or not _NETWORK.fullmatch(name):
+        raise ValueError(f"{name}: name an overlay network, or host, or leave it out to get one of the stack's own")
     return name
+
+
+def interface(text: str) -> str:
+    """Check the name of a network interface, or a subnet of which it has an address."""
+    if "/" in text:
+        try:
+            ipaddress.ip_network(text, strict=False)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a subnet: write one as 10.1.0.0/16") from None
+    elif not _INTERFACE.fullmatch(text):
+        raise ValueError(f"{text!r} is not an interface: write its name, such as ib0, or its subnet, such as 10.1.0.0/16")
+    return text
 
 
 def labels(wanted: dict[str, str]) -> dict[str, str]:

@@ -21,9 +21,9 @@ import time
 from types import FrameType
 
 from swarmtrain.board import Board
-from swarmtrain.entrypoint import gpus
+from swarmtrain.entrypoint import gpus, liveness
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank, warnings
-from swarmtrain.entrypoint.interface import Route, published_address, route_to
+from swarmtrain.entrypoint.interface import Route, published_address, route_by, route_to
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
 from swarmtrain.process import start
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, JOINED, NOTE, PREFIX, Event, NodeEnv, Orders
@@ -44,6 +44,7 @@ def main() -> int:
         node = NodeEnv.from_env(os.environ)
     except ValueError as error:
         return _refuse(str(error))
+    liveness.guard()
     return Supervisor(node).run()
 
 
@@ -99,7 +100,7 @@ class Supervisor:
     def _join(self) -> Route:
         host, _, port = self.node.board.rpartition(":")
         try:
-            route = route_to(host, int(port))
+            route = route_by(self.node.interface) if self.node.interface else route_to(host, int(port))
         except OSError as error:
             raise BoardError(str(error), place=f"notice board {self.node.board}") from None
         here = {"host": socket.gethostname(), "address": route.address, "interface": route.interface, "slots": self.node.slots}

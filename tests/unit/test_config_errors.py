@@ -143,7 +143,7 @@ def test_sizes_that_do_not_fit(topology: dict[str, int], problem: str) -> None:
         ("{hosts: ['a slots=0,2']}", "runner.hosts: 'a slots=0,2' names GPUs, and swarm.gpu is none"),
         (
             "{hosts: ['a slots=0,2'], swarm: {gpu: reserve}}",
-            "runner.hosts: 'a slots=0,2' names GPUs, and swarm.gpu is reserve: Swarm gives",
+            "runner.hosts: 'a slots=0,2' names GPUs, and swarm.gpu is reserve",
         ),
         ("{hosts: ['a slots=2,2']}", "runner.hosts.0: 2 is named more than once"),
         ("{swarm: {gpu_ids: [0, x], gpu: visible}}", "runner.swarm.gpu_ids: 'x' is not a GPU"),
@@ -151,7 +151,7 @@ def test_sizes_that_do_not_fit(topology: dict[str, int], problem: str) -> None:
         ("{hosts: [a slots=2], swarm: {gpu_ids: [0], gpu: visible}}", "runner.hosts: 'a slots=2' has more slots than the 1 GPUs"),
         (
             "{default_gpu_count: 2, swarm: {gpu_ids: [0], gpu: visible}}",
-            "runner.default_gpu_count: 2 slots, and swarm.gpu_ids names 1 GPUs",
+            "runner.default_gpu_count: 2 slots, and swarm.gpu_ids",
         ),
         ("{hosts: ['a slots=x']}", "runner.hosts.0: 'a slots=x' is not a host"),
         ("{nodes: 2, min_nodes: 3}", "runner.min_nodes: min_nodes <= nodes <= max_nodes does not hold: 3 <= 2 <= 2"),
@@ -161,7 +161,14 @@ def test_sizes_that_do_not_fit(topology: dict[str, int], problem: str) -> None:
         ("{docker_config: {memory: 3 apples}}", "runner.docker_config.memory: give a number of bytes"),
         ("{env: {SWARMTRAIN_RUN: x}}", "runner.env: SWARMTRAIN_RUN: names that begin with SWARMTRAIN_ are swarmtrain's own"),
         ("{env: {a-b: x}}", "runner.env: 'a-b' is not a variable name"),
-        ("{swarm: {network: host}}", "runner.swarm.network: host: name an overlay network"),
+        ("{swarm: {network: bridge}}", "runner.swarm.network: bridge: name an overlay network, or host"),
+        ("{swarm: {network: host, internal: true}}", "runner.swarm.network: mtu, encrypted and internal belong to the network"),
+        ("{master_addr: gpu-1}", "runner.master_addr: is for swarm.network: host"),
+        ("{interface: 10.1.0.0/40}", "runner.interface: '10.1.0.0/40' is not a subnet"),
+        ("{interface: two words}", "runner.interface: 'two words' is not an interface"),
+        ("{numa: near}", "runner.numa: must be 'node', 'socket', 'exclusive' or 'core-complex'"),
+        ("{nccl: {socket_nthreads: 16, nsocks_perthread: 16}}", "runner.nccl.nsocks_perthread: socket_nthreads x nsocks_perthread is 256"),
+        ("{nccl: {net_gdr_level: FAR}}", "runner.nccl.net_gdr_level: "),
         ("{runner_type: kubernetes}", "runner.runner_type: must be 'swarm' or 'local', not \"kubernetes\""),
     ],
 )

@@ -14,7 +14,7 @@ from swarmtrain.launchers.swarm.reconcile import check_networks
 from swarmtrain.launchers.swarm.resources import settings
 from swarmtrain.launchers.swarm.specs import Specs
 from swarmtrain.plan import Machine, Plan
-from swarmtrain.wire import LABEL_RUN
+from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, PREFIX, ROLE_RENDEZVOUS
 
 # The first engine that does not reject tasks with reserved GPUs after any change of their node.
 _GPU_ENGINE = (25, 0, 3)
@@ -26,7 +26,14 @@ def findings(engine: Engine, plan: Plan) -> list[Finding]:
     """Return what stands in the way of `plan`. Raises EngineError if the managers cannot be asked."""
     machines = observe.inventory(engine).machines
     used = [machine for node in plan.nodes for machine in machines if node.host in (machine.host, machine.id)]
-    return [*_foreign(engine, plan), *_image(engine, plan), *_managers(machines), *_resources(plan, used), *_versions(plan, used)]
+    return [
+        *_foreign(engine, plan),
+        *_image(engine, plan),
+        *_managers(machines),
+        *_ports(engine, plan),
+        *_resources(plan, used),
+        *_versions(plan, used),
+    ]
 
 
 def network_findings(specs: Specs, there: observe.Observed) -> list[Finding]:
@@ -69,6 +76,27 @@ def _managers(machines: tuple[Machine, ...]) -> list[Finding]:
     states = ", ".join(f"{machine.host} is {machine.unavailable}" for machine in managers)
     hint = f"docker node update --availability active {managers[0].host}"
     return [Finding("rendezvous", f"it runs on a manager, and none takes containers: {states}", hint)]
+
+
+def _ports(engine: Engine, plan: Plan) -> list[Finding]:
+    """Find another run on the machines' own network that has the ports of this one, on whichever manager."""
+    if plan.board is None:
+        return []
+    mine = range(plan.master_port, plan.master_port + 3)
+    host = {"host", *(item["Id"] for item in engine.listing("/networks", name="host"))}
+    found = []
+    for item in engine.listing("/services", label=f"{LABEL_ROLE}={ROLE_RENDEZVOUS}"):
+        labels, template = item["Spec"]["Labels"], item["Spec"]["TaskTemplate"]
+        env = dict(setting.partition("=")[::2] for setting in template["ContainerSpec"].get("Env") or [])
+        port, run = int(env.get(f"{PREFIX}STORE_PORT", "0")), labels.get(LABEL_RUN, "")
+        if (
+            run != plan.run
+            and any(network["Target"] in host for network in template.get("Networks") or [])
+            and {port, port + 1, port + 2} & set(mine)
+        ):
+            hint = f"-o runner.master_port={(port + 4 - 20000) % 10000 + 20000}"
+            found.append(Finding("config runner.master_port", f"run {run} listens on {port} and the next ones, as this one would", hint))
+    return found
 
 
 def _resources(plan: Plan, used: list[Machine]) -> list[Finding]:

@@ -250,7 +250,8 @@ def _machine(node: dict[str, Any]) -> Machine:
     return Machine(
         host=description["Hostname"],
         id=node["ID"],
-        address=node["Status"].get("Addr", ""),
+        # Old engines show a leader's own address as 0.0.0.0; what counts for a manager is what it told the others.
+        address=(node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]") or node["Status"].get("Addr", ""),
         manager=node["Spec"]["Role"] == "manager",
         unavailable=_unavailable(node),
         labels=node["Spec"].get("Labels") or {},
