@@ -204,7 +204,8 @@ def _place(plan: Plan) -> Place:
     address = plan.board.address if plan.board else ""
     return Place(
         board_host=address or RENDEZVOUS,
-        # The store has no authentication. In a network of the run's own nobody else can reach it.
+        # The store has no authentication: in a network of the run's own nobody else can reach it, elsewhere it takes as few
+        # as it can. A name may mean the machine's loopback to itself.
         bind=address if _ADDRESS.fullmatch(address) else "0.0.0.0",
         config=CONFIG_PATH,
         code_dir=WORKSPACE,

@@ -96,6 +96,7 @@ def test_own_machines(swarm: Machines) -> None:
     [
         "docs/how-to/doctor.md",
         "docs/how-to/own-script.md",
+        "docs/how-to/network.md",
         "docs/how-to/own-data.md",
         "docs/how-to/plain-docker.md",
         "docs/how-to/resume-and-scale.md",

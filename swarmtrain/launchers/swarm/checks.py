@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from swarmtrain.config.names import HOST_NETWORK
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import ImageError, StackError
 from swarmtrain.images import pin
@@ -16,6 +17,9 @@ from swarmtrain.launchers.swarm.specs import Specs
 from swarmtrain.plan import Machine, Plan
 from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, PREFIX, ROLE_RENDEZVOUS
 
+_STORE_PORT = f"{PREFIX}STORE_PORT="
+# The store, the board, and a probe.
+_PORTS = 3
 # The first engine that does not reject tasks with reserved GPUs after any change of their node.
 _GPU_ENGINE = (25, 0, 3)
 # These refuse an image that the node has if the registry answers "unauthorized".
@@ -79,22 +83,17 @@ def _managers(machines: tuple[Machine, ...]) -> list[Finding]:
 
 
 def _ports(engine: Engine, plan: Plan) -> list[Finding]:
-    """Find another run on the machines' own network that has the ports of this one, on whichever manager."""
+    """Find another run on the machines' own network whose ports this one would have."""
     if plan.board is None:
         return []
-    mine = range(plan.master_port, plan.master_port + 3)
-    host = {"host", *(item["Id"] for item in engine.listing("/networks", name="host"))}
     found = []
     for item in engine.listing("/services", label=f"{LABEL_ROLE}={ROLE_RENDEZVOUS}"):
-        labels, template = item["Spec"]["Labels"], item["Spec"]["TaskTemplate"]
-        env = dict(setting.partition("=")[::2] for setting in template["ContainerSpec"].get("Env") or [])
-        port, run = int(env.get(f"{PREFIX}STORE_PORT", "0")), labels.get(LABEL_RUN, "")
-        if (
-            run != plan.run
-            and any(network["Target"] in host for network in template.get("Networks") or [])
-            and {port, port + 1, port + 2} & set(mine)
-        ):
-            hint = f"-o runner.master_port={(port + 4 - 20000) % 10000 + 20000}"
+        run, template = item["Spec"]["Labels"].get(LABEL_RUN, ""), item["Spec"]["TaskTemplate"]
+        port = next((int(each.partition("=")[2]) for each in template["ContainerSpec"]["Env"] if each.startswith(_STORE_PORT)), 0)
+        if run == plan.run or abs(port - plan.master_port) >= _PORTS:
+            continue
+        if HOST_NETWORK in {observe.network_of(engine, network["Target"]) for network in template.get("Networks") or []}:
+            hint = f"-o runner.master_port={port + _PORTS}, or any port with two free ones behind it"
             found.append(Finding("config runner.master_port", f"run {run} listens on {port} and the next ones, as this one would", hint))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,15 +102,31 @@ def observe(engine: Engine, stack: str) -> Observed:
     """Return what there is of `stack`. Raises EngineError."""
     label = f"{LABEL_STACK}={stack}"
     networks = engine.listing("/networks")
+    found = services(engine, stack)
     return Observed(
         stack=stack,
-        services={service.name: service for service in services(engine, stack)},
+        services={service.name: service for service in found},
         networks={item["Name"]: item for item in networks if (item.get("Labels") or {}).get(LABEL_STACK) == stack},
         configs={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/configs", label=label)},
         secrets={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/secrets", label=label)},
-        network_ids={item["Id"]: item["Name"] for item in networks},
+        network_ids={item["Id"]: item["Name"] for item in networks} | _unlisted(engine, found, networks),
         local=frozenset(item["Name"] for item in networks if item.get("Scope") == "local"),
     )
+
+
+def _unlisted(engine: Engine, found: list[Service], networks: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the names, by id, of networks that services are in and no listing shows: the host's, of which the swarm has its own."""
+    targets = {network["Target"] for service in found for network in service.spec["TaskTemplate"].get("Networks") or []}
+    names: dict[str, str] = {}
+    for target in targets - {name for item in networks for name in (item["Id"], item["Name"])}:
+        with contextlib.suppress(EngineError):  # it is gone
+            names[target] = network_of(engine, target)
+    return names
+
+
+def network_of(engine: Engine, target: str) -> str:
+    """Return the name of the network that a service's spec names, by id or by name. Raises EngineError."""
+    return str(engine.get(f"/networks/{target}")["Name"])
 
 
 def services(engine: Engine, stack: str) -> list[Service]:
