@@ -9,22 +9,26 @@ from __future__ import annotations
 import errno
 import hashlib
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from swarmtrain.config import Config
 from swarmtrain.config.base import twice
 from swarmtrain.config.files import Unreadable, read
-from swarmtrain.config.names import host_name, host_slots
-from swarmtrain.config.runner import GpuMode
+from swarmtrain.config.names import host_gpus, host_name, host_slots
+from swarmtrain.config.runner import GpuMode, RunnerType
 from swarmtrain.errors import PlanError, SwarmtrainError
 
 _RUN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _NODE_ID = re.compile(r"[a-z0-9]{25}")
 # Swarm takes 64 characters for the name of a config, and the longest that cannot be shortened is "<run>_config-<digest>".
 LONGEST_RUN = 64 - len("_config-") - 10
+_USUAL_PORT = 29500
+# Below those that kernels deal out by themselves; a run has one for the store, the board and the probe, and one to spare.
+_FIRST_PORT, _PORTS_EACH, _PORT_SETS = 20000, 4, 2500
 _LARGEST_FILE = 64_000_000
 
 
@@ -83,6 +87,8 @@ class PlannedNode:
     constraint: str
     slots: int
     cause: str
+    gpus: tuple[str, ...] = ()
+    """The GPUs that are shown to it, by number or UUID; empty: all, or those that it is given."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,21 @@ class Plan:
     origin: str
     probe: bool = False
     """The nodes are looked at and do not train."""
+    board: Machine | None = None
+    """The manager that has the notice board, where the nodes must know its address; else it is any."""
 
     @property
     def role(self) -> str:
         """What the nodes start: a role of swarmtrain.entrypoint."""
         return "probe" if self.probe else "node"
+
+    @property
+    def master_port(self) -> int:
+        """Port of the rendezvous store. On the machines' own network runs that are not told have ports of their own, by their names."""
+        runner = self.config.runner
+        if runner.master_port is not None or not runner.swarm.on_host_network:
+            return runner.master_port or _USUAL_PORT
+        return _FIRST_PORT + _PORTS_EACH * (zlib.crc32(self.run.encode()) % _PORT_SETS)
 
     @property
     def min_nodes(self) -> int:
@@ -157,9 +173,28 @@ def make_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, n
     check_run_name(run)
     wanted = nodes or config.runner.node_range[1]
     chosen = _named(config, inventory, wanted) if config.runner.hosts else _picked(config, inventory, wanted)
-    plan = Plan(run=run, config=config, cargo=cargo, nodes=chosen, origin=inventory.origin)
+    plan = Plan(run=run, config=config, cargo=cargo, nodes=chosen, origin=inventory.origin, board=_board(config, inventory))
     _check_world(plan)
     return plan
+
+
+def _board(config: Config, inventory: Inventory) -> Machine | None:
+    """Return the manager whose address the nodes are told: on the machines' own network there is no name that leads to the board."""
+    runner = config.runner
+    if not runner.swarm.on_host_network or runner.runner_type is not RunnerType.swarm:
+        return None
+    wanted = runner.master_addr
+    managers = [machine for machine in inventory.machines if machine.manager and not machine.unavailable]
+    if wanted:
+        named = next((machine for machine in managers if wanted in (machine.host, machine.id, machine.address)), Machine(host=wanted))
+        return replace(named, address=wanted)
+    if not managers or not managers[0].address:
+        raise PlanError(
+            f"{inventory.origin}: no manager's address is known, and on the host network the nodes must be told one",
+            place="config runner.master_addr",
+            hint="set it to the address of a manager",
+        )
+    return managers[0]
 
 
 def check_run_name(run: str) -> None:
@@ -242,10 +277,11 @@ def _find(inventory: Inventory, known: Mapping[str, list[Machine]], name: str) -
 def _node(config: Config, index: int, host: str, machine: Machine) -> PlannedNode:
     name = host_name(host)
     by_id = bool(machine.id) and name == machine.id
+    gpus = host_gpus(host) or config.runner.swarm.gpu_ids
     slots, why = _slots(config, host_slots(host), machine)
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
     cause = f"place {index + 1} in hosts{' (by id)' if by_id else ''}; {why}"
-    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause)
+    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus)
 
 
 def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:
@@ -264,7 +300,8 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
         slots, why = _slots(config, None, machine)
         # A host name that two machines share says nothing about which is meant, so the id pins.
         constraint = f"node.hostname=={machine.host}" if hosts[machine.host] == 1 else f"node.id=={machine.id}"
-        planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, f"{index + 1} of {suited}; {why}"))
+        cause = f"{index + 1} of {suited}; {why}"
+        planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, cause, config.runner.swarm.gpu_ids))
     return tuple(planned)
 
 
@@ -292,6 +329,8 @@ def _slots(config: Config, given: int | None, machine: Machine) -> tuple[int, st
         return given, "slots as hosts says"
     if runner.default_gpu_count:
         return runner.default_gpu_count, "slots by default_gpu_count"
+    if runner.swarm.gpu_ids:
+        return len(runner.swarm.gpu_ids), "a slot for each of gpu_ids"
     devices = machine.resources.get(runner.swarm.generic_resource, 0)
     if devices and runner.swarm.gpu is not GpuMode.none:
         return devices, f"a slot for each {runner.swarm.generic_resource}"

@@ -112,6 +112,10 @@ class NodeEnv(_Env):
     """Directory for the ranks' error files and logs; made if missing."""
     mounts: tuple[str, ...]
     """Where the config's mounts are in this container, JSON; empty where nothing is mounted."""
+    interface: str
+    """Interface by which ranks talk, by name or subnet; empty: the one on the route to the board."""
+    numa: str
+    """How ranks are bound to the cores near their GPUs, in torchrun's words; empty: not at all."""
 
 
 @dataclass(frozen=True)

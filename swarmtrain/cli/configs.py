@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Json, Name, OptionalConfigFile, Overrides
+from swarmtrain.cli.options import DEBUG, ConfigFile, Debug, Json, Name, OptionalConfigFile, Overrides
 
 
 def register(app: typer.Typer) -> None:
@@ -26,13 +26,19 @@ def init(
     say(f"wrote {path}\nnext: swarmtrain plan {path}")
 
 
-def plan(config_file: ConfigFile, override: Overrides = [], name: Name = None, json: Json = False) -> None:  # noqa: B006  # typer's way
+def plan(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006  # typer's way
+    name: Name = None,
+    debug: Debug = False,
+    json: Json = False,
+) -> None:
     """Show who would run what, and why; with the run up, what a deploy would change. Nothing is changed."""
     from swarmtrain.config.load import load
     from swarmtrain.launchers import launcher, plan_for, run_name
     from swarmtrain.view import runs
 
-    config = load(config_file, override)
+    config = load(config_file, [*(DEBUG if debug else ()), *override])
     made = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     runs.show_plan(launcher(config.runner.runner_type), made, as_json=json)
 

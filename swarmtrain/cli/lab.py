@@ -29,12 +29,16 @@ def _say(line: str) -> None:
 def up(
     nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="How many engines.")] = 3,
     name: Name = DEFAULT_NAME,
+    *,
     bare: Annotated[bool, typer.Option("--bare", help="Form no swarm: machines with an engine each, as a shop delivers them.")] = False,
     shared: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Without it: the lab's own.")] = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=0, help="GPUs that each engine says it has: none are there, but they can be reserved.")
+    ] = 0,
     engine: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
 ) -> None:
     """Bring up engines, a swarm of them unless --bare, and a registry."""
-    _lab(name).up(nodes, bare=bare, engine=engine, shared=shared, say=_say)
+    _lab(name).up(nodes, bare=bare, gpus=gpus, engine=engine, shared=shared, say=_say)
 
 
 @app.command()

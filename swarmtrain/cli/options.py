@@ -33,6 +33,12 @@ Overrides = Annotated[
         autocompletion=completion.overrides,
     ),
 ]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Have torch and NCCL tell more, and CUDA run one kernel at a time: slow, but tracebacks are true."),
+]
+DEBUG = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", 'runner.env.CUDA_LAUNCH_BLOCKING="1"', "runner.nccl.debug=INFO")
+"""The overrides that --debug stands for; what -o says comes later, and wins."""
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run. Without it: the config file's name.", show_default=False)]
 Run = Annotated[
     str | None,

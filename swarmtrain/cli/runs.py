@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Json, Name, Overrides, Run, Yes
+from swarmtrain.cli.options import DEBUG, ConfigFile, Debug, Json, Name, Overrides, Run, Yes
 
 
 def register(app: typer.Typer) -> None:
@@ -20,6 +20,7 @@ def deploy(
     override: Overrides = [],  # noqa: B006  # typer's way
     name: Name = None,
     *,
+    debug: Debug = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following it.")] = False,
     yes: Yes = False,
     json: Json = False,
@@ -29,7 +30,7 @@ def deploy(
     from swarmtrain.launchers import launcher, plan_for, run_name
     from swarmtrain.view import runs
 
-    config = load(config_file, override)
+    config = load(config_file, [*(DEBUG if debug else ()), *override])
     plan = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     place = launcher(config.runner.runner_type)
     runs.bring_up(place, plan, yes=yes)

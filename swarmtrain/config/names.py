@@ -7,13 +7,15 @@ swarmkit's manager/constraint (labels, which become constraints).
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import PurePosixPath
 from typing import Any
 
 from swarmtrain.config.base import twice
 
-_HOST = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
+_GPU = r"(?:\d+(?::\d+)?|(?:GPU|MIG)-[A-Za-z0-9-]{1,80})"
+_HOST = re.compile(rf"(?P<name>[A-Za-z0-9_.-]+)(?:\s+slots=(?:(?P<slots>\d{{1,6}})|(?P<gpus>{_GPU}(?:,{_GPU})*,?)))?")
 _IMAGE_PATH = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
     rf"(?:(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{{1,5}})?/)?{_IMAGE_PATH}(?:/{_IMAGE_PATH})*"
@@ -21,11 +23,14 @@ _IMAGE = re.compile(
 )
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{1,190}")
 _NETWORK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_INTERFACE = re.compile(r"[A-Za-z0-9_.@:-]{1,15}")
 _LABEL_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]+")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9:_\s.*()?+\[\]\\^$|/-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHM = "/dev/shm"  # noqa: S108  # a path in the container
 _LONGEST, _LONGEST_IMAGE = 63, 400
+HOST_NETWORK = "host"
+"""The network that every machine has: its own."""
 MOST_SLOTS = 1024
 """Ranks on one node: far more than any machine has GPUs, and few enough to reckon with."""
 
@@ -34,11 +39,14 @@ def host(text: str) -> str:
     """Check an entry of `hosts`."""
     match = _HOST.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4'")
+        raise ValueError(
+            f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4' or 'gpu-1 slots=0,2'"
+        )
     if max(map(len, match["name"].split("."))) > _LONGEST:
         raise ValueError(f"{match['name']}: a part of a host name has at most {_LONGEST} characters")
     if match["slots"] and not 1 <= int(match["slots"]) <= MOST_SLOTS:
         raise ValueError(f"{text!r}: slots are 1 to {MOST_SLOTS}")
+    gpu_ids(host_gpus(text))
     return text
 
 
@@ -50,7 +58,23 @@ def host_name(text: str) -> str:
 def host_slots(text: str) -> int | None:
     """Return the slots that an entry of `hosts` names, or None."""
     match = _HOST.fullmatch(text)
-    return int(match["slots"]) if match and match["slots"] else None
+    return int(match["slots"]) if match and match["slots"] else len(host_gpus(text)) or None
+
+
+def host_gpus(text: str) -> tuple[str, ...]:
+    """Return the GPUs that an entry of `hosts` names: 'gpu-1 slots=0,2', 'gpu-1 slots=2,' or UUIDs; none if it only counts."""
+    match = _HOST.fullmatch(text)
+    return tuple(match["gpus"].removesuffix(",").split(",")) if match and match["gpus"] else ()
+
+
+def gpu_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Check ids of GPUs, as the driver numbers or names them: 0, 2, GPU-8f6a…, MIG-…"""
+    for gpu in ids:
+        if not re.fullmatch(_GPU, gpu):
+            raise ValueError(f"{gpu!r} is not a GPU: write its number or its UUID, as nvidia-smi -L shows them")
+    if again := twice(ids):
+        raise ValueError(f"{again} is named more than once")
+    return ids
 
 
 def image(text: str) -> str:
@@ -75,10 +99,22 @@ def mounts(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
 
 
 def network(name: str) -> str:
-    """Check the name of an overlay network."""
-    if name in ("host", "bridge", "none") or not _NETWORK.fullmatch(name):
-        raise ValueError(f"{name}: name an overlay network, or leave it out to get one of the stack's own")
+    """Check the name of an overlay network, or that of the machines' own."""
+    if name in ("bridge", "none") or not _NETWORK.fullmatch(name):
+        raise ValueError(f"{name}: name an overlay network, or host, or leave it out to get one of the stack's own")
     return name
+
+
+def interface(text: str) -> str:
+    """Check the name of a network interface, or a subnet of which it has an address."""
+    if "/" in text:
+        try:
+            ipaddress.ip_network(text, strict=False)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a subnet: write one as 10.1.0.0/16") from None
+    elif not _INTERFACE.fullmatch(text):
+        raise ValueError(f"{text!r} is not an interface: write its name, such as ib0, or its subnet, such as 10.1.0.0/16")
+    return text
 
 
 def labels(wanted: dict[str, str]) -> dict[str, str]:

@@ -11,11 +11,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from swarmtrain.config import names
 from swarmtrain.config.base import Section, twice, wrong
-from swarmtrain.config.names import host_name
+from swarmtrain.config.names import HOST_NETWORK, host_name
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_NODES = 10_000
 _LARGEST = 1 << 62
+_MOST_SOCKETS = 64
 
 
 def _bytes(value: Any) -> Any:
@@ -41,12 +42,19 @@ def _pairs(value: Any) -> Any:
     return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
+def _texts(value: Any) -> Any:
+    """Read numbers in a list as text: GPUs have numbers and UUIDs."""
+    return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
+
+
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=_LARGEST)]
 Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs), AfterValidator(names.mounts)]
 Image = Annotated[str, AfterValidator(names.image)]
 Network = Annotated[str, AfterValidator(names.network)]
+Interface = Annotated[str, AfterValidator(names.interface)]
 Labels = Annotated[dict[str, str], AfterValidator(names.labels)]
 Host = Annotated[str, AfterValidator(names.host)]
+GpuIds = Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(names.gpu_ids)]
 Environment = Annotated[dict[str, str], AfterValidator(names.variables)]
 
 
@@ -65,6 +73,27 @@ class GpuMode(StrEnum):
     reserve = "reserve"
 
 
+class NcclDebug(StrEnum):
+    """How much NCCL tells."""
+
+    version = "VERSION"
+    warn = "WARN"
+    info = "INFO"
+    trace = "TRACE"
+
+
+class NumaBinding(StrEnum):
+    """Which cores a rank may use, by the GPU that it has."""
+
+    node = "node"
+    socket = "socket"
+    exclusive = "exclusive"
+    core_complex = "core-complex"
+
+
+_SWARM_CHOOSES = {GpuMode.none: "", GpuMode.visible: "", GpuMode.reserve: ": Swarm gives out whichever are free"}
+
+
 class DockerConfig(Section):
     """The container that each node runs."""
 
@@ -77,25 +106,101 @@ class DockerConfig(Section):
     memory: Bytes | None = Field(None, description="Memory a node's container may use, in bytes or as 64g. /dev/shm counts too. null: all.")
 
 
+class NcclConfig(Section):
+    """NCCL's own settings, as NCCL_* in the environment of every rank. null leaves one to NCCL; runner.env wins over all."""
+
+    debug: NcclDebug | None = Field(None, description="NCCL_DEBUG: WARN, INFO or TRACE. INFO tells which network each rank uses.")
+    ib_disable: bool | None = Field(None, description="NCCL_IB_DISABLE: true keeps to TCP where there is InfiniBand or RoCE. null: false.")
+    ib_hca: str | None = Field(None, description="NCCL_IB_HCA: adapters to use, such as mlx5_0,mlx5_1. null: all.")
+    ib_gid_index: int | None = Field(None, ge=0, description="NCCL_IB_GID_INDEX: address to use with RoCE, often 3. null: found.")
+    ib_timeout: int | None = Field(
+        None, ge=1, le=31, description="NCCL_IB_TIMEOUT: lost packets are sent again after 4 us x 2^this. null: 20."
+    )
+    ib_retry_cnt: int | None = Field(None, ge=0, le=7, description="NCCL_IB_RETRY_CNT: and this often. null: 7.")
+    socket_nthreads: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="NCCL_SOCKET_NTHREADS: threads for each TCP connection; 4 for fast networks without RDMA. null: 1.",
+    )
+    nsocks_perthread: int | None = Field(
+        None, ge=1, le=16, description="NCCL_NSOCKS_PERTHREAD: sockets for each of these, at most 64 in all. null: 1."
+    )
+    algo: str | None = Field(None, description="NCCL_ALGO: Ring, Tree and others. null: by the size of each message.")
+    proto: str | None = Field(None, description="NCCL_PROTO: LL, LL128 or Simple. null: by the size of each message.")
+    buffsize: Bytes | None = Field(None, description="NCCL_BUFFSIZE: buffer between two GPUs, in bytes or as 8m. null: 4 MiB.")
+    p2p_disable: bool | None = Field(None, description="NCCL_P2P_DISABLE: true keeps GPUs of one node from talking directly. null: false.")
+    shm_disable: bool | None = Field(None, description="NCCL_SHM_DISABLE: true keeps ranks of one node from using /dev/shm. null: false.")
+    net_gdr_level: str | None = Field(
+        None, pattern="^(LOC|PIX|PXB|PHB|SYS)$", description="NCCL_NET_GDR_LEVEL: how far GPU and adapter may be apart for GPUDirect RDMA."
+    )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What of it is set, as variables."""
+        values = {
+            "NCCL_DEBUG": self.debug,
+            "NCCL_IB_DISABLE": self.ib_disable,
+            "NCCL_IB_HCA": self.ib_hca,
+            "NCCL_IB_GID_INDEX": self.ib_gid_index,
+            "NCCL_IB_TIMEOUT": self.ib_timeout,
+            "NCCL_IB_RETRY_CNT": self.ib_retry_cnt,
+            "NCCL_SOCKET_NTHREADS": self.socket_nthreads,
+            "NCCL_NSOCKS_PERTHREAD": self.nsocks_perthread,
+            "NCCL_ALGO": self.algo,
+            "NCCL_PROTO": self.proto,
+            "NCCL_BUFFSIZE": self.buffsize,
+            "NCCL_P2P_DISABLE": self.p2p_disable,
+            "NCCL_SHM_DISABLE": self.shm_disable,
+            "NCCL_NET_GDR_LEVEL": self.net_gdr_level,
+        }
+        return {name: str(int(value) if isinstance(value, bool) else value) for name, value in values.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _sockets_are_few(self) -> NcclConfig:
+        if (sockets := (self.socket_nthreads or 1) * (self.nsocks_perthread or 1)) > _MOST_SOCKETS:
+            raise wrong("nsocks_perthread", f"socket_nthreads x nsocks_perthread is {sockets}, and NCCL takes at most {_MOST_SOCKETS}")
+        return self
+
+
 class SwarmConfig(Section):
     """What only a Docker Swarm has."""
 
-    network: Network | None = Field(None, description="Overlay network to join. null: the stack makes its own.")
+    network: Network | None = Field(
+        None, description="host: the machines' own network, no overlay. Or an overlay network to join. null: the stack makes its own."
+    )
     mtu: int | None = Field(
         None, ge=576, le=65535, description="MTU of the network beneath the overlay, 9000 for jumbo frames. null: 1500."
     )
     encrypted: bool = Field(False, description="Encrypt traffic between nodes. Costs most of the throughput.")
+    internal: bool = Field(False, description="The stack's network has no way out: ranks reach each other and nothing else.")
+    rdma: bool = Field(
+        False, description="InfiniBand or RoCE in the containers: they may lock memory (memlock, IPC_LOCK), NVIDIA_MOFED=enabled."
+    )
     gpu: GpuMode = Field(
         GpuMode.none,
-        description="none: CPU. visible: every GPU that the node's default runtime shows. reserve: as many as slots, of generic_resource.",
+        description="none: CPU. visible: all GPUs of a host, or gpu_ids. reserve: as many as slots, and no other run gets them.",
+    )
+    gpu_ids: GpuIds = Field(
+        (), description="GPUs that every host shows when gpu is visible, by number or UUID; a host's own: 'gpu-1 slots=0,2'. []: all."
     )
     generic_resource: str = Field("NVIDIA-GPU", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Kind reserved when gpu is reserve.")
     labels: Labels = Field({}, description="Only nodes that carry all these labels are used.")
 
     @model_validator(mode="after")
     def _network_is_made_by_us(self) -> SwarmConfig:
-        if self.network and (self.mtu or self.encrypted):
-            raise wrong("network", "mtu and encrypted belong to the network that the stack makes; an existing one keeps its own")
+        if self.network and (self.mtu or self.encrypted or self.internal):
+            raise wrong("network", "mtu, encrypted and internal belong to the network that the stack makes; an existing one keeps its own")
+        return self
+
+    @property
+    def on_host_network(self) -> bool:
+        return self.network == HOST_NETWORK
+
+    @model_validator(mode="after")
+    def _gpus_are_chosen_once(self) -> SwarmConfig:
+        if self.gpu_ids and self.gpu is not GpuMode.visible:
+            raise wrong("gpu_ids", f"are shown when gpu is visible, and it is {self.gpu}{_SWARM_CHOOSES[self.gpu]}", "gpu: visible")
         return self
 
 
@@ -105,7 +210,8 @@ class RunnerConfig(Section):
     runner_type: RunnerType = Field(RunnerType.swarm, description="swarm: a Docker Swarm. local: this machine, no Docker.")
     hosts: tuple[Host, ...] | None = Field(
         None,
-        description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4'. null: the cluster's own nodes.",
+        description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4', or 'gpu-2 slots=0,2' for these GPUs. "
+        "null: the cluster's own nodes.",
     )
     nodes: int | None = Field(None, ge=1, le=_MOST_NODES, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
     min_nodes: int | None = Field(
@@ -127,13 +233,46 @@ class RunnerConfig(Section):
     secrets: Annotated[dict[str, Path], AfterValidator(names.secrets)] = Field(
         {}, description="Name to file. Ranks find the file's path in the variable NAME_FILE; the secret itself enters no variable."
     )
-    master_port: int = Field(29500, ge=1, le=65534, description="Port of the rendezvous store; the notice board listens on the next one.")
+    master_addr: Host | None = Field(
+        None,
+        description="With swarm.network: host, a manager's address or name, by which the others find the notice board there. "
+        "null: the first manager's address in the swarm.",
+    )
+    master_port: int | None = Field(
+        None,
+        ge=1,
+        le=65534,
+        description="Port of the rendezvous store; the notice board listens on the next one. null: 29500; with swarm.network: host, one of "
+        "20000 to 29996 by the run's name, so that runs do not meet.",
+    )
+    interface: Interface | None = Field(
+        None,
+        description="Interface by which ranks talk, the same on every node: its name (ib0) or its subnet (10.1.0.0/16). "
+        "null: the one on the route to the notice board.",
+    )
+    numa: NumaBinding | None = Field(
+        None, description="Bind each rank to cores near its GPU, as torchrun's --numa-binding: node if in doubt. null: any core."
+    )
+    nccl: NcclConfig = Field(NcclConfig(), description="NCCL's own settings.")
     max_restarts: int = Field(
         3, ge=0, le=1_000_000, description="Failures in a row, without a new step between them, after which the run is given up."
     )
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time a checkpoint may take.")
     docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
     swarm: SwarmConfig = Field(SwarmConfig(), description="What only a Docker Swarm has.")
+
+    @model_validator(mode="after")
+    def _slots_have_gpus(self) -> RunnerConfig:
+        mode, shown = self.swarm.gpu, len(self.swarm.gpu_ids)
+        for host in self.hosts or ():
+            if names.host_gpus(host) and mode is not GpuMode.visible and self.runner_type is RunnerType.swarm:
+                reason = f"{host!r} names GPUs, and swarm.gpu is {mode}{_SWARM_CHOOSES[mode]}"
+                raise wrong("hosts", reason, f"swarm.gpu: visible, or '{host_name(host)} slots={names.host_slots(host)}'")
+            if shown and not names.host_gpus(host) and (names.host_slots(host) or 0) > shown:
+                raise wrong("hosts", f"{host!r} has more slots than the {shown} GPUs of swarm.gpu_ids")
+        if shown and (self.default_gpu_count or 0) > shown:
+            raise wrong("default_gpu_count", f"{self.default_gpu_count} slots, and swarm.gpu_ids names {shown} GPUs")
+        return self
 
     @model_validator(mode="after")
     def _counts_fit(self) -> RunnerConfig:
@@ -156,6 +295,12 @@ class RunnerConfig(Section):
             raise wrong(
                 "min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _board_is_found(self) -> RunnerConfig:
+        if self.master_addr and not self.swarm.on_host_network:
+            raise wrong("master_addr", "is for swarm.network: host; in a network of containers the notice board has a name")
         return self
 
     @property

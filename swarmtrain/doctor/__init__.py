@@ -5,7 +5,8 @@ cluster     what the managers can tell: of the swarm, and
 capacity    of the machines that the plan uses
 probe       a probe on every node, started and taken down
 probed      what probes tell that ran on every node, in the job's image, network, mounts and reservations:
-inside      of the nodes, and
+inside      of the nodes,
+gpus        of their GPUs, and
 links       of how they reach each other
 report      the answers
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from swarmtrain.config.runner import RunnerType
-from swarmtrain.doctor import capacity, cluster, inside, links, probed  # noqa: F401  # checks register themselves
+from swarmtrain.doctor import capacity, cluster, gpus, inside, links, probed  # noqa: F401  # checks register themselves
 from swarmtrain.doctor.checks import Checks, Seen
 from swarmtrain.doctor.probe import run_probe
 from swarmtrain.doctor.report import Answer, Report

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.doctor.cluster import CHECKS, Cluster, Raw, host
 from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.swarm.claims import supplies
 from swarmtrain.launchers.swarm.observe import FINAL, natural
+from swarmtrain.launchers.swarm.resources import amount
 from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, ROLE_NODE
 
 
@@ -39,7 +41,7 @@ def _cores(seen: Cluster) -> Iterator[Finding]:
             message = f"has {_cores_of(cores)}, less than runner.docker_config.cpus, {runner.docker_config.cpus:g}"
             hint = f"-o runner.docker_config.cpus={cores}, or machines with more cores in runner.hosts"
             yield Finding(f"node {host(node)}", message, hint, why="the engine refuses a container that may use more cores than there are")
-        on_cores = runner.swarm.gpu is GpuMode.none or not _amount(_generic(node), runner.swarm.generic_resource)
+        on_cores = runner.swarm.gpu is GpuMode.none or not amount(_generic(node), runner.swarm.generic_resource)
         if cores and on_cores and planned.slots > cores:
             hint = f"-o runner.default_gpu_count={cores}, or '{host(node)} slots={cores}' in runner.hosts"
             why = "ranks that take turns on a core are slower than fewer ranks with a core each"
@@ -51,16 +53,16 @@ def _resources(seen: Cluster) -> Iterator[Finding]:
     if seen.plan is None or seen.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return
     kind = seen.plan.config.runner.swarm.generic_resource
+    there = supplies(seen.nodes, seen.services, seen.tasks, kind, but=seen.plan.run)
     for node, planned in seen.used:
-        declared, held = _amount(_generic(node), kind), _held(seen, node, kind)
-        free = declared - sum(held.values())
+        declared, held, free = there[node["ID"]].declared, there[node["ID"]].claimed, there[node["ID"]].free
         # Fewer declared than wanted is what the launcher's own check tells.
         if free < planned.slots <= declared:
             holders = ", ".join(f"{_called(seen, stack)} holds {count}" for stack, count in held.items())
-            waits = f"{planned.name} waits until {' or '.join(_called(seen, stack) for stack in held)} lets go"
-            message = f"has {declared} {kind}, {max(free, 0)} of them free, and {planned.slots} wanted: {holders}; {waits}"
+            waits = f"the run waits until {' or '.join(_called(seen, stack) for stack in held)} lets go"
+            message = f"has {declared} {kind}, {free} of them free, and {planned.slots} wanted: {holders}; {waits}"
             hint = ", or ".join(_ending(seen, stack) for stack in held)
-            why = "a run starts when all its nodes have what they reserve, and those that have it keep it from others meanwhile"
+            why = "a run is deployed when all that its nodes reserve is free, so that no two runs wait for each other"
             yield Finding(f"node {host(node)}", message, hint, fatal=False, why=why)
 
 
@@ -69,7 +71,8 @@ def must_wait(seen: Cluster) -> bool:
     if seen.plan is None or seen.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return False
     kind = seen.plan.config.runner.swarm.generic_resource
-    return any(_amount(_generic(node), kind) - _given(_on_nodes(seen), node, kind) < planned.slots for node, planned in seen.used)
+    there = supplies(seen.nodes, seen.services, seen.tasks, kind)
+    return any(there[node["ID"]].free < planned.slots for node, planned in seen.used)
 
 
 @CHECKS("crowd", "no other run trains on the plan's machines")
@@ -89,31 +92,10 @@ def _crowd(seen: Cluster) -> Iterator[Finding]:
 
 def _alive(seen: Cluster) -> Iterator[Raw]:
     """Yield the tasks of all but the plan's own run that are on a node and not over."""
-    return (task for task in _on_nodes(seen) if seen.plan is None or _stack(task) != seen.plan.run)
-
-
-def _on_nodes(seen: Cluster) -> Iterator[Raw]:
-    return (task for task in seen.tasks if task.get("NodeID") and task["Status"]["State"] not in FINAL)
-
-
-def _held(seen: Cluster, node: Raw, kind: str) -> dict[str, int]:
-    """Return how many of `kind` each stack holds on `node`, by its name; "" is what belongs to no stack."""
-    held: dict[str, int] = {}
-    for task in _alive(seen):
-        if count := _given([task], node, kind):
-            held[_stack(task)] = held.get(_stack(task), 0) + count
-    return held
-
-
-def _given(tasks: Iterable[Raw], node: Raw, kind: str) -> int:
-    """Return how many of `kind` these tasks hold on `node`."""
-    count = 0
-    for task in tasks:
-        reserved = ((task["Spec"].get("Resources") or {}).get("Reservations") or {}).get("GenericResources")
-        # What the task was given; the engine's own reference calls it the second name, its answers the first.
-        given = task.get("GenericResources") or task.get("AssignedGenericResources") or reserved
-        count += _amount(given, kind) if task["NodeID"] == node["ID"] else 0
-    return count
+    for task in seen.tasks:
+        own = seen.plan is not None and _stack(task) == seen.plan.run
+        if task.get("NodeID") and task["Status"]["State"] not in FINAL and not own:
+            yield task
 
 
 def _stack(task: Raw) -> str:
@@ -143,13 +125,6 @@ def _capacity(node: Raw, key: str) -> int:
 def _generic(node: Raw) -> list[Raw]:
     found: list[Raw] = (node["Description"].get("Resources") or {}).get("GenericResources") or []
     return found
-
-
-def _amount(generic: list[Raw] | None, kind: str) -> int:
-    """Count the named resources of `kind`, one entry each, and add up the discrete ones."""
-    named = len([item for item in generic or [] if (item.get("NamedResourceSpec") or {}).get("Kind") == kind])
-    discrete = [item.get("DiscreteResourceSpec") or {} for item in generic or []]
-    return named + sum(int(item["Value"]) for item in discrete if item.get("Kind") == kind)
 
 
 def _gibibytes(size: int) -> str:

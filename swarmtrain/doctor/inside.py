@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from swarmtrain.config.runner import GpuMode
 from swarmtrain.doctor.probed import CHECKS, Facts, Probed
 from swarmtrain.launchers.base import Finding
 from swarmtrain.plan import Plan, PlannedNode
@@ -20,9 +19,6 @@ _MEMORY_PER_RANK = 1 << 29
 _SCRATCH = 1 << 30
 _ROOM = 5 << 30
 _GETTING = re.compile("^preparing|no such image|pull", re.IGNORECASE)
-# By the major version of CUDA; from 11 on each works with all drivers of its first one's age. NVIDIA, "CUDA Compatibility".
-_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
-_NO_CUDA = "torch finds no GPU with it"
 
 
 @CHECKS("probe", "every node starts the job's container, and it can speak to the notice board")
@@ -147,29 +143,6 @@ def _torch(seen: Probed) -> Iterator[Finding]:
         if len(set(found.values())) > 1:
             told = ", ".join(f"{name} {version}" for name, version in found.items())
             yield Finding("image", f"{what} differs: {told}", "swarmtrain image build . --push, and deploy again", why="they cannot talk")
-
-
-@CHECKS("devices", "each node shows its ranks the GPUs that they were promised")
-def _devices(seen: Probed) -> Iterator[Finding]:
-    if seen.plan.config.runner.swarm.gpu is GpuMode.none:
-        return
-    for node in seen.plan.nodes:
-        facts, there = seen.together.get(node.name, {}), seen.nodes.get(node.name, {})
-        if facts.get("devices", node.slots) < node.slots:
-            message = f"torch sees {facts['devices']} GPUs of {len(there.get('gpus', []))}, for {node.slots} ranks"
-            hint = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
-            yield Finding(seen.place(node.name), message, hint, why="ranks without a GPU of their own fail, or share one")
-    drivers = {name: facts["gpus"][0]["driver"] for name, facts in seen.nodes.items() if facts["gpus"]}
-    for name, driver in drivers.items():
-        cuda = str(seen.together.get(name, {}).get("cuda") or "")
-        needed = _OLDEST_DRIVER.get(cuda.partition(".")[0], 0)
-        if int(driver.partition(".")[0]) < needed:
-            hint = f"install driver {needed} or newer there, or build the image with a torch for an older CUDA"
-            yield Finding(seen.place(name), f"driver {driver} is too old for CUDA {cuda}, which torch is built for", hint, why=_NO_CUDA)
-    if len(set(drivers.values())) > 1:
-        told = ", ".join(f"{name} {driver}" for name, driver in drivers.items())
-        hint = "install one version on all machines"
-        yield Finding("nodes", f"GPU drivers differ: {told}", hint, fatal=False, why="kernels and NCCL may behave differently on them")
 
 
 def _imageless(seen: Probed) -> list[PlannedNode]:

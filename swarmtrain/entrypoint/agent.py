@@ -27,6 +27,7 @@ from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
+    from torch.numa.binding import NumaOptions
 
 _DEATHS = "torch.distributed.elastic.multiprocessing.api"
 _AS_WE_WISH = ("death signal", "Terminating process")  # what torch warns of, and what we asked it to do
@@ -81,7 +82,16 @@ def _config(node: NodeEnv, round: str, address: str | None, logs: DefaultLogsSpe
         log_line_prefix_template="[rank ${rank}] ",
         local_addr=address,
         shutdown_timeout=shutdown_timeout(node.stop_grace),
+        numa_options=_numa(node.numa),
     )
+
+
+def _numa(binding: str) -> NumaOptions | None:
+    """Return torch's own binding of ranks to cores; it goes by GPUs, so that without any there is none."""
+    import torch
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    return NumaOptions(AffinityMode(binding)) if binding and torch.cuda.is_available() else None
 
 
 def shutdown_timeout(stop_grace: float) -> int:

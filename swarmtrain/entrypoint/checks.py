@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from swarmtrain.entrypoint.interface import route_by
 from swarmtrain.wire import NodeEnv
 
 _SHM = "/dev/shm"  # noqa: S108  # looked at, not written to
@@ -29,6 +30,7 @@ def permanent_problems(node: NodeEnv) -> list[str]:
         for target in node.mounts
         if not os.access(target, os.R_OK | os.X_OK if Path(target).is_dir() else os.R_OK)
     ]
+    problems += _interface_problems(node.interface)
     if importlib.util.find_spec("torch") is None:
         problems.append("python cannot find torch: the image needs torch 2.11 or newer")
     try:
@@ -36,6 +38,15 @@ def permanent_problems(node: NodeEnv) -> list[str]:
     except OSError as error:
         problems.append(f"cannot make the log directory {node.log_dir}: {error.strerror}")
     return problems
+
+
+def _interface_problems(wanted: str) -> list[str]:
+    try:
+        if wanted:
+            route_by(wanted)
+    except OSError as error:
+        return [f"runner.interface: {error}"]
+    return []
 
 
 def _config_problems(path: str) -> list[str]:

@@ -6,6 +6,7 @@ may pick the wrong one and then hang. The route to the notice board, which every
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 import struct
@@ -23,6 +24,8 @@ class Route:
 
     address: str
     interface: str
+    chosen: bool = False
+    """The config says that ranks talk by it."""
 
     @property
     def loopback(self) -> bool:
@@ -49,14 +52,25 @@ def route_to(host: str, port: int) -> Route:
     return Route(address=ours, interface=_interface_of(ours, family))
 
 
+def route_by(wanted: str) -> Route:
+    """Find the interface that `wanted` names, or that has an address in the subnet `wanted`. Raises OSError if there is none."""
+    there = {name: address for _, name in socket.if_nameindex() if (address := _ipv4_of(name))}
+    subnet = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
+    for name, address in there.items():
+        if name == wanted or (subnet and ipaddress.ip_address(address) in subnet):
+            return Route(address, name, chosen=True)
+    known = ", ".join(f"{name} {address}" for name, address in there.items())
+    raise OSError(f"no interface {wanted} has an address on this node; it has {known}")
+
+
 def published_address(route: Route) -> str | None:
     """Return the address under which peers shall find this node's ranks, None for the host name.
 
     In a container the id is the host name, unique and resolvable by the peers; an address may be given again to a
-    restarted container, which torch then takes for its own dead self.
+    restarted container, which torch then takes for its own dead self. An interface that was chosen has only its address.
     """
     in_container = Path("/.dockerenv").exists() and _CONTAINER_ID.fullmatch(socket.gethostname())
-    return route.address if route.loopback or not in_container else None
+    return route.address if route.chosen or route.loopback or not in_container else None
 
 
 def _interface_of(address: str, family: int) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from swarmtrain.board import Board
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
+from swarmtrain.entrypoint.gpus import assigned
 from swarmtrain.entrypoint.interface import Route, route_to
 from swarmtrain.entrypoint.links import Ends, rounds
 from swarmtrain.errors import EXIT_OK, BoardError
@@ -104,6 +105,8 @@ def _here(node: NodeEnv, route: Route) -> dict[str, Any]:
         "limits": {name: resource.getrlimit(number)[0] for name, number in _LIMITS.items()},
         "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "gpus": _gpus(),
+        "given_gpus": list(assigned(os.environ)),
+        "machine_gpus": machine_gpus(Path("/proc/driver/nvidia")),
     }
 
 
@@ -114,6 +117,15 @@ def _space(path: str) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return usage.free, usage.total
+
+
+def machine_gpus(driver: Path) -> list[str]:
+    """Return the UUIDs of the machine's GPUs by its driver's folder, which a container sees if no runtime hides it."""
+    found = []
+    for path in sorted(driver.glob("gpus/*/information")):
+        with contextlib.suppress(OSError):
+            found += [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("GPU UUID")]
+    return found
 
 
 def _gpus() -> list[dict[str, str]]:

@@ -21,6 +21,7 @@ import traceback
 from dataclasses import asdict
 from typing import Any
 
+from swarmtrain.entrypoint import liveness
 from swarmtrain.entrypoint.notices import Notices
 from swarmtrain.errors import EXIT_ERROR
 from swarmtrain.wire import FAILURE, RENDEZVOUS, BoardEnv, Event
@@ -35,6 +36,7 @@ _TOLD_TO_STOP = 128 + signal.SIGTERM
 def main() -> int:
     """Serve until the run is over, and return the exit code."""
     env = BoardEnv.from_env(os.environ)
+    liveness.guard()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -21,8 +21,9 @@ import time
 from types import FrameType
 
 from swarmtrain.board import Board
+from swarmtrain.entrypoint import gpus, liveness
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank, warnings
-from swarmtrain.entrypoint.interface import Route, published_address, route_to
+from swarmtrain.entrypoint.interface import Route, published_address, route_by, route_to
 from swarmtrain.entrypoint.usage import Reporter
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
 from swarmtrain.process import start
@@ -44,6 +45,7 @@ def main() -> int:
         node = NodeEnv.from_env(os.environ)
     except ValueError as error:
         return _refuse(str(error))
+    liveness.guard()
     return Supervisor(node).run()
 
 
@@ -100,7 +102,7 @@ class Supervisor:
     def _join(self) -> Route:
         host, _, port = self.node.board.rpartition(":")
         try:
-            route = route_to(host, int(port))
+            route = route_by(self.node.interface) if self.node.interface else route_to(host, int(port))
         except OSError as error:
             raise BoardError(str(error), place=f"notice board {self.node.board}") from None
         here = {"host": socket.gethostname(), "address": route.address, "interface": route.interface, "slots": self.node.slots}
@@ -128,7 +130,7 @@ class Supervisor:
         return code
 
     def _environment(self, route: Route) -> dict[str, str]:
-        environment = route.environment(os.environ)
+        environment = {**route.environment(os.environ), **gpus.environment(os.environ)}
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(threads_per_rank(self.node.slots))
         return environment

@@ -34,15 +34,22 @@ def engine_socket(directory: Path, node: str) -> Path:
 
 
 def prepare(directory: Path, description: Description, node: str) -> None:
-    """Make the disk of a node that has never run: the names it knows and, unless the lab is bare, the registry that its engine trusts."""
+    """Make the disk of a node that has never run: the names it knows and its engine's settings, which a bare lab leaves to its owner."""
     home = directory / node
     (home / "etc").mkdir(parents=True)
     (home / "data").mkdir(mode=0o711)
     known = {description.address(name): name for name in description.nodes} | {description.bridge_address: registry.HOST}
     (home / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in known.items()))
-    if not description.bare:
-        settings = {"insecure-registries": [registry.REGISTRY]}
+    settings = _settings(description, node)
+    if settings:
         (home / "etc" / "daemon.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _settings(description: Description, node: str) -> dict[str, list[str]]:
+    settings = {} if description.bare else {"insecure-registries": [registry.REGISTRY]}
+    if gpus := description.gpu_ids(node):
+        settings["node-generic-resources"] = [f"NVIDIA-GPU={gpu}" for gpu in gpus]
+    return settings
 
 
 def boot(directory: Path, description: Description, node: str) -> None:

@@ -54,22 +54,27 @@ class Lab:
         state.check_directory(self._directory)
         fabric.check_kernel()
 
-    def up(self, nodes: int, *, bare: bool = False, engine: Path | None = None, shared: Path | None = None, say: Say) -> None:
+    def up(
+        self, nodes: int, *, bare: bool = False, gpus: int = 0, engine: Path | None = None, shared: Path | None = None, say: Say
+    ) -> None:
         """Bring up `nodes` engines, joined into a swarm whose manager is node0 unless the lab is to be `bare`, and a registry.
 
-        `engine` is a directory that holds another dockerd and containerd, `shared` one that all nodes are to share.
+        `engine` is a directory that holds another dockerd and containerd, `shared` one that all nodes are to share. Each
+        engine declares `gpus` GPUs that are not there, so that it can be seen who gets them.
         What is made is removed again if anything fails.
         A lab of this name whose engines are all dead is removed first; one that runs with as many nodes is left as it is.
         """
         self.check(engine)
         if not 1 <= nodes <= state.MAX_NODES:
             raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
+        if gpus and bare:
+            raise LabError("the engines of a bare lab have no settings before their owner gives them some", place="lab up --gpus")
         with state.locked(self._base):
-            if self._runs_already(nodes, bare, say):
+            if self._runs_already(nodes, bare, gpus, say):
                 return
             self._remove()
             try:
-                self._make(self._describe(nodes, bare, engine, shared), say)
+                self._make(replace(self._describe(nodes, bare, engine, shared), gpus=gpus), say)
             except BaseException:
                 say("failed or interrupted: removing what was made")
                 self._remove()
@@ -200,7 +205,7 @@ class Lab:
         option = [] if self.name == DEFAULT_NAME else ["--name", self.name]
         return " ".join(["swarmtrain", "lab", verb, *option, *arguments])
 
-    def _runs_already(self, nodes: int, bare: bool, say: Say) -> bool:
+    def _runs_already(self, nodes: int, bare: bool, gpus: int, say: Say) -> bool:
         description = state.read(self._directory)
         if not description or not description.ready:
             return False
@@ -214,6 +219,9 @@ class Lab:
         if description.bare != bare:
             kind = "bare" if description.bare else "a swarm"
             raise LabError(f"it is up already, and {kind}: {what}", place=f"lab {self.name}", hint=self._command("down"))
+        if description.gpus != gpus:
+            has = f"its engines have {description.gpus} GPUs each: {what}"
+            raise LabError(f"it is up already, and {has}", place=f"lab {self.name}", hint=self._command("down"))
         say(f"lab {self.name}: {what} already ({', '.join(running)}); left as it is")
         return True
 

@@ -30,6 +30,7 @@ class Description:
     """What a lab is, as its lab.json says. `engine` is the directory of its dockerd, None for the one in PATH.
 
     `shared` is the directory that all nodes share; the engines of a `bare` lab are in no swarm, and trust no registry.
+    Each engine says that it has `gpus` GPUs, which it has not.
     """
 
     name: str
@@ -39,10 +40,15 @@ class Description:
     engine: str | None = None
     bare: bool = False
     ready: bool = False
+    gpus: int = 0
 
     def address(self, node: str) -> str:
         """Return the node's IPv4 address: .10 for node0, .11 for node1, and so on."""
         return str(ipaddress.ip_network(self.subnet)[10 + self.nodes.index(node)])
+
+    def gpu_ids(self, node: str) -> list[str]:
+        """Return the ids of the GPUs that the node is said to have, in the form of real ones: GPU-node0-1 and so on."""
+        return [f"GPU-{node}-{number}" for number in range(1, self.gpus + 1)]
 
     @property
     def bridge_address(self) -> str:

@@ -48,6 +48,8 @@ class TaskState:
     state: str
     reason: str = ""
     exit_code: int | None = None
+    gpus: tuple[str, ...] = ()
+    """The GPUs that it has reserved, by id, or how many of which kind."""
 
 
 Update = Event | LogLine | TaskState

@@ -27,7 +27,7 @@ class Place:
 
 
 def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
-    """Return the environment of `node`'s supervisor: NodeEnv, the user's own variables, and a NAME_FILE for each secret."""
+    """Return the environment of `node`'s supervisor: NodeEnv, NCCL's settings, the user's variables, a NAME_FILE for each secret."""
     runner = plan.config.runner
     secrets = {secret.name: str(place.secrets_dir / secret.name) for secret in plan.cargo.secrets}
     ours = NodeEnv(
@@ -45,9 +45,11 @@ def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
         stop_grace=runner.stop_grace,
         log_dir=place.log_dir,
         mounts=place.mounts,
+        interface=runner.interface or "",
+        numa=runner.numa or "",
     )
     probe = ProbeEnv(tuple(node.name for node in plan.nodes), place.board_port + 1).to_env() if plan.probe else {}
-    return {**runner.env, **{f"{name}_FILE": path for name, path in secrets.items()}, **ours.to_env(), **probe}
+    return {**runner.nccl.environment, **runner.env, **{f"{name}_FILE": path for name, path in secrets.items()}, **ours.to_env(), **probe}
 
 
 def board_env(plan: Plan, place: Place) -> dict[str, str]:

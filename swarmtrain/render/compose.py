@@ -43,6 +43,10 @@ _LONGEST_NAME = 64
 # An overlay is a /24 unless told otherwise, and each node takes two of its addresses: a task's and a load balancer's.
 _NODES_IN_24 = 100
 _WIDE_SUBNET = "10.128.0.0/16"
+_ADDRESS = re.compile(r"[0-9.]+")
+# On the machines' own network a container that is started again has the name and the process id of the one before: until
+# the agents have forgotten that (6 s), they would take it for its own dead self.
+_DELAY, _DELAY_ON_HOST = "2s", "8s"
 _WRITTEN_BY_US = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 
 
@@ -161,16 +165,18 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
     runner = plan.config.runner
     constraints = [node.constraint, *(f"node.labels.{key}=={value}" for key, value in sorted(runner.swarm.labels.items()))]
     environment = node_env(plan, node, _place(plan))
-    if runner.swarm.gpu is GpuMode.none:
-        # Else an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
-        environment.setdefault("NVIDIA_VISIBLE_DEVICES", "void")
-    elif runner.swarm.gpu is GpuMode.visible:
-        environment.setdefault("NVIDIA_VISIBLE_DEVICES", "all")
+    environment.setdefault("NVIDIA_VISIBLE_DEVICES", _shown(plan, node))
+    if runner.swarm.rdma:
+        environment.setdefault("NVIDIA_MOFED", "enabled")
     service = _service(plan, plan.role, environment)
     service["configs"] = cargo.mounted
     if cargo.mounted_secrets:
         service["secrets"] = cargo.mounted_secrets
     service["volumes"] = _mounts(plan)
+    if runner.swarm.rdma:
+        # Adapters read and write memory that must not move; the runtime adds their devices.
+        service["ulimits"] = {"memlock": -1}
+        service["cap_add"] = ["IPC_LOCK"]
     service["deploy"] = _deploy(plan, cargo, ROLE_NODE, constraints, {LABEL_HOST: node.host, LABEL_SLOTS: str(node.slots)})
     resources = _resources(plan, node)
     if resources:
@@ -180,15 +186,27 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
 
 def _rendezvous_service(plan: Plan, cargo: _Cargo) -> dict[str, Any]:
     service = _service(plan, "rendezvous", board_env(plan, _place(plan)))
-    service["deploy"] = _deploy(plan, cargo, ROLE_RENDEZVOUS, ["node.role==manager"], {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)})
+    service["deploy"] = _deploy(plan, cargo, ROLE_RENDEZVOUS, _board_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)})
     return service
 
 
+def _board_constraints(plan: Plan) -> list[str]:
+    if plan.board is None:
+        return ["node.role==manager"]
+    if plan.board.id:
+        return ["node.role==manager", f"node.id=={plan.board.id}"]
+    key = "node.ip" if _ADDRESS.fullmatch(plan.board.host) else "node.hostname"
+    return ["node.role==manager", f"{key}=={plan.board.host}"]
+
+
 def _place(plan: Plan) -> Place:
-    port = plan.config.runner.master_port
+    port = plan.master_port
+    address = plan.board.address if plan.board else ""
     return Place(
-        board_host=RENDEZVOUS,
-        bind="0.0.0.0",
+        board_host=address or RENDEZVOUS,
+        # The store has no authentication: in a network of the run's own nobody else can reach it, elsewhere it takes as few
+        # as it can. A name may mean the machine's loopback to itself.
+        bind=address if _ADDRESS.fullmatch(address) else "0.0.0.0",
         config=CONFIG_PATH,
         code_dir=WORKSPACE,
         secrets_dir=PurePosixPath("/run/secrets"),
@@ -221,7 +239,7 @@ def _deploy(plan: Plan, cargo: _Cargo, role: str, constraints: list[str], labels
         "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: cargo.config_digest, **labels},
         "placement": {"constraints": constraints},
         # Exit 0 is final; whatever else happens, the node comes back. The budget is kept by the notice board.
-        "restart_policy": {"condition": "on-failure", "delay": "2s"},
+        "restart_policy": {"condition": "on-failure", "delay": _DELAY_ON_HOST if plan.board else _DELAY},
         "update_config": {"parallelism": 1, "order": "stop-first", "failure_action": "continue"},
     }
 
@@ -233,6 +251,15 @@ def _mounts(plan: Plan) -> list[dict[str, Any]]:
         kind = "bind" if source.startswith("/") else "volume"
         mounts.append({"type": kind, "source": _untemplated(source), "target": _untemplated(target)})
     return mounts
+
+
+def _shown(plan: Plan, node: PlannedNode) -> str:
+    """Return what the nvidia runtime is to show in the container, in its own words."""
+    if plan.config.runner.swarm.gpu is GpuMode.none:
+        # Else an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
+        return "void"
+    # A toolkit that knows of Swarm's assignments prefers them to `all`; where it does not, the supervisor sees to it.
+    return ",".join(node.gpus) or "all"
 
 
 def _resources(plan: Plan, node: PlannedNode) -> dict[str, Any]:
@@ -263,6 +290,8 @@ def _network(plan: Plan) -> dict[str, Any]:
         options["com.docker.network.driver.mtu"] = str(swarm.mtu)
     if swarm.encrypted:
         options["encrypted"] = "true"
+    if swarm.internal:
+        network["internal"] = True
     if options:
         network["driver_opts"] = options
     if plan.max_nodes > _NODES_IN_24:

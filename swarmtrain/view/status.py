@@ -92,6 +92,7 @@ class Status:
         for task in self.tasks:
             used, again = self.usage.get(task.node, {}) if task.state == "running" else {}, self.restarts.get(task.node)
             why = task.reason or (f"{again.why}, {ago(self.time, again.time)}" if again else "")
+            why = "; ".join(filter(None, (why, f"has {', '.join(task.gpus)}" if task.gpus else "")))
             rows.append([task.node, task.host, task.state, *_used(used), str(again.count) if again else "", why])
         empty = {column for column in range(3, 8) if not any(row[column] for row in rows[1:])}
         return [[cell for column, cell in enumerate(row) if column not in empty] for row in rows]

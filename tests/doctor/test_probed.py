@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -50,6 +51,8 @@ def facts(**changes: Any) -> dict[str, Any]:
         "limits": {"nofile": 1048576, "memlock": 8 << 20, "stack": 8 << 20},
         "infiniband": [],
         "gpus": [],
+        "given_gpus": [],
+        "machine_gpus": [],
         "mounts": [mount("/workspace/runs"), mount("/data")],
     }
     return {**sound, **changes}
@@ -109,6 +112,17 @@ def pulling(seen: Probed) -> Probed:
 GPU = {"uuid": "GPU-1", "name": "H100", "driver": "570.1"}
 
 
+def reserved(given: list[str], machine: list[str] | None = None, **changes: Any) -> Callable[[Probed], Probed]:
+    """Swarm gave a node these GPUs, and the machine has one and another."""
+
+    def made(seen: Probed) -> Probed:
+        seen = with_gpus()(seen)
+        promised = plan(default_gpu_count=2, swarm={"gpu": GpuMode.reserve})
+        return node(given_gpus=given, machine_gpus=machine or [], **changes)(replace(seen, plan=promised))
+
+    return made
+
+
 def with_gpus(gpus: list[dict[str, str]] | None = None, devices: int = 2) -> Callable[[Probed], Probed]:
     """Two GPUs are promised on each node, and are there but for one of them."""
 
@@ -165,10 +179,13 @@ CASES = [
     Case("shared", planned(docker_config={"docker_container": "job:1"}), "lies in no mount"),
     Case("data", on_mount("/data", entries=2, content="def"), "/data holds something else here: 2 entries, where the others have 3"),
     Case("torch", met(torch="2.12.0"), "torch differs: node0 2.13.0, node1 2.12.0, node2 2.13.0"),
-    Case("devices", with_gpus(devices=1), "node1 on gpu-1: torch sees 1 GPUs of 2, for 2 ranks"),
+    Case("devices", with_gpus(devices=1), "node1 on gpu-1: torch sees 1 GPU of 2, for 2 ranks"),
     Case("devices", with_gpus(gpus=[], devices=0), "node1 on gpu-1: torch sees 0 GPUs of 0, for 2 ranks"),
-    Case("devices", with_gpus(gpus=[{**GPU, "driver": "550.9"}] * 2), "drivers differ: node0 570.1, node1 550.9, node2 570.1", fatal=False),
-    Case("devices", with_old_driver, "node1 on gpu-1: driver 535.9 is too old for CUDA 13.0, which torch is built for"),
+    Case("devices", reserved(["GPU-1", "GPU-9"]), "Swarm gave it GPU-9, and its GPUs are GPU-1, GPU-1"),
+    Case("devices", reserved(["GPU-1"], ["GPU-1"], gpus=[]), "has 1 GPU, and its containers see none"),
+    Case("devices", reserved(["GPU-1"]), "Swarm gave it 1 GPU, and the container sees 2", fatal=False),
+    Case("driver", with_gpus(gpus=[{**GPU, "driver": "550.9"}] * 2), "drivers differ: node0 570.1, node1 550.9, node2 570.1", fatal=False),
+    Case("driver", with_old_driver, "node1 on gpu-1: driver 535.9 is too old for CUDA 13.0, which torch is built for"),
     Case("together", met(error="timeout"), "no all-reduce: timeout"),
 ]
 
@@ -183,6 +200,18 @@ def test_what_is_wrong_is_found_by_its_check_alone(case: Case) -> None:
     assert found.hint
     assert found.why or case.check == "container"
     assert [name for name, others in findings.items() if others] == [case.check]
+
+
+def test_settings_are_printed_as_they_are_to_be_written() -> None:
+    devices = next(check for check in CHECKS.all if check.name == "devices")
+    [found] = devices.find(reserved(["GPU-1"], ["GPU-1", "GPU-2"], gpus=[])(sound()))
+    _, daemon, toolkit, _ = (found.hint or "").replace("; in its", "\n").replace("daemon.json: ", "\n").replace("; then", "\n").split("\n")
+    assert json.loads(daemon) == {
+        "default-runtime": "nvidia",
+        "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "args": []}},
+        "node-generic-resources": ["NVIDIA-GPU=GPU-1", "NVIDIA-GPU=GPU-2"],
+    }
+    assert toolkit.endswith('swarm-resource = "DOCKER_RESOURCE_NVIDIA-GPU"')
 
 
 def test_there_is_a_case_for_every_check() -> None:

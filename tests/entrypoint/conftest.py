@@ -181,6 +181,8 @@ class SmallRun:
             stop_grace=stop_grace,
             log_dir=str(self.folder / f"log{number}"),
             mounts=mounts,
+            interface="",
+            numa="",
         )
 
     def _start(self, role: str, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:

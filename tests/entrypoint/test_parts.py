@@ -15,7 +15,7 @@ import pytest
 from swarmtrain.board import Board
 from swarmtrain.entrypoint.agent import DeathReporter, shutdown_timeout
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
-from swarmtrain.entrypoint.interface import Route, published_address, route_to
+from swarmtrain.entrypoint.interface import Route, published_address, route_by, route_to
 from swarmtrain.entrypoint.rank import exit_code_of
 from swarmtrain.errors import BoardError
 from swarmtrain.wire import EXIT_PLANNED, NodeEnv, Verdict
@@ -41,6 +41,8 @@ def node_env(folder: Path, **changes: Any) -> NodeEnv:
         "stop_grace": 10.0,
         "log_dir": str(folder / "logs"),
         "mounts": (str(folder), str(folder / "script.py")),
+        "interface": "",
+        "numa": "",
     }
     return NodeEnv(**{**values, **changes})
 
@@ -172,3 +174,15 @@ def test_the_board_answers_nonsense_with_an_error_and_lives_on(small_run: Any) -
     board._call("post", kind="finished", data={"step": 1}, time=0.0)
     assert board.leave("node0", 0).verdict == Verdict("done", "the last step, 1, is done", 0)
     assert small_run.board.wait(20) == 0
+
+
+def test_an_interface_is_found_by_its_name_or_its_subnet() -> None:
+    by_name, by_subnet = route_by("lo"), route_by("127.0.0.0/8")
+    assert by_name == by_subnet == Route("127.0.0.1", "lo", chosen=True)
+    assert published_address(Route("10.1.0.4", "ib0", chosen=True)) == "10.1.0.4"
+    with pytest.raises(OSError, match=r"no interface ib7 has an address on this node; it has .*lo 127\.0\.0\.1"):
+        route_by("ib7")
+
+
+def test_an_interface_that_is_not_there_is_a_permanent_problem(tmp_path: Path) -> None:
+    assert any("no interface 203.0.113.0/24" in problem for problem in permanent_problems(node_env(tmp_path, interface="203.0.113.0/24")))

@@ -18,6 +18,7 @@ import pytest
 from stand_in import NODES, RUN, SILENT, command_lines, docker, nothing_left, say, task_ids
 
 from swarmtrain import wire
+from swarmtrain.config.runner import NcclDebug
 from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
@@ -56,7 +57,7 @@ def test_the_same_specs_as_docker_stack_deploy(lab: Lab, launcher: SwarmLauncher
     plan = planned(
         mounts=(("/mnt/shared/data", "/data"), ("cache", "/cache")),
         env={"PLAIN": "1", "EMPTY": "", "ODD": "$HOME {{.Node.ID}} a=b 'c'"},
-        swarm={"mtu": 1400},
+        swarm={"mtu": 1400, "internal": True},
         docker_config={
             "docker_container": planned().config.runner.docker_config.docker_container,
             "docker_mounts": (("/mnt/shared/data", "/data"), ("cache", "/cache")),
@@ -74,6 +75,18 @@ def test_the_same_specs_as_docker_stack_deploy(lab: Lab, launcher: SwarmLauncher
     for program in command_lines():
         docker(lab, "stack", "deploy", "-c", str(tmp_path / "generated.yml"), RUN, program=program)
         assert snapshot(engine) == ours, program
+        assert launcher.changes(plan) == [], program
+        launcher.down(RUN, SILENT)
+
+
+def test_the_host_network_and_rdma_are_the_same_by_docker_stack_deploy(
+    lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """Compared without waiting for containers: a lab's engines may not raise the limit on locked memory."""
+    plan = planned(nodes=1, swarm={"network": "host", "rdma": True}, nccl={"debug": NcclDebug.info})
+    write(stack(plan), tmp_path / "generated.yml")
+    for program in command_lines():
+        docker(lab, "stack", "deploy", "-c", str(tmp_path / "generated.yml"), RUN, program=program)
         assert launcher.changes(plan) == [], program
         launcher.down(RUN, SILENT)
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from swarmtrain.config.load import parse
-from swarmtrain.errors import StackError
-from swarmtrain.plan import Cargo, CodeFile, make_plan, offline
+from swarmtrain.errors import PlanError, StackError
+from swarmtrain.plan import Cargo, CodeFile, Inventory, Machine, make_plan, offline
 from swarmtrain.render.compose import Stack, stack, to_yaml, write
 
 CODE = CodeFile.of("training_code.py", b"print('hello')\n")
@@ -103,10 +103,21 @@ def test_gpus_are_hidden_shown_or_reserved() -> None:
     assert node(made())["environment"]["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert node(made("runner.swarm.gpu=visible"))["environment"]["NVIDIA_VISIBLE_DEVICES"] == "all"
     reserved = node(made("runner.swarm.gpu=reserve", "runner.default_gpu_count=2"))
-    assert "NVIDIA_VISIBLE_DEVICES" not in reserved["environment"]
+    assert reserved["environment"]["NVIDIA_VISIBLE_DEVICES"] == "all"  # of those that it is given
     assert reserved["deploy"]["resources"]["reservations"]["generic_resources"] == [
         {"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": 2}}
     ]
+
+
+def test_some_gpus_are_shown_the_same_on_every_host_or_each_its_own() -> None:
+    shown = "runner.swarm={gpu: visible, gpu_ids: [1, GPU-ab]}"
+    found = made(shown, "runner.hosts=[a, 'b slots=0,2,3', 'c slots=5,', 'd slots=1']")
+    assert [node(found, name)["environment"]["NVIDIA_VISIBLE_DEVICES"] for name in ("node0", "node1", "node2")] == [
+        "1,GPU-ab",
+        "0,2,3",
+        "5",
+    ]
+    assert [node(found, name)["environment"]["SWARMTRAIN_SLOTS"] for name in ("node0", "node1", "node2")] == ["2", "3", "1"]
 
 
 def test_limits_are_text_because_docker_refuses_numbers() -> None:
@@ -120,6 +131,80 @@ def test_networks() -> None:
     assert jumbo["driver_opts"] == {"com.docker.network.driver.mtu": "9000", "encrypted": "true"}
     assert made("runner.swarm.network=mine").document["networks"] == {"training": {"external": True, "name": "mine"}}
     assert made("runner.max_nodes=150").document["networks"]["training"]["ipam"] == {"config": [{"subnet": "10.128.0.0/16"}]}
+
+
+def test_a_network_without_a_way_out() -> None:
+    assert made("runner.swarm.internal=true").document["networks"]["training"]["internal"] is True
+
+
+def on_host(*overrides: str, machines: tuple[Machine, ...] = (), run: str = "demo") -> Stack:
+    config = parse("runner: {nodes: 1, swarm: {network: host}}\ntopology: {global_batch_size: 1, micro_batch_size: 1}", overrides)
+    return stack(make_plan(config, Inventory("the swarm", machines), Cargo((CODE,)), run=run))
+
+
+MACHINES = (Machine("gpu-1", id="one", address="10.0.0.5"), Machine("gpu-2", id="two", address="10.0.0.6", manager=True))
+
+
+def test_on_the_host_network_the_board_is_where_a_managers_address_says() -> None:
+    found = on_host(machines=MACHINES)
+    assert found.document["networks"] == {"training": {"external": True, "name": "host"}}
+    board = node(found, "rendezvous")
+    assert board["deploy"]["placement"]["constraints"] == ["node.role==manager", "node.id==two"]
+    assert board["environment"]["SWARMTRAIN_BIND"] == "10.0.0.6"
+    port = int(board["environment"]["SWARMTRAIN_STORE_PORT"])
+    assert node(found)["environment"]["SWARMTRAIN_BOARD"] == f"10.0.0.6:{port + 1}"
+    assert node(found)["environment"]["SWARMTRAIN_STORE"] == f"10.0.0.6:{port}"
+    # Longer than it takes to notice that a node is dead: its name and process id will be the same again.
+    assert node(found)["deploy"]["restart_policy"]["delay"] == "8s"
+
+
+def test_ports_on_the_host_network_are_the_runs_own_and_always_the_same() -> None:
+    def port(run: str, *overrides: str) -> int:
+        return int(node(on_host(*overrides, machines=MACHINES, run=run), "rendezvous")["environment"]["SWARMTRAIN_STORE_PORT"])
+
+    ports = [port(f"run-{number}") for number in range(20)]
+    assert all(20000 <= each <= 29996 for each in ports)
+    assert len(set(ports)) > 15
+    assert [port(f"run-{number}") for number in range(20)] == ports
+    assert port("demo", "runner.master_port=4000") == 4000
+    assert node(made(), "rendezvous")["environment"]["SWARMTRAIN_STORE_PORT"] == "29500"
+
+
+@pytest.mark.parametrize(
+    ("address", "pin", "bind"),
+    [
+        ("10.0.0.6", "node.id==two", "10.0.0.6"),
+        ("gpu-2", "node.id==two", "0.0.0.0"),  # noqa: S104  # a name may mean the machine's loopback to itself
+        ("10.1.0.6", "node.ip==10.1.0.6", "10.1.0.6"),
+        ("gpu-2-ib", "node.hostname==gpu-2-ib", "0.0.0.0"),  # noqa: S104
+    ],
+)
+def test_a_managers_address_that_the_config_names(address: str, pin: str, bind: str) -> None:
+    found = on_host(f"runner.master_addr={address}", machines=MACHINES)
+    assert node(found, "rendezvous")["deploy"]["placement"]["constraints"][1] == pin
+    assert node(found, "rendezvous")["environment"]["SWARMTRAIN_BIND"] == bind
+    assert node(found)["environment"]["SWARMTRAIN_BOARD"].startswith(f"{address}:")
+
+
+def test_without_a_managers_address_there_is_no_plan_on_the_host_network() -> None:
+    with pytest.raises(PlanError, match="no manager's address is known"):
+        on_host(machines=MACHINES[:1])
+
+
+def test_rdma_is_allowed_only_when_it_is_asked_for() -> None:
+    assert not {"ulimits", "cap_add"} & set(node(made()))
+    found = node(made("runner.swarm.rdma=true"))
+    assert (found["ulimits"], found["cap_add"], found["environment"]["NVIDIA_MOFED"]) == ({"memlock": -1}, ["IPC_LOCK"], "enabled")
+
+
+def test_nccl_is_told_what_the_config_says_and_the_users_own_word_wins() -> None:
+    assert not [name for name in node(made())["environment"] if name.startswith("NCCL_")]
+    environment = node(made("runner.nccl={debug: INFO, ib_disable: true, buffsize: 8m}", "runner.env={NCCL_DEBUG: WARN}"))["environment"]
+    assert {name: value for name, value in environment.items() if name.startswith("NCCL_")} == {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_BUFFSIZE": "8388608",
+    }
 
 
 def test_labels_constrain_too() -> None:

@@ -25,6 +25,8 @@ NODE = NodeEnv(
     stop_grace=90.0,
     log_dir="/tmp/swarmtrain",
     mounts=("/data", "/mnt/a b"),
+    interface="10.1.0.0/16",
+    numa="node",
 )
 
 

@@ -259,7 +259,9 @@ def _share(plan: Plan, index: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" in os.environ:
         share = {}
     gpus = _gpus()
-    if len(gpus) >= slots * plan.max_nodes:
+    if plan.nodes[index].gpus:
+        share["CUDA_VISIBLE_DEVICES"] = ",".join(plan.nodes[index].gpus)
+    elif len(gpus) >= slots * plan.max_nodes:
         share["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slots * index : slots * (index + 1)])
     return share
 

@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from swarmtrain.config import Config
+from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import checks, logs, observe, removal
+from swarmtrain.launchers.swarm import checks, holders, logs, observe, removal
 from swarmtrain.launchers.swarm.follow import Scope, follow, manager
 from swarmtrain.launchers.swarm.lock import Lock
 from swarmtrain.launchers.swarm.logs import Line
@@ -27,6 +28,7 @@ from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
 from swarmtrain.launchers.swarm.record import keep
 from swarmtrain.launchers.swarm.specs import Specs, specs
+from swarmtrain.launchers.swarm.turn import Need
 from swarmtrain.launchers.swarm.up import up
 from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
 from swarmtrain.render.compose import WORKSPACE, stack
@@ -61,7 +63,7 @@ class SwarmLauncher:
     def up(self, plan: Plan, say: Say) -> None:
         wanted = self._specs(plan)
         self._up_since[plan.run] = time.time()
-        up(self._engine, plan.run, lambda: self._steps(wanted), say, self._patience)
+        up(self._engine, _need(plan), lambda: self._steps(wanted), say, self._patience)
 
     def deployed(self, run: str) -> tuple[Config, Cargo]:
         services = observe.run_services(self._engine, run)
@@ -96,7 +98,7 @@ class SwarmLauncher:
         services = observe.run_services(self._engine, run)
         found, hosts = observe.tasks(self._engine, run), observe.hosts(self._engine)
         states = [observe.task_state(_short(service, run), found, service, hosts) for service in services]
-        return [*observe.stopping(found, services, hosts), *states]
+        return [*observe.stopping(found, services, hosts), *holders.told(self._engine, run, services, states)]
 
     def events(self, run: str, since: float | None = None) -> list[Event]:
         return self._events(observe.run_services(self._engine, run), run, since)
@@ -190,6 +192,13 @@ class SwarmLauncher:
 
 def _short(service: observe.Service, run: str) -> str:
     return service.name.removeprefix(f"{run}_")
+
+
+def _need(plan: Plan) -> Need:
+    swarm = plan.config.runner.swarm
+    if swarm.gpu is not GpuMode.reserve:
+        return Need(plan.run)
+    return Need(plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.nodes})
 
 
 def _digest(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from swarmtrain.config.names import HOST_NETWORK
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import EngineError, ImageError, StackError
 from swarmtrain.images import contents, pin
@@ -12,10 +13,14 @@ from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.reconcile import check_networks
+from swarmtrain.launchers.swarm.resources import settings
 from swarmtrain.launchers.swarm.specs import Specs
 from swarmtrain.plan import Machine, Plan
-from swarmtrain.wire import LABEL_RUN
+from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, PREFIX, ROLE_RENDEZVOUS
 
+_STORE_PORT = f"{PREFIX}STORE_PORT="
+# The store, the board, and a probe.
+_PORTS = 3
 # The first engine that does not reject tasks with reserved GPUs after any change of their node.
 _GPU_ENGINE = (25, 0, 3)
 # These refuse an image that the node has if the registry answers "unauthorized".
@@ -26,7 +31,14 @@ def findings(engine: Engine, plan: Plan) -> list[Finding]:
     """Return what stands in the way of `plan`. Raises EngineError if the managers cannot be asked."""
     machines = observe.inventory(engine).machines
     used = [machine for node in plan.nodes for machine in machines if node.host in (machine.host, machine.id)]
-    return [*_foreign(engine, plan), *_image(engine, plan), *_managers(machines), *_resources(plan, used), *_versions(plan, used)]
+    return [
+        *_foreign(engine, plan),
+        *_image(engine, plan),
+        *_managers(machines),
+        *_ports(engine, plan),
+        *_resources(plan, used),
+        *_versions(plan, used),
+    ]
 
 
 def network_findings(specs: Specs, there: observe.Observed) -> list[Finding]:
@@ -81,6 +93,22 @@ def _managers(machines: tuple[Machine, ...]) -> list[Finding]:
     return [Finding("rendezvous", f"it runs on a manager, and none takes containers: {states}", hint)]
 
 
+def _ports(engine: Engine, plan: Plan) -> list[Finding]:
+    """Find another run on the machines' own network whose ports this one would have."""
+    if plan.board is None:
+        return []
+    found = []
+    for item in engine.listing("/services", label=f"{LABEL_ROLE}={ROLE_RENDEZVOUS}"):
+        run, template = item["Spec"]["Labels"].get(LABEL_RUN, ""), item["Spec"]["TaskTemplate"]
+        port = next((int(each.partition("=")[2]) for each in template["ContainerSpec"]["Env"] if each.startswith(_STORE_PORT)), 0)
+        if run == plan.run or abs(port - plan.master_port) >= _PORTS:
+            continue
+        if HOST_NETWORK in {observe.network_of(engine, network["Target"]) for network in template.get("Networks") or []}:
+            hint = f"-o runner.master_port={port + _PORTS}, or any port with two free ones behind it"
+            found.append(Finding("config runner.master_port", f"run {run} listens on {port} and the next ones, as this one would", hint))
+    return found
+
+
 def _resources(plan: Plan, used: list[Machine]) -> list[Finding]:
     swarm = plan.config.runner.swarm
     if swarm.gpu is not GpuMode.reserve:
@@ -90,7 +118,8 @@ def _resources(plan: Plan, used: list[Machine]) -> list[Finding]:
         Finding(
             f"node {machine.host}",
             f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are wanted",
-            'list them as "node-generic-resources" in its /etc/docker/daemon.json, or set fewer slots',
+            settings(swarm.generic_resource),
+            why="Swarm knows of no GPUs but those that an engine's settings name; fewer slots would do too",
         )
         for machine in used
         if machine.resources.get(swarm.generic_resource, 0) < slots.get(machine.host, 0)
@@ -102,7 +131,7 @@ def _versions(plan: Plan, used: list[Machine]) -> list[Finding]:
     for machine in used:
         version = _version(machine.engine)
         if plan.config.runner.swarm.gpu is GpuMode.reserve and version < _GPU_ENGINE:
-            message = f"engine {machine.engine} may reject tasks that reserve GPUs whenever the node changes"
+            message = f"engine {machine.engine} rejects tasks that reserve GPUs whenever the node changes, as when a network comes to it"
             found.append(Finding(f"node {machine.host}", message, "update it to 25.0.3, or set runner.swarm.gpu to visible", fatal=False))
         if _BROKEN_PULL[0] <= version <= _BROKEN_PULL[1]:
             message = f"engine {machine.engine} rejects images that it has, if their registry wants a login"

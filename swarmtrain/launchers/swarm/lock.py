@@ -22,13 +22,11 @@ from typing import Any
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Say
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm.observe import LABEL_LOCK, gone
+from swarmtrain.launchers.swarm.observe import LABEL_DOES, LABEL_LOCK, LABEL_WHO, gone
 from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.process import uninterrupted
 
 _TOKEN = "swarmtrain.lock.token"  # noqa: S105  # a label's name
-_WHO = "swarmtrain.lock.who"
-_DOES = "swarmtrain.lock.does"
 _SINCE = "swarmtrain.lock.since"
 _LENT = "swarmtrain.lock.lent"
 _LOOK = 0.5
@@ -44,15 +42,19 @@ class _Found:
     labels: dict[str, str]
 
     def __str__(self) -> str:
-        return f"{self.labels.get(_WHO, 'somebody')} {self.labels.get(_DOES, 'changes it')}"
+        return f"{self.labels.get(LABEL_WHO, 'somebody')} {self.labels.get(LABEL_DOES, 'changes it')}"
 
 
 class Lock:
-    """The lock of one run, for one change of it. `does` says what is done to the run, in words that follow a name."""
+    """The lock of one run, for one change of it. `does` says what is done to the run, in words that follow a name.
 
-    def __init__(self, engine: Engine, run: str, does: str, patience: Patience = USUAL) -> None:
-        self._engine, self._run, self._does, self._patience = engine, run, does, patience
-        self._name = f"{run}_lock"
+    `kind` is the label by which locks of its kind are found, and the last word of its name; `labels` are what else is to stand on it.
+    """
+
+    def __init__(self, engine: Engine, run: str, does: str, patience: Patience = USUAL, *, kind: str = LABEL_LOCK) -> None:
+        self._engine, self._run, self._does, self._patience, self._kind = engine, run, does, patience, kind
+        self._name = f"{run}_{kind.split('.')[1]}"
+        self.labels: dict[str, str] = {}
         self._token = secrets.token_hex(8)
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._lent = False
@@ -94,6 +96,11 @@ class Lock:
         self._lent = False
         self._lost = not self._put()
         return not self._lost
+
+    def write(self) -> None:
+        """Put `labels` on it as they are now. Raises EngineError, and StackError if it has been lost."""
+        if not self._put():
+            raise self.taken()
 
     def mine(self) -> bool:
         """Say whether nobody else has taken it since it was lent. Raises EngineError."""
@@ -181,8 +188,8 @@ class Lock:
         return True
 
     def _spec(self) -> dict[str, Any]:
-        labels = {LABEL_LOCK: self._run, _TOKEN: self._token, _WHO: _who(), _DOES: self._does, _SINCE: self._since}
-        return {"Name": self._name, "Labels": {**labels, **({_LENT: "yes"} if self._lent else {})}}
+        labels = {self._kind: self._run, _TOKEN: self._token, LABEL_WHO: _who(), LABEL_DOES: self._does, _SINCE: self._since}
+        return {"Name": self._name, "Labels": {**self.labels, **labels, **({_LENT: "yes"} if self._lent else {})}}
 
 
 def _who() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +11,15 @@ from typing import Any
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm.resources import counted, described, given
 from swarmtrain.plan import Inventory, Machine
 from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, PREFIX, RENDEZVOUS, ROLE_NODE
 
-# On the lock of a run.
+# On the lock of a run, on its place among those that wait for GPUs, and on both.
 LABEL_LOCK = "swarmtrain.lock.run"
+LABEL_QUEUE = "swarmtrain.queue.run"
+LABEL_WHO = "swarmtrain.lock.who"
+LABEL_DOES = "swarmtrain.lock.does"
 _NODE = f"{PREFIX}NODE="
 # The config of configs: the first thing that is made of a run and the last that is removed, so that none is forgotten.
 _MARK = re.compile(r"config-[0-9a-f]{10}")
@@ -62,6 +67,8 @@ class Task:
     """Of the run's node, or rendezvous."""
     grace: float = 0.0
     """Seconds from the signal to stop to the kill."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs or other resources that it was given, by id, or how many of which kind."""
 
     @property
     def over(self) -> bool:
@@ -95,15 +102,31 @@ def observe(engine: Engine, stack: str) -> Observed:
     """Return what there is of `stack`. Raises EngineError."""
     label = f"{LABEL_STACK}={stack}"
     networks = engine.listing("/networks")
+    found = services(engine, stack)
     return Observed(
         stack=stack,
-        services={service.name: service for service in services(engine, stack)},
+        services={service.name: service for service in found},
         networks={item["Name"]: item for item in networks if (item.get("Labels") or {}).get(LABEL_STACK) == stack},
         configs={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/configs", label=label)},
         secrets={item["Spec"]["Name"]: item["ID"] for item in engine.listing("/secrets", label=label)},
-        network_ids={item["Id"]: item["Name"] for item in networks},
+        network_ids={item["Id"]: item["Name"] for item in networks} | _unlisted(engine, found, networks),
         local=frozenset(item["Name"] for item in networks if item.get("Scope") == "local"),
     )
+
+
+def _unlisted(engine: Engine, found: list[Service], networks: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the names, by id, of networks that services are in and no listing shows: the host's, of which the swarm has its own."""
+    targets = {network["Target"] for service in found for network in service.spec["TaskTemplate"].get("Networks") or []}
+    names: dict[str, str] = {}
+    for target in targets - {name for item in networks for name in (item["Id"], item["Name"])}:
+        with contextlib.suppress(EngineError):  # it is gone
+            names[target] = network_of(engine, target)
+    return names
+
+
+def network_of(engine: Engine, target: str) -> str:
+    """Return the name of the network that a service's spec names, by id or by name. Raises EngineError."""
+    return str(engine.get(f"/networks/{target}")["Name"])
 
 
 def services(engine: Engine, stack: str) -> list[Service]:
@@ -125,6 +148,9 @@ def run_services(engine: Engine, run: str) -> list[Service]:
 
 def not_found(engine: Engine, run: str) -> RunNotFound:
     """Return the error for a run that is not there, which lists those that are."""
+    if waiting := [item["Spec"]["Labels"] for item in engine.listing("/configs", label=f"{LABEL_QUEUE}={run}")]:
+        message = f"it is not up yet: {waiting[0].get(LABEL_WHO, 'somebody')} {waiting[0].get(LABEL_DOES, 'waits')}"
+        return RunNotFound(message, place=f"run {run}", hint=f"swarmtrain down {run} gives up its place in the queue")
     if run in leaving(engine):
         hint = f"swarmtrain down {run} returns when nothing of it is left"
         return RunNotFound("it is going down, or was left half made", place=f"run {run}", hint=hint)
@@ -180,6 +206,7 @@ def _task(item: dict[str, Any]) -> Task:
         created=item["CreatedAt"],
         name=next((setting.removeprefix(_NODE) for setting in spec.get("Env") or [] if setting.startswith(_NODE)), RENDEZVOUS),
         grace=float(spec.get("StopGracePeriod", 10 * 10**9)) / 1e9,
+        gpus=described(given(item)) if item.get("NodeID") and status.get("State") not in FINAL else (),
     )
 
 
@@ -203,7 +230,7 @@ def task_state(observed_name: str, found: list[Task], service: Service, hosts: M
     if not reason and not task.over and task.state != "running":
         before = [other for other in found if other.service == service.id and other.id != task.id and other.reason]
         reason = f"starts again after: {before[-1].reason}" if before else ""
-    return TaskState(observed_name, hosts.get(task.node, host), task.state, reason, task.exit_code)
+    return TaskState(observed_name, hosts.get(task.node, host), task.state, reason, task.exit_code, task.gpus)
 
 
 def stopping(found: list[Task], services: list[Service], hosts: Mapping[str, str]) -> list[TaskState]:
@@ -240,11 +267,12 @@ def _machine(node: dict[str, Any]) -> Machine:
     return Machine(
         host=description["Hostname"],
         id=node["ID"],
-        address=node["Status"].get("Addr", ""),
+        # Old engines show a leader's own address as 0.0.0.0; what counts for a manager is what it told the others.
+        address=(node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]") or node["Status"].get("Addr", ""),
         manager=node["Spec"]["Role"] == "manager",
         unavailable=_unavailable(node),
         labels=node["Spec"].get("Labels") or {},
-        resources=_resources(description.get("Resources", {}).get("GenericResources") or []),
+        resources=counted(description.get("Resources", {}).get("GenericResources") or []),
         engine=description.get("Engine", {}).get("EngineVersion", ""),
     )
 
@@ -253,18 +281,6 @@ def _unavailable(node: dict[str, Any]) -> str:
     if node["Status"]["State"] != "ready":
         return str(node["Status"]["State"])
     return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")
-
-
-def _resources(generic: list[dict[str, Any]]) -> dict[str, int]:
-    """Count named resources (one entry each, as GPUs by UUID) and add up discrete ones."""
-    counts: dict[str, int] = {}
-    for item in generic:
-        named, discrete = item.get("NamedResourceSpec"), item.get("DiscreteResourceSpec")
-        if named:
-            counts[named["Kind"]] = counts.get(named["Kind"], 0) + 1
-        if discrete:
-            counts[discrete["Kind"]] = counts.get(discrete["Kind"], 0) + int(discrete["Value"])
-    return counts
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:

@@ -16,6 +16,8 @@ class Patience:
     looks: int = 30
     """As many looks in a row at a lock that stands still, half a second apart, and its holder is dead. No clock is compared
     with another: the waiter counts what it saw."""
+    dead: float = 30.0
+    """A place in the queue that has not been renewed for so long counts no more."""
     pending: float = 20.0
     """What is merely pending is left to itself when nothing has changed for so long; pulling an image may take longer."""
     manager: float = 120.0

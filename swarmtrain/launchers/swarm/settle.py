@@ -35,6 +35,9 @@ _HOPELESS = (
     ("non-zero exit (126)", 2, _NO_PROGRAM),
 )
 _OTHERWISE = (5, "docker service ps shows every attempt; docker events on that node shows more")
+# The managers' own words, not a node's: engines before 25.0.3 say so of whatever reserves GPUs when its node changes in any
+# way, as it does when a network comes to it, and start it again. Where it is true, the next task finds no node and waits.
+_TAKEN_AWAY = "assigned node no longer meets constraints"
 # Nobody keeps the budget for the notice board itself.
 _BOARD = (3, "its log says why; an image without swarmtrain needs swarmtrain image build")
 # Seconds without a change: for a start, and for a notice board that has failed already.
@@ -168,7 +171,7 @@ def _refused(task: Task, *, board: bool) -> bool:
     """Tell a container that could not be started from one that ran and failed; of the board, both count."""
     if task.state == "failed":
         return board or task.exit_code in (126, 127) or task.reason.startswith("starting container failed")
-    return task.state == "rejected"
+    return task.state == "rejected" and _TAKEN_AWAY not in task.reason
 
 
 def _last_words(engine: Engine, service: Service, name: str) -> str:

@@ -12,29 +12,32 @@ from swarmtrain.launchers.swarm import observe, removal
 from swarmtrain.launchers.swarm.deploy import apply
 from swarmtrain.launchers.swarm.lock import Lock
 from swarmtrain.launchers.swarm.patience import USUAL, Patience
-from swarmtrain.launchers.swarm.reconcile import Step, Verb
+from swarmtrain.launchers.swarm.reconcile import Kind, Step, Verb
 from swarmtrain.launchers.swarm.settle import await_running, known_tasks
+from swarmtrain.launchers.swarm.turn import Need, turn
 
 # A network that is going is still listed for a moment after its last task, and services cannot be made with it.
 _TRIES = 10
 _PAUSE = 0.5
 
 
-def up(engine: Engine, stack: str, steps: Callable[[], list[Step]], say: Say, patience: Patience = USUAL) -> None:
+def up(engine: Engine, need: Need, steps: Callable[[], list[Step]], say: Say, patience: Patience = USUAL) -> None:
     """Carry out the `steps` that are needed, whatever they then are, and return when the stack runs. Raises SwarmtrainError.
 
-    The lock is held while things are changed and lent while containers start: whoever comes meanwhile goes first, and
+    A stack that has a `need` of reserved resources changes nothing before all of them are free. The lock is held while
+    things are changed and lent while others are waited for, or containers start: whoever comes meanwhile goes first, and
     this one then leaves everything alone.
     """
-    bringing = _Up(engine, stack, steps, say, patience)
+    bringing = _Up(engine, need, steps, say, patience)
     with bringing.lock.held(say):
         bringing.go()
 
 
 class _Up:
-    def __init__(self, engine: Engine, stack: str, steps: Callable[[], list[Step]], say: Say, patience: Patience) -> None:
-        self._engine, self._stack, self._steps, self._say, self._patience = engine, stack, steps, say, patience
-        self.lock = Lock(engine, stack, "brings it up", patience)
+    def __init__(self, engine: Engine, need: Need, steps: Callable[[], list[Step]], say: Say, patience: Patience) -> None:
+        self._engine, self._need, self._steps, self._say, self._patience = engine, need, steps, say, patience
+        self._stack = need.run
+        self.lock = Lock(engine, need.run, "brings it up", patience)
         self._made: set[str] = set()
 
     def go(self) -> None:
@@ -59,8 +62,9 @@ class _Up:
         return True
 
     def _change_and_wait(self) -> None:
-        old = known_tasks(self._engine, self._stack)
-        done = self._change()
+        with turn(self._engine, self._need_now(), self.lock, self._say, self._patience):
+            old = known_tasks(self._engine, self._stack)
+            done = self._change()
         if not done:
             self._say(f"{self._stack} is as it should be: nothing to do")
         self.lock.lend()
@@ -68,6 +72,11 @@ class _Up:
         await_running(self._engine, self._stack, old, restarted, say=self._say, still_ours=self._still_ours, patience=self._patience)
         leaving = [step.service for step in done if step.verb is Verb.remove and step.service]
         removal.await_stopped(self._engine, self._stack, leaving, self._say)
+
+    def _need_now(self) -> Need:
+        """Return nothing if no container is to be started: a run that is over needs none to be left as it is."""
+        starts = self._need.wants and any(step.kind is Kind.service and step.verb is not Verb.remove for step in self._steps())
+        return self._need if starts else Need(self._stack)
 
     def _change(self) -> list[Step]:
         """Make the changes, again where what they rest on vanishes under them. Returns what was done."""
