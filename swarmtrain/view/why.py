@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -136,7 +137,8 @@ def _exit(data: dict[str, Any]) -> str:
     """Return how the process ended, as a number and in words."""
     code = data.get("exit_code")
     if name := data.get("signal"):
-        return f"killed by {name}"
+        number = getattr(signal, str(name), None)
+        return f"killed by {name}{f', {128 + number} to a shell' if number else ''}"
     if not isinstance(code, int):
         return ""
     name = signal_name(code - 128) if code > 128 else ""

@@ -78,7 +78,8 @@ def test_a_hint_of_whoever_failed_is_better_than_the_tables() -> None:
     ("data", "told"),
     [
         ({"exit_code": 137}, "exit code 137, which is SIGKILL"),
-        ({"signal": "SIGBUS"}, "killed by SIGBUS"),
+        ({"signal": "SIGKILL"}, "killed by SIGKILL, 137 to a shell"),
+        ({"signal": "signal 34"}, "killed by signal 34"),
         ({"exit_code": 5}, "exit code 5"),
         ({"exit_code": 200}, "exit code 200"),
     ],
