@@ -101,7 +101,8 @@ def why(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: It
         return None
     data = first.data
     node, rank = str(data.get("node", "")), data.get("rank")
-    said = [line for line in lines if first.time - BEFORE < line.time < first.time + _AFTER]
+    # Lines of a local run's files have no time: they may be of any.
+    said = [line for line in lines if not line.time or first.time - BEFORE < line.time < first.time + _AFTER]
     own = [line.text for line in said if line.node == node and rank in (None, line.rank)]
     reasons = [task.reason for task in tasks if task.node == node and task.reason]
     known = recognise(Evidence(data, "\n".join([*own[-_LAST:], *reasons])))
@@ -181,7 +182,8 @@ def _others(node: str, first: Event, events: Sequence[Event], tasks: Sequence[Ta
         )
         later = f"{failure_line(failed.data)}, {duration(failed.time - first.time)} later" if failed else ""
         last = next((line for line in reversed(said) if line.node == task.node and line.time <= first.time), None)
-        found.append(Other(task.node, task.state, later, f"{last.text}, {duration(first.time - last.time)} before" if last else ""))
+        when = f", {duration(first.time - last.time)} before" if last and last.time else ""
+        found.append(Other(task.node, task.state, later, f"{last.text}{when}" if last else ""))
     return tuple(found)
 
 

@@ -110,3 +110,10 @@ def test_a_container_that_cannot_be_started_is_told_by_swarm() -> None:
 def test_of_a_run_in_which_nothing_failed_there_is_nothing_to_say() -> None:
     assert why("demo", EVENTS[:2], TASKS, LINES) is None
     assert why("demo", [Event(wire.VERDICT, {"status": "done", "why": "all", "exit_code": 0})], TASKS, LINES) is None
+
+
+def test_lines_without_a_time_are_those_of_a_local_run() -> None:
+    found = why("demo", EVENTS, TASKS, [LogLine("node1", "step 5", 3), LogLine("node0", "step 6", 0)])
+    assert found is not None
+    assert found.lines == ("step 5",)
+    assert found.others[0].last == "step 6"
