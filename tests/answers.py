@@ -58,6 +58,7 @@ _NEVER_THE_SAME = (
     (r"\b(?=\w*\d)[0-9a-f]{64}\b", "DIGEST"),
     (r"(127\.0\.0\.1|localhost):\d{4,5}\b", r"\1:PORT"),
     (r"\b\d+\.\d+ s\b", "N s"),
+    (r"(: (?:starting|training|done|failed)) (for|after) (?:\d+ min )?\d+ s", r"\1 \2 N s"),
 )
 
 

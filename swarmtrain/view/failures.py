@@ -56,7 +56,7 @@ class Known:
         return (
             (not self.signal or self.signal == evidence.signal)
             and (self.oom is None or self.oom == bool(evidence.data.get("oom")))
-            and (not self.words or re.search(self.words, text) is not None)
+            and (not self.words or re.search(self.words, text, re.IGNORECASE) is not None)
         )
 
 
@@ -278,6 +278,6 @@ FAILURES = (
         "peer lost",
         "another rank went away first, and its own reason was never told",
         "see what the others did; docker node ls shows whether a machine was lost",
-        words=r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|DistNetworkError|DistStoreError|RendezvousConnectionError",
+        words=r"connection (was )?(closed|reset|refused)|Broken pipe|DistNetworkError|DistStoreError|RendezvousConnectionError",
     ),
 )

@@ -124,5 +124,5 @@ def _line(event: Event) -> str:
 
 def _left(data: Mapping[str, Any]) -> str:
     code = data.get("exit_code")
-    how = {None: "fell silent", 0: "is done", EXIT_PLANNED: "has left, as it was told to"}.get(code, f"left with exit code {code}")
+    how = {None: "fell silent", 0: "has ended", EXIT_PLANNED: "has left, as it was told to"}.get(code, f"left with exit code {code}")
     return f"{data.get('node')} {how}"

@@ -6,14 +6,14 @@ import time
 
 from swarmtrain.errors import EngineError, RunNotFound, StateError
 from swarmtrain.launchers import everywhere, find_run, kept
-from swarmtrain.launchers.base import Launcher
+from swarmtrain.launchers.base import Launcher, TaskState
 from swarmtrain.view import history
 from swarmtrain.view.console import say
 from swarmtrain.view.data import show
 from swarmtrain.view.status import Status, status
 from swarmtrain.view.watch import watch
 from swarmtrain.view.why import BEFORE, Why, first_failure, why
-from swarmtrain.wire import Event
+from swarmtrain.wire import JOINED, Event
 
 _TAIL = 2000
 """Lines of each node that are looked through."""
@@ -85,7 +85,9 @@ def _why(run: str | None) -> tuple[str, Why | None]:
     except (RunNotFound, EngineError, StateError):
         if run is None or not kept.events(run):
             raise
-    return run, why(run, kept.merged(kept.last_life(kept.events(run)), ()), (), kept.lines(run))
+    events = kept.merged(kept.last_life(kept.events(run)), ())
+    nodes = sorted({str(event.data.get("node")) for event in events if event.kind == JOINED})
+    return run, why(run, events, [TaskState(node, "", "down") for node in nodes], kept.lines(run))
 
 
 def why_of(place: Launcher, run: str) -> Why | None:

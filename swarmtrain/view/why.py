@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -100,7 +101,8 @@ def why(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: It
         return None
     data = first.data
     node, rank = str(data.get("node", "")), data.get("rank")
-    said = [line for line in lines if first.time - BEFORE < line.time < first.time + _AFTER]
+    # Lines of a local run's files have no time: they may be of any.
+    said = [line for line in lines if not line.time or first.time - BEFORE < line.time < first.time + _AFTER]
     own = [line.text for line in said if line.node == node and rank in (None, line.rank)]
     reasons = [task.reason for task in tasks if task.node == node and task.reason]
     known = recognise(Evidence(data, "\n".join([*own[-_LAST:], *reasons])))
@@ -136,7 +138,8 @@ def _exit(data: dict[str, Any]) -> str:
     """Return how the process ended, as a number and in words."""
     code = data.get("exit_code")
     if name := data.get("signal"):
-        return f"killed by {name}"
+        number = getattr(signal, str(name), None)
+        return f"killed by {name}{f', {128 + number} to a shell' if number else ''}"
     if not isinstance(code, int):
         return ""
     name = signal_name(code - 128) if code > 128 else ""
@@ -179,7 +182,8 @@ def _others(node: str, first: Event, events: Sequence[Event], tasks: Sequence[Ta
         )
         later = f"{failure_line(failed.data)}, {duration(failed.time - first.time)} later" if failed else ""
         last = next((line for line in reversed(said) if line.node == task.node and line.time <= first.time), None)
-        found.append(Other(task.node, task.state, later, f"{last.text}, {duration(first.time - last.time)} before" if last else ""))
+        when = f", {duration(first.time - last.time)} before" if last and last.time else ""
+        found.append(Other(task.node, task.state, later, f"{last.text}{when}" if last else ""))
     return tuple(found)
 
 

@@ -34,11 +34,14 @@ def worlds(events: Iterable[Event]) -> list[World]:
     """Return the worlds that have formed, in order."""
     found: list[World] = []
     between: list[Event] = []
+    before: set[str] = set()
     for event in events:
         if event.kind == wire.WORLD:
             nodes, ranks = int(event.data.get("nodes", 0)), int(event.data.get("world_size", 0))
-            found.append(World(len(found) + 1, event.time, nodes, ranks, why_anew(between) if found else ""))
-            between = []
+            members = set(event.data.get("ranks") or ())
+            why = why_anew(between) or _difference(before, members) if found else ""
+            found.append(World(len(found) + 1, event.time, nodes, ranks, why))
+            between, before = [], members
         elif event.kind in _REASONS:
             between.append(event)
     return found
@@ -90,6 +93,12 @@ def restarts(events: Iterable[Event]) -> dict[str, Restart]:
         if why:
             found[node] = Restart(found[node].count + 1 if node in found else 1, event.time, why)
     return found
+
+
+def _difference(before: set[str], members: set[str]) -> str:
+    """Return which nodes are new in a world; one may have come before the last world, and too late for it."""
+    new = ", ".join(sorted(members - before)) if before else ""
+    return f"{new} came" if new else ""
 
 
 _REASONS = {wire.FAILURE, wire.LEFT, wire.BOARD_UP, wire.JOINED}

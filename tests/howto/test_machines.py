@@ -103,6 +103,8 @@ def test_own_machines(swarm: Machines) -> None:
         "docs/how-to/own-data.md",
         "docs/how-to/images.md",
         "docs/how-to/plain-docker.md",
+        "docs/how-to/watch.md",
+        "docs/how-to/why.md",
         "docs/how-to/resume-and-scale.md",
         "docs/how-to/air-gapped.md",
     ],

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from swarmtrain.launchers.swarm import SwarmLauncher, observe
 from swarmtrain.launchers.swarm.patience import Patience
 from swarmtrain.plan import Plan, make_plan
 from swarmtrain.render.compose import stack, write
+from swarmtrain.view.logs import Choice, show_logs
+from swarmtrain.view.look import show_history
+from swarmtrain.view.runs import take_down
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
@@ -225,8 +229,36 @@ def test_logs_are_one_stream_in_the_order_of_time(launcher: SwarmLauncher, plann
     assert [line.time for line in lines] == sorted(line.time for line in lines)
     assert {line.node for line in lines} == {"node0", "node1"}
     assert len(list(launcher.logs(RUN, follow=False, tail=1))) == 2
-    followed = launcher.logs(RUN, follow=True, tail=1)
-    assert [next(followed).rank for _ in range(6)] == [0] * 6
+    assert {line.node for line in launcher.logs(RUN, follow=False, node="node1")} == {"node1"}
+    since = lines[len(lines) // 2].time
+    assert min(line.time for line in launcher.logs(RUN, follow=False, since=since)) >= since - 0.001
+    followed = launcher.logs(RUN, follow=True, node="node0")
+    steps = [int(next(followed).text.split()[1]) for _ in range(len(lines) + 20)]
+    assert steps == list(range(len(steps)))
+    assert next(launcher.logs(RUN, follow=True, tail=1)).rank == 0
+
+
+def test_what_was_followed_is_there_when_the_run_is_down(
+    launcher: SwarmLauncher, planned: Callable[..., Plan], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", launcher._engine.address)
+    launcher.up(planned(), say)
+    seen = list(islice(launcher.logs(RUN, follow=True), 40))
+    take_down(launcher, RUN)
+    capsys.readouterr()
+    show_logs(RUN, Choice(), follow=False)
+    out, err = capsys.readouterr()
+    assert err.startswith("demo is down; this is what was kept")
+    for node in ("node0", "node1"):
+        kept = [line.partition(" | ")[2] for line in out.splitlines() if line.startswith(f"{node} ")]
+        assert kept[-1] == "saved"
+        followed = [line.text for line in seen if line.node == node]
+        assert kept[: len(followed)] == followed
+        steps = [int(text.split()[1]) for text in kept[:-1]]
+        assert steps == list(range(len(steps)))
+    show_history(RUN, as_json=False)
+    shown = capsys.readouterr().out
+    assert [words in shown for words in ("its notice board is up", "taken down from here")] == [True, True]
 
 
 def refused(launcher: SwarmLauncher, plan: Plan, kind: type[Exception], match: str) -> Exception:

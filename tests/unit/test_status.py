@@ -105,6 +105,13 @@ def test_why_a_world_came_after_another(between: list[Event], why: str) -> None:
     assert [world.why for world in worlds([Event(wire.BOARD_UP), BEFORE, *between, after])] == ["", why]
 
 
+def test_a_node_that_came_too_late_for_a_world_is_the_reason_for_the_next() -> None:
+    formed = [
+        Event(wire.WORLD, {"nodes": number + 1, "ranks": {f"node{index}": [index] for index in range(number + 1)}}) for number in (0, 1)
+    ]
+    assert [world.why for world in worlds(formed)] == ["", "node1 came"]
+
+
 def test_following_tells_apart_data_and_talk(capsys: pytest.CaptureFixture[str]) -> None:
     updates = [
         LogLine("node1", "hello", rank=1),

@@ -78,7 +78,8 @@ def test_a_hint_of_whoever_failed_is_better_than_the_tables() -> None:
     ("data", "told"),
     [
         ({"exit_code": 137}, "exit code 137, which is SIGKILL"),
-        ({"signal": "SIGBUS"}, "killed by SIGBUS"),
+        ({"signal": "SIGKILL"}, "killed by SIGKILL, 137 to a shell"),
+        ({"signal": "signal 34"}, "killed by signal 34"),
         ({"exit_code": 5}, "exit code 5"),
         ({"exit_code": 200}, "exit code 200"),
     ],
@@ -109,3 +110,10 @@ def test_a_container_that_cannot_be_started_is_told_by_swarm() -> None:
 def test_of_a_run_in_which_nothing_failed_there_is_nothing_to_say() -> None:
     assert why("demo", EVENTS[:2], TASKS, LINES) is None
     assert why("demo", [Event(wire.VERDICT, {"status": "done", "why": "all", "exit_code": 0})], TASKS, LINES) is None
+
+
+def test_lines_without_a_time_are_those_of_a_local_run() -> None:
+    found = why("demo", EVENTS, TASKS, [LogLine("node1", "step 5", 3), LogLine("node0", "step 6", 0)])
+    assert found is not None
+    assert found.lines == ("step 5",)
+    assert found.others[0].last == "step 6"

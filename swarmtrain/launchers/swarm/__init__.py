@@ -179,6 +179,7 @@ class SwarmLauncher:
         return list(heapq.merge(*found, key=lambda line: line.time))
 
     def _follow_lines(self, run: str, scope: Scope, say: Say | None) -> Iterator[LogLine]:
+        keep(run, scope.before)
         yield from (line.log_line() for line in scope.before if line.event() is None)
         for update in follow(self._engine, run, scope, self._patience):
             if isinstance(update, LogLine):
