@@ -43,7 +43,7 @@ def add(
     tag: Annotated[str, typer.Option("--tag", "-t", help="What to call the new image.")],
     push: Annotated[bool, typer.Option("--push", help="Push it to the registry that the tag names.")] = False,
 ) -> None:
-    """Put directories above an image, as a layer in its working directory: in seconds, and nothing else is pushed; print the tag."""
+    """Put directories above an image, beside the script, as a layer each: in seconds, and nothing else is pushed; print the tag."""
     from swarmtrain import images
     from swarmtrain.launchers.engine import Engine
     from swarmtrain.view.console import progress

@@ -50,20 +50,24 @@ def spread(source: Holder, image: str, targets: Mapping[str, str], connect: Conn
     _tag(source, content, tag)
     say(f"{image} is {tag}, {megabytes(int(found['Size']))}")
 
+    def failed(name: str, why: str) -> str:
+        return f"{name}: {why}" if name == targets[name] else f"{name} ({targets[name]}): {why}"
+
     def give(name: str) -> str:
         try:
             _Giving(source, connect(targets[name]), content, tag, lambda line: say(f"{name}: {line}")).go()
-        except (SwarmtrainError, OSError) as error:
-            where = name if name == targets[name] else f"{name} ({targets[name]})"
-            return f"{where}: {reason(error) if isinstance(error, OSError) else error.message}"
+        except SwarmtrainError as error:
+            return failed(name, f"{error.message} ({error.hint})" if error.hint else error.message)
+        except OSError as error:
+            return failed(name, reason(error))
         return ""
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="spread") as pool:
-        failed = [line for line in pool.map(give, targets) if line]
-    if failed:
-        word = "one engine does" if len(failed) == 1 else f"{len(failed)} engines do"
+        failures = [line for line in pool.map(give, targets) if line]
+    if failures:
+        word = "one engine does" if len(failures) == 1 else f"{len(failures)} engines do"
         hint = "mend that and give the same command again: those that have the image are skipped"
-        raise ImageError(f"{word} not have it:\n  " + "\n  ".join(failed), place=f"image {tag}", hint=hint)
+        raise ImageError(f"{word} not have it:\n  " + "\n  ".join(failures), place=f"image {tag}", hint=hint)
     return tag
 
 

@@ -6,9 +6,10 @@ import hashlib
 import importlib.util
 import shutil
 import sys
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
-import swarmtrain
 from swarmtrain import process
 from swarmtrain.errors import ImageError, ProcessError
 from swarmtrain.images.engine import Say
@@ -18,6 +19,8 @@ PYTHON = "3.11"
 """The version in both base images."""
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 """What an engine calls its processor: what a wheel calls it."""
+# What pip writes beside a wheel's own files when it installs it.
+_OF_PIP = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 _LIBC = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
 
 
@@ -67,7 +70,7 @@ def further(project: Project, architecture: str, *, say: Say) -> None:
 def own(project: Project, *, say: Say) -> None:
     """Put swarmtrain's own wheel into the project's folder for it. Raises ImageError.
 
-    It is made from the checkout that runs, or downloaded in the version that is installed.
+    It is made from the checkout that runs, or from the files that are installed: what is here is what the image gets.
     """
     shutil.rmtree(project.package, ignore_errors=True)
     project.package.mkdir(parents=True)
@@ -77,8 +80,19 @@ def own(project: Project, *, say: Say) -> None:
         isolation = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
         _pip("wheel", "--no-deps", *isolation, f"--wheel-dir={project.package}", str(source))
     else:
-        say(f"downloading the wheel of swarmtrain {swarmtrain.__version__}")
-        _pip("download", "--no-deps", "--only-binary=:all:", f"--dest={project.package}", f"swarmtrain=={swarmtrain.__version__}")
+        say("making swarmtrain's wheel from what is installed")
+        repack("swarmtrain", project.package)
+
+
+def repack(name: str, into: Path) -> None:
+    """Write into a folder the wheel of an installed distribution of pure Python, from its files; the same bytes each time."""
+    found = metadata.distribution(name)
+    files = [file for file in found.files or () if ".." not in file.parts and "__pycache__" not in file.parts and file.name not in _OF_PIP]
+    with zipfile.ZipFile(into / f"{found.name}-{found.version}-py3-none-any.whl", "w") as wheel:
+        for file in sorted(files):
+            wheel.writestr(zipfile.ZipInfo(str(file)), file.read_binary())
+        record = next(str(file) for file in found.files or () if file.name == "RECORD")
+        wheel.writestr(zipfile.ZipInfo(record), "".join(f"{file},,\n" for file in sorted(files)))
 
 
 def download(into: Path, machine: str, *what: str) -> None:

@@ -60,7 +60,7 @@ def test_added_code_is_one_layer_and_the_same_one_wherever_it_is_made(engine: En
     assert layers(other, "elsewhere:lib") == layers(engine, tag)
 
     script = "import os, lib; print(lib.name, sorted(os.listdir('lib')), os.access('lib/run.sh', os.X_OK))"
-    shown = docker(lab, "run", "--rm", "--workdir", WORKSPACE, "--entrypoint", "python3", tag, "-c", script)
+    shown = docker(lab, "run", "--rm", "--workdir", WORKSPACE, "--entrypoint", "python3", tag, "-Bc", script)
     assert shown == "lib ['__init__.py', 'run.sh'] True\n"
     other.client.remove_image("elsewhere:lib")
 
