@@ -111,7 +111,8 @@ class DockerConfig(Section):
     )
     cache_dir: ContainerPath | None = Field(
         None,
-        description="Folder in the container for what is downloaded or compiled (Hugging Face, inductor, Triton, wandb). null: HOME.",
+        description="Folder in the container for what is downloaded or compiled (Hugging Face, inductor, Triton, wandb). To outlive "
+        "containers it is in a mount, as with docker_mounts: [[cache, /cache]]. null: HOME.",
     )
     user: User | None = Field(
         None, description="User and group of the ranks, as 1000 or 1000:1000: whoever may write to save_dir. null: the image's."
