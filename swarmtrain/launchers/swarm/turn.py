@@ -36,11 +36,15 @@ Raw = dict[str, Any]
 
 @dataclass(frozen=True)
 class Need:
-    """What a run reserves: how many of `kind`, by the constraint that pins each of its nodes. Nothing: it need not wait."""
+    """What a run reserves: how many of `kind`, by the constraint that pins each of its nodes. Nothing: it need not wait.
+
+    One that is not `patient` is refused where others would wait.
+    """
 
     run: str
     kind: str = ""
     wants: Wants = field(default_factory=dict)
+    patient: bool = True
 
 
 @contextlib.contextmanager
@@ -67,6 +71,9 @@ def turn(engine: Engine, need: Need, lock: Lock, say: Say, patience: Patience = 
 def _await(engine: Engine, need: Need, lock: Lock, say: Say, patience: Patience) -> None:
     told, reminded, lent = "", time.monotonic(), False
     while missing := _missing(engine, need, patience):
+        if not need.patient:
+            hint = "wait until they are, or ask without a probe: swarmtrain doctor CONFIG --no-probe"
+            raise StackError(f"not all its {need.kind} are free: {missing}", place=f"run {need.run}", hint=hint)
         if not lent:
             lock.lend()
             lent = True
