@@ -105,7 +105,8 @@ def _lack(nodes: list[Raw], found: dict[str, Supply], need: Need, constraint: st
     if supply.declared < wanted:
         message = f"has {supply.declared} {need.kind}, and {wanted} are wanted"
         raise StackError(message, place=f"node {supply.host}", hint="swarmtrain doctor CONFIG prints the settings that declare them")
-    before = {other.run: count for other in ahead if (count := _wanted(other, node, nodes)) and other.run not in supply.claimed}
+    # What an earlier one has already of what it wants is counted as claimed.
+    before = {other.run: more for other in ahead if (more := _wanted(other, node, nodes) - supply.claimed.get(other.run, 0)) > 0}
     if supply.free - sum(before.values()) >= wanted:
         return ""
     holders = [f"{_called(stack)} has {count}" for stack, count in sorted(supply.claimed.items())]
