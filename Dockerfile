@@ -14,11 +14,11 @@ RUN /opt/venv/bin/python -m compileall -qq -j 0 -x '/tests/|/testing/_internal/'
 
 FROM ${BASE_IMAGE}
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-RUN useradd --uid 1000 --user-group --create-home trainer && mkdir /workspace && chown trainer:trainer /workspace \
- && mkdir -m 1777 /cache
+RUN useradd --uid 1000 --user-group --create-home trainer && mkdir /workspace && chown trainer:trainer /workspace
 COPY --from=wheels /opt/venv /opt/venv
 COPY build/package/ /tmp/package/
 RUN /opt/venv/bin/pip install --no-index --no-deps --no-cache-dir /tmp/package/*.whl
+RUN mkdir -m 1777 /cache
 USER trainer
 WORKDIR /workspace
 COPY --chown=trainer:trainer training_code.py datautils.py ./

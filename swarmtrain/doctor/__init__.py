@@ -44,9 +44,7 @@ def examine(place: Launcher, plan: Plan, say: Say, *, probe: bool = True) -> Rep
         answers += _answers(cluster.CHECKS, cluster.look(Engine(), plan))
     answers.append(Answer("plan", "nothing stands in the way of a deploy", tuple(place.check(plan))))
     report = Report(tuple(answers))
-    # A probe reserves what the job reserves, and is not to wait for another run's end.
-    held = any(answer.findings for answer in answers if answer.check == "resources")
-    if report.fatal or held or not (probe and swarm):
+    if report.fatal or not (probe and swarm):
         return report
     try:
         seen = run_probe(place, plan, say)
