@@ -31,6 +31,7 @@ COPY --from=wheels /opt/venv /opt/venv
 COPY --from=extra /opt/extra /opt/extra
 COPY build/package/ /tmp/package/
 RUN /opt/venv/bin/pip install --no-index --no-deps --no-cache-dir /tmp/package/*.whl
+RUN mkdir -m 1777 /cache
 USER trainer
 WORKDIR /workspace
 COPY --chown=trainer:trainer *.py ./

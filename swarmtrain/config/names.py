@@ -98,6 +98,35 @@ def mounts(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     return pairs
 
 
+def volumes(named: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Check volumes and the options of Docker's local driver."""
+    for name, options in named.items():
+        if not _VOLUME.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a volume: letters, digits, _ . and -")
+        if unknown := sorted(options.keys() - {"type", "o", "device"}):
+            raise ValueError(f"{name}: {', '.join(unknown)}: Docker's local driver knows type, o and device")
+        nfs = options.get("type", "").startswith("nfs")
+        if nfs and not ("addr=" in options.get("o", "") and options.get("device", "").startswith(":/")):
+            example = "{type: nfs, o: 'addr=nas,rw', device: ':/export'}"
+            raise ValueError(f"{name}: NFS wants the server in o and the path in device: {example}")
+    return named
+
+
+def container_path(text: str) -> str:
+    """Check a folder in the container."""
+    path = PurePosixPath(text)
+    if not path.is_absolute() or path == PurePosixPath("/") or ".." in path.parts:
+        raise ValueError(f"{text}: a folder in the container must be absolute, below /")
+    return text
+
+
+def user(text: str) -> str:
+    """Check a user by number, with a group or without."""
+    if not re.fullmatch(r"\d{1,10}(?::\d{1,10})?", text):
+        raise ValueError(f"{text!r} is not a user: write its number, or that and its group's: 1000:1000; `id` shows them")
+    return text
+
+
 def network(name: str) -> str:
     """Check the name of an overlay network, or that of the machines' own."""
     if name in ("bridge", "none") or not _NETWORK.fullmatch(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -49,6 +49,9 @@ def _texts(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=_LARGEST)]
 Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs), AfterValidator(names.mounts)]
+Volumes = Annotated[dict[str, dict[str, str]], AfterValidator(names.volumes)]
+ContainerPath = Annotated[str, AfterValidator(names.container_path)]
+User = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(names.user)]
 Image = Annotated[str, AfterValidator(names.image)]
 Network = Annotated[str, AfterValidator(names.network)]
 Interface = Annotated[str, AfterValidator(names.interface)]
@@ -101,9 +104,39 @@ class DockerConfig(Section):
     docker_mounts: Mounts = Field(
         (), description="Pairs of a path on every node (or the name of a volume) and a path in the container. A shared disk belongs here."
     )
+    volumes: Volumes = Field(
+        {},
+        description="Name of a volume in docker_mounts to the options of Docker's local driver, for NFS {type: nfs, o: 'addr=nas,rw', "
+        "device: ':/export'}. Other options make another volume. One that is not named here is an empty folder of each node's own.",
+    )
+    cache_dir: ContainerPath | None = Field(
+        None,
+        description="Folder in the container for what is downloaded or compiled (Hugging Face, inductor, Triton, wandb). To outlive "
+        "containers it is in a mount, as with docker_mounts: [[cache, /cache]]. null: HOME.",
+    )
+    user: User | None = Field(
+        None, description="User and group of the ranks, as 1000 or 1000:1000: whoever may write to save_dir. null: the image's."
+    )
     shm_size: Bytes = Field(2**30, description="Size of /dev/shm, in bytes or as 8g. Docker's own 64 MiB is too small for NCCL.")
     cpus: float | None = Field(None, ge=0.01, le=65536, description="CPUs a node's container may use. null: all.")
     memory: Bytes | None = Field(None, description="Memory a node's container may use, in bytes or as 64g. /dev/shm counts too. null: all.")
+
+    @model_validator(mode="after")
+    def _volumes_are_mounted(self) -> DockerConfig:
+        mounted = {source for source, _ in self.docker_mounts}
+        if unused := sorted(self.volumes.keys() - mounted):
+            example = f"docker_mounts: [[{unused[0]}, /data]]"
+            raise wrong("volumes", f"{', '.join(unused)} is mounted nowhere", example)
+        return self
+
+    @property
+    def caches(self) -> dict[str, str]:
+        """Variables that lead programs to cache_dir."""
+        if self.cache_dir is None:
+            return {}
+        folders = {"HF_HOME": "huggingface", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        folders |= {"WANDB_CACHE_DIR": "wandb", "WANDB_DATA_DIR": "wandb", "XDG_CACHE_HOME": ""}
+        return {name: str(PurePosixPath(self.cache_dir) / folder) for name, folder in folders.items()}
 
 
 class NcclConfig(Section):

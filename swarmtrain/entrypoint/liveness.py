@@ -7,6 +7,7 @@ the supervisor listens to its heartbeat instead, from the first second and at no
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -39,6 +40,8 @@ def guard(*, every: float = _EVERY, missed: int = _MISSED) -> None:
             os.write(mouth, _BEAT)
 
     signal.signal(signal.SIGALRM, beat)
+    # At the interpreter's end the signal means death again, and torch takes its time to leave.
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     signal.setitimer(signal.ITIMER_REAL, every, every)
 
 

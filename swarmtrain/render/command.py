@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from swarmtrain.plan import Plan, PlannedNode
@@ -24,6 +25,8 @@ class Place:
     store_port: int
     board_port: int
     mounts: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What programs are to know there, unless the user says otherwise."""
 
 
 def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
@@ -49,7 +52,8 @@ def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
         numa=runner.numa or "",
     )
     probe = ProbeEnv(tuple(node.name for node in plan.nodes), place.board_port + 1).to_env() if plan.probe else {}
-    return {**runner.nccl.environment, **runner.env, **{f"{name}_FILE": path for name, path in secrets.items()}, **ours.to_env(), **probe}
+    files = {f"{name}_FILE": path for name, path in secrets.items()}
+    return {**runner.nccl.environment, **place.environment, **runner.env, **files, **ours.to_env(), **probe}
 
 
 def board_env(plan: Plan, place: Place) -> dict[str, str]:

@@ -17,7 +17,7 @@ import yaml
 
 from swarmtrain import __version__
 from swarmtrain.config.files import OPEN, SECRET, reason, write_all
-from swarmtrain.config.runner import GpuMode
+from swarmtrain.config.runner import DockerConfig, GpuMode
 from swarmtrain.errors import StackError
 from swarmtrain.plan import CodeFile, Plan, PlannedNode
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
@@ -71,8 +71,9 @@ def stack(plan: Plan) -> Stack:
         "networks": {NETWORK: _network(plan)},
         "configs": {key: {"file": path} for key, path in cargo.configs.items()},
     }
-    if volumes := sorted({source for source, _ in plan.config.runner.docker_config.docker_mounts if not source.startswith("/")}):
-        document["volumes"] = {_untemplated(volume): {} for volume in volumes}
+    docker = plan.config.runner.docker_config
+    if volumes := sorted({source for source, _ in docker.docker_mounts if not source.startswith("/")}):
+        document["volumes"] = {_volume_name(docker, name): _volume(docker, name) for name in volumes}
     if cargo.secrets:
         document["secrets"] = {key: {"file": path} for key, path in cargo.secrets.items()}
     return Stack(plan.run, document, cargo.files)
@@ -169,6 +170,8 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
     if runner.swarm.rdma:
         environment.setdefault("NVIDIA_MOFED", "enabled")
     service = _service(plan, plan.role, environment)
+    if runner.docker_config.user:
+        service["user"] = runner.docker_config.user
     service["configs"] = cargo.mounted
     if cargo.mounted_secrets:
         service["secrets"] = cargo.mounted_secrets
@@ -190,6 +193,11 @@ def _rendezvous_service(plan: Plan, cargo: _Cargo) -> dict[str, Any]:
     return service
 
 
+def _home(docker: DockerConfig) -> dict[str, str]:
+    """Return a HOME that can be written to by a user whom the image does not know: else it would be /."""
+    return {"HOME": docker.cache_dir or "/tmp"} if docker.user else {}  # in the container, which is its own
+
+
 def _board_constraints(plan: Plan) -> list[str]:
     if plan.board is None:
         return ["node.role==manager"]
@@ -200,7 +208,7 @@ def _board_constraints(plan: Plan) -> list[str]:
 
 
 def _place(plan: Plan) -> Place:
-    port = plan.master_port
+    port, docker = plan.master_port, plan.config.runner.docker_config
     address = plan.board.address if plan.board else ""
     return Place(
         board_host=address or RENDEZVOUS,
@@ -213,7 +221,8 @@ def _place(plan: Plan) -> Place:
         log_dir="/tmp/swarmtrain",
         store_port=port,
         board_port=port + 1,
-        mounts=tuple(target for _, target in plan.config.runner.docker_config.docker_mounts),
+        mounts=tuple(target for _, target in docker.docker_mounts),
+        environment={**docker.caches, **_home(docker)},
     )
 
 
@@ -248,9 +257,21 @@ def _mounts(plan: Plan) -> list[dict[str, Any]]:
     docker = plan.config.runner.docker_config
     mounts: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker.shm_size}}]
     for source, target in docker.docker_mounts:
-        kind = "bind" if source.startswith("/") else "volume"
-        mounts.append({"type": kind, "source": _untemplated(source), "target": _untemplated(target)})
+        bind = source.startswith("/")
+        name = source if bind else _volume_name(docker, source)
+        mounts.append({"type": "bind" if bind else "volume", "source": _untemplated(name), "target": _untemplated(target)})
     return mounts
+
+
+def _volume(docker: DockerConfig, name: str) -> dict[str, Any]:
+    return {"driver": "local", "driver_opts": docker.volumes[name]} if name in docker.volumes else {}
+
+
+def _volume_name(docker: DockerConfig, name: str) -> str:
+    """Return the volume's name, with its options' digest: a volume that a node has once keeps those it was made with."""
+    if name not in docker.volumes:
+        return name
+    return f"{name}-{CodeFile.of(name, json.dumps(docker.volumes[name], sort_keys=True).encode()).digest}"
 
 
 def _shown(plan: Plan, node: PlannedNode) -> str:

@@ -35,6 +35,16 @@ def test_one_that_waits_or_works_lives_to_its_end(what: str) -> None:
     assert start(what).wait(10) == 0
 
 
+def test_one_that_takes_long_to_leave_is_left_in_peace() -> None:
+    """Past the interpreter's own end nothing handles signals, as when torch's libraries are unloaded."""
+    linger = "import ctypes; libc = ctypes.CDLL(None); libc.on_exit(ctypes.cast(libc.pause, ctypes.c_void_p), None)"
+    process = start(linger)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
 def test_what_was_stopped_for_a_moment_goes_on() -> None:
     process = start("time.sleep(2)")
     os.kill(process.pid, signal.SIGSTOP)

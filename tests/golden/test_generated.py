@@ -1,4 +1,7 @@
-"""compose/generated.yml is what `swarmtrain generate examples/quickstart.yml` writes. REFRESH=1 pytest tests/golden rewrites it."""
+"""compose/generated.yml is what `swarmtrain generate examples/quickstart.yml` writes, and this folder has more such pairs.
+
+REFRESH=1 pytest tests/golden rewrites them all.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 HOSTS = "runner.hosts=[node0, node1, node2]"
@@ -25,6 +30,18 @@ def test_the_committed_stack_file_is_current(tmp_path: Path) -> None:
         generate(ROOT / "compose" / "generated.yml")
     generate(tmp_path / "generated.yml")
     assert contents(tmp_path) == contents(ROOT / "compose")
+
+
+@pytest.mark.parametrize("name", ["everything", "host-network"])
+def test_the_stack_file_of_a_config(name: str, tmp_path: Path) -> None:
+    config, golden = Path(__file__).with_name(f"{name}.yml"), Path(__file__).parent / "stacks" / f"{name}.yml"
+    made = tmp_path / f"{name}.yml"
+    argv = [sys.executable, "-m", "swarmtrain", "generate", str(config), "--output", str(made)]
+    subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+    if os.environ.get("REFRESH"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(made.read_text())
+    assert made.read_text() == golden.read_text()
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from stand_in import docker, say
 
 from swarmtrain.config import Config
 from swarmtrain.config.runner import GpuMode
-from swarmtrain.errors import RunNotFound
+from swarmtrain.errors import RunNotFound, StackError
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher, observe
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
@@ -99,6 +100,8 @@ def test_runs_that_want_the_same_gpus_wait_as_a_whole_and_in_order(
 ) -> None:
     launcher.up(wanting("first", 1), say)
     assert holding(launcher, "first")[0][0] in ("GPU-node0-1", "GPU-node0-2")
+    with pytest.raises(StackError, match="not all its NVIDIA-GPU are free: node0 has 2, 2 wanted, first has 1"):
+        launcher.up(replace(wanting("probe", 2), probe=True), say)
     # One is free, and is not taken while the other is not.
     second = Deploy(gpus, wanting("second", 2))
     assert second.waits_for("node0 has 2, 2 wanted, first has 1")

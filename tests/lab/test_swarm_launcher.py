@@ -64,7 +64,10 @@ def test_the_same_specs_as_docker_stack_deploy(lab: Lab, launcher: SwarmLauncher
         swarm={"mtu": 1400, "internal": True},
         docker_config={
             "docker_container": planned().config.runner.docker_config.docker_container,
-            "docker_mounts": (("/mnt/shared/data", "/data"), ("cache", "/cache")),
+            "docker_mounts": (("/mnt/shared/data", "/data"), ("cache", "/cache"), ("scratch", "/scratch")),
+            "volumes": {"scratch": {"type": "tmpfs", "device": "tmpfs", "o": "size=1m"}},
+            "cache_dir": "/cache",
+            "user": "1001:1001",
             "cpus": 0.5,
             "memory": 2**30,
             "shm_size": 2**20,

@@ -5,6 +5,7 @@ Every run is the quickstart made small; what is compared is what it wrote: metri
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -155,23 +156,50 @@ def test_a_killed_rank_changes_nothing(lab: Lab, launcher: SwarmLauncher, image:
     same(losses(lab, "rank"), reference)
 
 
-def test_a_killed_container_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float]) -> None:
+def everything_told(lab: Lab, launcher: SwarmLauncher, run: str) -> bytes:
+    """Return all that Docker tells of a run and its containers, what it logged, and what it wrote to the shared disk."""
+    told = []
+    for node in ("node0", "node1", "node2"):
+        docker = ["docker", "-H", lab.docker_host(node)]
+        kinds = [("container", "ps -aq")]
+        kinds += [(kind, f"{kind} ls -q") for kind in ("service", "config", "secret", "network")] if node == "node0" else []
+        for kind, listing in kinds:
+            ids = subprocess.run([*docker, *listing.split()], capture_output=True, check=True, text=True).stdout.split()
+            assert ids
+            told.append(subprocess.run([*docker, kind, "inspect", *ids], capture_output=True, check=True).stdout)
+    told += [path.read_bytes() for path in sorted((lab.shared / run).rglob("*")) if path.is_file()]
+    told += [line.text.encode() for line in launcher.logs(run, follow=False)]
+    return b"\n".join(told)
+
+
+def test_a_killed_container_changes_nothing(
+    lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], tmp_path: Path
+) -> None:
+    """And a secret that its ranks could read all the time stands nowhere afterwards."""
+    (tmp_path / "key").write_text("planted-0123456789")
+    planted = f"runner.secrets={{WANDB_API_KEY: {tmp_path / 'key'}}}"
     argv = [
         "deploy",
         "examples/quickstart.yml",
         "--name",
         "container",
-        *options(image, "container", "runner.min_nodes=3", "runner.max_nodes=3"),
+        *options(image, "container", "runner.min_nodes=3", "runner.max_nodes=3", planted),
     ]
     deploy = swarmtrain(*argv)
     wait_for_run(launcher, "container")
     wait_for(launcher, "container", past_the_middle)
     found, docker = container(lab, "node2")
+    secret = ["exec", found, "sh", "-c", "cat $WANDB_API_KEY_FILE"]
+    assert subprocess.run([*docker, *secret], capture_output=True, check=True).stdout == b"planted-0123456789"
     subprocess.run([*docker, "kill", "--signal", "KILL", found], check=True)
     assert deploy.wait(300) == 0
     worlds = [event for event in launcher.events("container") if event.kind == wire.WORLD]
     assert len(worlds) >= 2
     same(losses(lab, "container"), reference)
+    told = everything_told(lab, launcher, "container")
+    assert b"WANDB_API_KEY" in told
+    assert b"planted-0123456789" not in told
+    assert base64.b64encode(b"planted-0123456789")[:20] not in told
 
 
 def test_scaling_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], engine: Engine) -> None:

@@ -144,6 +144,39 @@ def test_bad_hosts(answer: Answer) -> None:
     answer("swarmtrain plan config.yml", hint=False)
 
 
+def test_bad_gpus(answer: Answer) -> None:
+    """GPUs that cannot be had
+
+    Hosts name GPUs where they are shown; where Swarm gives them out, it chooses.
+    """
+    answer.config("runner: {hosts: ['gpu-1 slots=0,2'], swarm: {gpu: reserve}}")
+    answer("swarmtrain plan config.yml")
+    answer.config("runner: {hosts: [gpu-1 slots=4], swarm: {gpu: visible, gpu_ids: [0, 2]}}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_bad_network_settings(answer: Answer) -> None:
+    """A network that cannot be so
+
+    Some settings are of an overlay that the stack makes, others of the machines' own network.
+    """
+    answer.config("runner: {swarm: {network: host, mtu: 9000}, interface: 10.1.0.0/99}")
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("runner: {master_addr: gpu-1, nccl: {debug: LOUD}}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_bad_volumes(answer: Answer) -> None:
+    """A volume that cannot be made
+
+    A node makes it when a container needs it, with the options of Docker's local driver.
+    """
+    answer.config("runner: {docker_config: {docker_mounts: [[runs, /runs]], volumes: {runs: {type: nfs, device: 'nas:/export'}}}}")
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("runner: {docker_config: {volumes: {runs: {}}}}")
+    answer("swarmtrain plan config.yml")
+
+
 def test_bad_names(answer: Answer) -> None:
     """Names that Docker does not take
 
@@ -156,7 +189,7 @@ def test_bad_names(answer: Answer) -> None:
             docker_container: Registry/My Image
             docker_mounts: [[./data, /data]]
           swarm:
-            network: host
+            network: bridge
             labels: {gpu: "{{new}}"}
         """)
     answer("swarmtrain plan config.yml", hint=False)

@@ -67,6 +67,32 @@ def test_named_volumes_are_declared() -> None:
     assert made("runner.docker_config.docker_mounts=[cache, /c]").document["volumes"] == {"cache": {}}
 
 
+def test_a_volume_with_options_is_named_by_them() -> None:
+    def volumes(server: str) -> tuple[dict[str, Any], str]:
+        nfs = f"{{data: {{type: nfs, o: 'addr={server},rw,nfsvers=4.2', device: ':/export'}}}}"
+        found = made(f"runner.docker_config={{docker_mounts: [[data, /d], [own, /o]], volumes: {nfs}}}")
+        return found.document["volumes"], node(found)["volumes"][1]["source"]
+
+    (declared, mounted), (_, elsewhere) = volumes("nas"), volumes("nas2")
+    assert declared == {
+        "own": {},
+        mounted: {"driver": "local", "driver_opts": {"type": "nfs", "o": "addr=nas,rw,nfsvers=4.2", "device": ":/export"}},
+    }
+    assert mounted.startswith("data-")
+    assert mounted != elsewhere
+
+
+def test_caches_and_a_user_whom_the_image_does_not_know() -> None:
+    environment = node(made("runner.docker_config={cache_dir: /cache, user: 1001:100}", "runner.env={HF_HOME: /mine}"))["environment"]
+    assert {name: environment[name] for name in ("HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")} == {
+        "HOME": "/cache", "HF_HOME": "/mine", "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor", "XDG_CACHE_HOME": "/cache",
+    }  # fmt: skip
+    assert node(made("runner.docker_config.user=1001"))["user"] == "1001"
+    assert node(made("runner.docker_config.user=1001"))["environment"]["HOME"] == "/tmp"
+    assert not {"HOME", "HF_HOME"} & set(node(made())["environment"])
+    assert "user" not in node(made())
+
+
 def test_values_mean_what_they_say_in_yaml_and_in_go_templates() -> None:
     found = made("runner.env={A: 'cost $5 {{.Node.ID}}'}")
     assert node(found)["environment"]["A"] == 'cost $5 {{"{{"}}.Node.ID}}'

@@ -199,7 +199,7 @@ def _need(plan: Plan) -> Need:
     swarm = plan.config.runner.swarm
     if swarm.gpu is not GpuMode.reserve:
         return Need(plan.run)
-    return Need(plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.nodes})
+    return Need(plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.nodes}, patient=not plan.probe)
 
 
 def _digest(name: str) -> str:

@@ -36,11 +36,15 @@ Raw = dict[str, Any]
 
 @dataclass(frozen=True)
 class Need:
-    """What a run reserves: how many of `kind`, by the constraint that pins each of its nodes. Nothing: it need not wait."""
+    """What a run reserves: how many of `kind`, by the constraint that pins each of its nodes. Nothing: it need not wait.
+
+    One that is not `patient` is refused where others would wait.
+    """
 
     run: str
     kind: str = ""
     wants: Wants = field(default_factory=dict)
+    patient: bool = True
 
 
 @contextlib.contextmanager
@@ -67,6 +71,9 @@ def turn(engine: Engine, need: Need, lock: Lock, say: Say, patience: Patience = 
 def _await(engine: Engine, need: Need, lock: Lock, say: Say, patience: Patience) -> None:
     told, reminded, lent = "", time.monotonic(), False
     while missing := _missing(engine, need, patience):
+        if not need.patient:
+            hint = "wait until they are, or ask without a probe: swarmtrain doctor CONFIG --no-probe"
+            raise StackError(f"not all its {need.kind} are free: {missing}", place=f"run {need.run}", hint=hint)
         if not lent:
             lock.lend()
             lent = True
@@ -98,7 +105,8 @@ def _lack(nodes: list[Raw], found: dict[str, Supply], need: Need, constraint: st
     if supply.declared < wanted:
         message = f"has {supply.declared} {need.kind}, and {wanted} are wanted"
         raise StackError(message, place=f"node {supply.host}", hint="swarmtrain doctor CONFIG prints the settings that declare them")
-    before = {other.run: count for other in ahead if (count := _wanted(other, node, nodes)) and other.run not in supply.claimed}
+    # What an earlier one has already of what it wants is counted as claimed.
+    before = {other.run: more for other in ahead if (more := _wanted(other, node, nodes) - supply.claimed.get(other.run, 0)) > 0}
     if supply.free - sum(before.values()) >= wanted:
         return ""
     holders = [f"{_called(stack)} has {count}" for stack, count in sorted(supply.claimed.items())]

@@ -1,0 +1,1 @@
+"""Nothing: a script for stack files that nobody deploys."""
