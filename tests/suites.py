@@ -35,9 +35,9 @@ SUITES = {
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
     "launchers": ["launchers", "interruption"],
-    "newer": [f"lab/{name}.py" for name in ("test_swarm_launcher", "test_doctor")],
     "howto": ["howto"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
+    "newer": [f"lab/{name}.py" for name in ("test_swarm_launcher", "test_doctor")],
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _MEMORY_DISK = Path("/dev/shm")
