@@ -87,7 +87,7 @@ def _why(run: str | None) -> tuple[str, Why | None]:
             raise
     events = kept.merged(kept.last_life(kept.events(run)), ())
     nodes = sorted({str(event.data.get("node")) for event in events if event.kind == JOINED})
-    return run, why(run, events, [TaskState(node, "", "down") for node in nodes], kept.lines(run))
+    return run, why(run, events, [TaskState(node, "", "down") for node in nodes], kept.lines(run, newest=True))
 
 
 def why_of(place: Launcher, run: str) -> Why | None:
