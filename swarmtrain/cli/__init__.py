@@ -22,6 +22,8 @@ HELP = """Distributed PyTorch training on the machines you already have, from on
     swarmtrain deploy config.yml      run it and follow it; Ctrl-C detaches, the job goes on
 
     swarmtrain status                 how it stands
+
+    swarmtrain why                    why it died
 """
 
 

@@ -75,13 +75,16 @@ def has_lines(run: str) -> bool:
     return any(directory(run).glob("node*.log"))
 
 
-def lines(run: str, *, node: str | None = None) -> Iterator[LogLine]:
-    """Yield what is kept of the output of all nodes, or of one, in the order of time. Lines without a time come first."""
+def lines(run: str, *, node: str | None = None, newest: bool = False) -> Iterator[LogLine]:
+    """Yield what is kept of the output of all nodes, or of one, in the order of time. Lines without a time come first.
+
+    `newest`: of each node's files the last one only.
+    """
     logs: dict[str, list[Path]] = {}
     for path in sorted(directory(run).glob("*.log"), key=_age):
         logs.setdefault(path.name.partition(".")[0], []).append(path)
     logs.pop(RENDEZVOUS, None)
-    chosen = {name: files for name, files in sorted(logs.items()) if node in (None, name)}
+    chosen = {name: files[-1:] if newest else files for name, files in sorted(logs.items()) if node in (None, name)}
     return heapq.merge(*(_log(name, files) for name, files in chosen.items()), key=lambda line: line.time)
 
 

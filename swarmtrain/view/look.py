@@ -13,7 +13,7 @@ from swarmtrain.view.data import show
 from swarmtrain.view.status import Status, status
 from swarmtrain.view.watch import watch
 from swarmtrain.view.why import BEFORE, Why, first_failure, why
-from swarmtrain.wire import JOINED, Event
+from swarmtrain.wire import JOINED, PROBE, Event
 
 _TAIL = 2000
 """Lines of each node that are looked through."""
@@ -87,7 +87,7 @@ def _why(run: str | None) -> tuple[str, Why | None]:
             raise
     events = kept.merged(kept.last_life(kept.events(run)), ())
     nodes = sorted({str(event.data.get("node")) for event in events if event.kind == JOINED})
-    return run, why(run, events, [TaskState(node, "", "down") for node in nodes], kept.lines(run))
+    return run, why(run, events, [TaskState(node, "", "down") for node in nodes], kept.lines(run, newest=True))
 
 
 def why_of(place: Launcher, run: str) -> Why | None:
@@ -103,7 +103,8 @@ def known_runs() -> list[history.Known]:
     """Return the runs that are there, in any place that can be reached, and those of which something was kept here."""
     now = time.time()
     there = {run: place for place, run in everywhere()[1]}
-    found = [history.known(run, kept.last_life(kept.events(run)), None, now) for run in kept.runs() if run not in there]
+    gone = {run: kept.last_life(kept.events(run)) for run in kept.runs() if run not in there}
+    found = [history.known(run, events, None, now) for run, events in gone.items() if not any(event.kind == PROBE for event in events)]
     for run, place in there.items():
         events = live_events(place, run)
         state = status(run, events, place.tasks(run), now).state

@@ -84,7 +84,7 @@ class Status:
 
     def _checkpoint(self) -> str:
         found = self.checkpoint
-        return f"step {found.get('step')}, {ago(self.time, found['time'])}, in {found.get('path')}" if found else ""
+        return f"step {found.get('step')} in {found.get('path')}, {ago(self.time, found['time'])}" if found else ""
 
     def _rows(self) -> list[list[str]]:
         """Return the table of nodes; a column that is empty but for its head is left out."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from swarmtrain.errors import EngineError, RunNotFound, SwarmtrainError
+from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.view.status import Status
 from swarmtrain.view.times import duration
 
@@ -17,7 +17,10 @@ _SILENCE = 5.0
 
 
 class Looker(threading.Thread):
-    """Calls `look` every `every` seconds until it raises something else than EngineError: a manager that hangs holds nobody up."""
+    """Calls `look` every `every` seconds, until it is closed or `look` raises something else than EngineError.
+
+    It is a thread, since a manager that hangs must not hold up the screen.
+    """
 
     def __init__(self, look: Callable[[], Status], every: float = _EVERY) -> None:
         super().__init__(name="status", daemon=True)
@@ -25,21 +28,26 @@ class Looker(threading.Thread):
         self.seen: Status | None = None
         self.at = time.monotonic()
         self.lost: EngineError | None = None
-        self.error: SwarmtrainError | None = None
+        self.error: Exception | None = None
         self.news = threading.Event()
+        self._closing = threading.Event()
 
     def run(self) -> None:
         """Look, and look again."""
-        while self.error is None:
+        while self.error is None and not self._closing.is_set():
             try:
                 self.seen = self._look()
                 self.at, self.lost = time.monotonic(), None
             except EngineError as error:
                 self.lost = error
-            except SwarmtrainError as error:
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is raised where somebody sees it
                 self.error = error
             self.news.set()
-            time.sleep(self._every)
+            self._closing.wait(self._every)
+
+    def close(self) -> None:
+        """End the thread after its next look."""
+        self._closing.set()
 
     def screen(self) -> str:
         """Return what is to be shown: the status, and since when there has been no newer one."""
@@ -58,6 +66,13 @@ def watch(look: Callable[[], Status], *, every: float = _EVERY) -> Status | None
     """
     looker = Looker(look, every)
     looker.start()
+    try:
+        return _watch(looker)
+    finally:
+        looker.close()
+
+
+def _watch(looker: Looker) -> Status | None:
     looker.news.wait()
     if looker.seen is None and (looker.error or looker.lost):
         raise looker.error or looker.lost  # type: ignore[misc]  # one of them is an error

@@ -135,7 +135,7 @@ def test_stop_saves_and_up_goes_on_where_it_was(launcher: LocalLauncher, tmp_pat
     until(launcher, "progress")
     launcher.stop("demo", print)
     assert {task.node: task.state for task in launcher.tasks("demo")} == {"node0": "shutdown", "node1": "shutdown", RENDEZVOUS: "running"}
-    assert status("demo", launcher.events("demo"), launcher.tasks("demo")).state == "stopped"
+    assert status("demo", launcher.events("demo"), launcher.tasks("demo"), time.time()).state == "stopped"
     saved = (tmp_path / "state").read_text()
     assert 0 < int(saved) < 10_000
     (tmp_path / "enough").touch()

@@ -11,6 +11,7 @@ from swarmtrain import wire
 from swarmtrain.launchers import kept
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.kept import Keeper
+from swarmtrain.launchers.local.folder import RunFolder
 from swarmtrain.view.history import history, known, runs
 from swarmtrain.view.logs import Choice, pattern, show_logs
 from swarmtrain.wire import EXIT_PLANNED, Event
@@ -124,3 +125,15 @@ def test_a_choice_of_lines() -> None:
     assert LogLine("node0", "loss 3", 1) in Choice(rank=1, pattern=pattern(r"loss \d"))
     assert LogLine("node0", "loss x", 1) not in Choice(rank=1, pattern=pattern(r"loss \d"))
     assert LogLine("node0", "loss 3") not in Choice(rank=1)
+
+
+def test_what_a_local_run_printed_in_a_life_before_is_not_taken_for_its_own() -> None:
+    folder = RunFolder("demo")
+    folder.path.mkdir(parents=True)
+    for life in ("first", "second", "third"):
+        folder.put_old_events_aside()
+        folder.events.write_text(Event(wire.BOARD_UP, {"run": life}, 1.0).to_line() + "\n")
+        folder.log("node0").write_text(f"[rank 0] {life}\n")
+    assert [event.data["run"] for event in kept.events("demo")] == ["first", "second", "third"]
+    assert [line.text for line in kept.lines("demo")] == ["first", "second", "third"]
+    assert list(kept.lines("demo", newest=True)) == [LogLine("node0", "third", 0)]

@@ -31,7 +31,7 @@ def test_a_training_run() -> None:
         "run demo: training for 3 min 02 s\n"
         "  world       3 ranks on 3 nodes\n"
         "  step        10/40, loss 2.5000, 12,346 tokens/s, 2 min 05 s left\n"
-        "  checkpoint  step 10, 2 min 41 s ago, in runs/x/step-00000010\n"
+        "  checkpoint  step 10 in runs/x/step-00000010, 2 min 41 s ago\n"
         "  failures    1 so far\n"
         "  NODE        HOST  STATE\n"
         "  node0       a     running\n"
@@ -48,7 +48,7 @@ def test_what_nodes_use_and_why_they_were_started_again() -> None:
     assert str(status("demo", [*TRAINING, *later], tasks, 190.0)).splitlines()[1:] == [
         "  world       3 ranks on 3 nodes, world 2 since 1 min 00 s: node1 rank 1 failed: killed by SIGKILL",
         "  step        10/40, loss 2.5000, 12,346 tokens/s, 2 min 05 s left",
-        "  checkpoint  step 10, 1 min 19 s ago, in runs/x/step-00000010",
+        "  checkpoint  step 10 in runs/x/step-00000010, 1 min 19 s ago",
         "  failures    1 so far",
         "  NODE   HOST  STATE    CPU    MEMORY       GPU        GPU MEMORY       RESTARTS",
         "  node0  a     running  1.9/2  1.2/4.0 GiB  94 % of 2  120.0/160.0 GiB",

@@ -5,6 +5,7 @@
     code/ secrets/      what travels with the run          logs/         the ranks' own files
     NODE.spec NODE.state  what a keeper keeps, and how it stands     lock   held by whoever changes the run
     events.jsonl        the notice board's lines           NODE.log      what a node printed
+    events.N.jsonl NODE.N.log   the same, of the times that the run was up before
 
 The events and logs stay when the run goes, for reading afterwards.
 """
@@ -134,10 +135,14 @@ class RunFolder:
         return Config.from_json((self.path / "deployed.json").read_text(encoding="utf-8")), Cargo(code, secrets)
 
     def put_old_events_aside(self) -> None:
-        """A new board begins a new file: an old verdict must not end the new run's watch."""
-        if self.events.exists():
-            number = 1 + len(list(self.path.glob("events.*.jsonl")))
-            self.events.rename(self.path / f"events.{number}.jsonl")
+        """A new board begins new files: an old verdict must not end the new run's watch, nor old lines be taken for its own."""
+        if not self.events.exists():
+            return
+        number = 1 + len(list(self.path.glob("events.*.jsonl")))
+        self.events.rename(self.path / f"events.{number}.jsonl")
+        for log in self.path.glob("node*.log"):
+            if log.stem.isalnum():  # not aside already
+                log.rename(self.path / f"{log.stem}.{number}.log")
 
     def names(self) -> list[str]:
         """Return what keepers there are, running or not: nodes in their order, then the rendezvous."""
