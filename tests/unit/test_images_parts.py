@@ -17,8 +17,9 @@ import typer.main
 from swarmtrain.errors import ImageError
 from swarmtrain.images import context, folder, lock, wheels
 from swarmtrain.images.base import apt_sources
-from swarmtrain.images.pin import untagged
+from swarmtrain.images.pin import by_content, is_spread, untagged
 from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, project
+from swarmtrain.images.transfer import follow_layers
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,39 @@ ROOT = Path(__file__).parents[2]
 )
 def test_a_registrys_port_is_no_tag(image: str, name: str) -> None:
     assert untagged(image) == name
+
+
+@pytest.mark.parametrize(
+    ("image", "spread"),
+    [
+        (by_content("registry.lab:5000/swarmtrain:0.1", f"sha256:{'0a' * 32}"), True),
+        (f"sha256:{'0a' * 32}", True),
+        ("swarmtrain:spread-0a0a0a0a0a0a", True),
+        ("swarmtrain:spread-everywhere", False),
+        ("registry.lab:5000/swarmtrain:0.1", False),
+        (f"registry.lab:5000/swarmtrain@sha256:{'0a' * 32}", False),
+        ("spread-0a0a0a0a0a0a", False),
+    ],
+)
+def test_what_was_spread_is_known_by_its_name(image: str, spread: bool) -> None:
+    assert is_spread(image) is spread
+
+
+def test_a_push_ends_with_what_it_came_to() -> None:
+    said: list[str] = []
+    stream = [
+        {"status": "The push refers to repository [registry.lab:5000/x]"},
+        {"status": "Preparing", "id": "aa"},
+        {"status": "Layer already exists", "id": "bb"},
+        {"status": "Pushing", "id": "aa", "progressDetail": {"current": 2_000_000, "total": 27_000_000}},
+        {"status": "Pushing", "id": "aa", "progressDetail": {"current": 27_200_000}},
+        {"status": "Pushed", "id": "aa"},
+        {"status": "1.0: digest: sha256:00 size: 1"},
+    ]
+    follow_layers(stream, place="image x", say=said.append)
+    assert said == ["1 layer, 27.2 MB; 1 layer was there already"]
+    with pytest.raises(ImageError, match=r"^image x: no room$"):
+        follow_layers([*stream, {"error": "no room\n"}], place="image x", say=said.append)
 
 
 def folder_of(folder: Path, *names: str) -> Path:
