@@ -31,7 +31,8 @@ def follow_layers(stream: Iterable[dict[str, Any]], *, place: str, say: Say, hin
             said = time.monotonic()
             say(f"{megabytes(sum(moved.values()))} so far")
     if moved or there:
-        say(f"{_layers(len(moved))}, {megabytes(sum(moved.values()))}; {_layers(len(there))} were there already")
+        were = "was" if len(there) == 1 else "were"
+        say(f"{_layers(len(moved))}, {megabytes(sum(moved.values()))}; {_layers(len(there))} {were} there already")
 
 
 def megabytes(count: int) -> str:
