@@ -110,6 +110,7 @@ class Keeper:
         self._files: dict[str, IO[str]] = {}
         self._until: dict[str, str] = {}
         self._lock: IO[str] | None = None
+        self._tried = False
         self._broken = False
 
     def add(self, node: str, time: str, text: str, *, event: bool = False) -> None:
@@ -129,6 +130,7 @@ class Keeper:
 
     def flush(self) -> None:
         """Hand everything to the system, and begin new files where one has grown too long."""
+        self._tried = False
         try:
             for name, file in list(self._files.items()):
                 file.flush()
@@ -147,8 +149,9 @@ class Keeper:
                 file.close()
 
     def _mine(self) -> bool:
-        """Say whether this process is the one that writes: two that follow a run see the same lines."""
-        if self._lock is None and not self._broken:
+        """Say whether this process is the one that writes: two that follow a run see the same lines. Tried once a flush."""
+        if self._lock is None and not self._tried and not self._broken:
+            self._tried = True
             self._directory.mkdir(parents=True, exist_ok=True)
             lock = (self._directory / _LOCK).open("a", encoding="utf-8")
             try:

@@ -9,7 +9,7 @@ from swarmtrain.launchers import everywhere, find_run, kept
 from swarmtrain.launchers.base import Launcher, TaskState
 from swarmtrain.view import history
 from swarmtrain.view.console import say
-from swarmtrain.view.data import show
+from swarmtrain.view.data import show, show_json
 from swarmtrain.view.status import Status, status
 from swarmtrain.view.watch import watch
 from swarmtrain.view.why import BEFORE, Why, first_failure, why
@@ -74,6 +74,8 @@ def show_why(run: str | None, *, as_json: bool) -> None:
     name, found = _why(run)
     if found is None:
         say(f"nothing of {name} has failed\nhint: swarmtrain status {name}")
+        if as_json:
+            show_json({"run": name, "error": None})
     else:
         show(found, as_json=as_json)
 
