@@ -10,6 +10,7 @@ from typing import Any
 from swarmtrain.config import Config
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import EngineError
+from swarmtrain.images.swarm import address
 from swarmtrain.launchers.engine import Engine
 
 _VXLAN = 4789
@@ -87,8 +88,8 @@ def joining(engine: Engine, config: Config | None, *, as_manager: bool) -> Joini
         where=f"the swarm at {engine.endpoint}",
         manager=managers[0],
         token=swarm["JoinTokens"]["Manager" if as_manager else "Worker"],
-        managers=tuple(address.rpartition(":")[0] for address in managers),
-        nodes=tuple(sorted(_address(item) for item in nodes)),
+        managers=tuple(each.rpartition(":")[0] for each in managers),
+        nodes=tuple(sorted(address(item) for item in nodes)),
         engine=str(info["ServerVersion"]),
         vxlan_port=swarm.get("DataPathPort") or _VXLAN,
         insecure_registries=tuple(_insecure(info)),
@@ -97,12 +98,6 @@ def joining(engine: Engine, config: Config | None, *, as_manager: bool) -> Joini
         gpus=runner.swarm.generic_resource if runner and runner.swarm.gpu is GpuMode.reserve else "",
         encrypted=bool(runner and runner.swarm.encrypted),
     )
-
-
-def _address(node: dict[str, Any]) -> str:
-    """Return a node's address; old engines show a leader's own as 0.0.0.0, and to the others as it is."""
-    manager = str((node.get("ManagerStatus") or {}).get("Addr", "")).rpartition(":")[0]
-    return manager or str(node["Status"]["Addr"])
 
 
 def _insecure(info: dict[str, Any]) -> list[str]:
