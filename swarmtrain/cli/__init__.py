@@ -38,7 +38,7 @@ def build() -> typer.Typer:
     app.callback()(_root)
     configs.register(app)
     runs.register(app)
-    app.add_typer(image.app, name="image", help="Build the image that the nodes run, and push it to a registry.")
+    app.add_typer(image.app, name="image", help="What the nodes run: build it, put code above it, push it, spread it, keep a registry.")
     app.add_typer(lab.app, name="lab", help="A real swarm on this one Linux machine, and its faults.")
     return app
 
