@@ -74,9 +74,9 @@ def bring_up(place: Launcher, plan: Plan, *, yes: bool) -> None:
     if plan.run in place.runs():
         _ask(place, plan, yes=yes)
     try:
+        kept.mark(plan.run, "up", nodes=len(plan.nodes))
         with progress(f"bringing {plan.run} up") as step:
             place.up(plan, step)
-        kept.mark(plan.run, "up", nodes=len(plan.nodes))
     except KeyboardInterrupt:
         say(f"interrupted: {_what_is_left(place, plan.run)}")
         raise
@@ -192,11 +192,11 @@ def stop(place: Launcher, run: str) -> None:
     """Let the ranks save and leave, and wait for that."""
     with progress(f"stopping {run} on {place.where}", interrupted=f"swarmtrain stop {run} again waits for what still runs") as step:
         place.stop(run, step)
-    kept.mark(run, "stop")
+        kept.mark(run, "stop")
 
 
 def take_down(place: Launcher, run: str) -> None:
     """Remove a run, and note that, so that what is kept of it is not taken for the next one's."""
     with progress(f"taking {run} down on {place.where}", interrupted=f"swarmtrain down {run} again removes what is left") as step:
         place.down(run, step)
-    kept.mark(run, "down")
+        kept.mark(run, "down")
