@@ -37,7 +37,7 @@ SUITES = {
     "launchers": ["launchers", "interruption"],
     "howto": ["howto"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
-    "newer": [f"lab/{name}.py" for name in ("test_swarm_launcher", "test_doctor")],
+    "newer": ["lab/test_swarm_launcher.py"],
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _MEMORY_DISK = Path("/dev/shm")
@@ -53,7 +53,7 @@ def main() -> int:
         # What is ignored here, since this was started in the background or by nohup, would be ignored by all it starts.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-    with in_memory(), tempfile.TemporaryDirectory(prefix="swarmtrain-shelf-") as shelf:
+    with in_memory(), tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as shelf:
         os.environ["SWARMTRAIN_TEST_SHELF"] = shelf
         return run_all(names)
 

@@ -23,6 +23,7 @@ _CHUNK = 1 << 16
 _BUFFER = 1 << 18
 _DATAGRAMS_ARRIVE = 0.1
 _PATIENCE = 3.0
+_SILENT = 20.0
 _IP_HEADERS = 28
 _SIZES = (576, 1000, 1200, 1280, 1350, 1370, 1400, 1420, 1450, 1480, 1500, 4000, 8000, 8950, 9000)
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3  # not in Python's socket module; Linux's own numbers
@@ -77,26 +78,30 @@ class Ends:
         for serve in (self._accept, self._receive):
             threading.Thread(target=serve, daemon=True).start()
 
-    def meet(self, peers: Sequence[str], seconds: float) -> dict[str, float | None]:
+    def meet(self, peers: Sequence[str], seconds: float, silent: float = _SILENT) -> dict[str, float | None]:
         """Wait until all `peers` listen; return for each how long its name takes to be found, None where it never answered.
 
+        Who has a name is there: one that has had it for `silent` seconds and does not answer is not waited for any longer.
         A name that is not there yet may keep a look-up busy for many seconds, so each peer is looked for by itself, and the
         time is that of a look-up once it is there.
         """
         end = time.monotonic() + seconds
         found: dict[str, float | None] = dict.fromkeys(peers)
         # Threads of their own and no pool: whoever is told to stop does not wait for them.
-        greetings = [threading.Thread(target=self._greet, args=(peer, end, found), daemon=True) for peer in peers]
+        greetings = [threading.Thread(target=self._greet, args=(peer, end, silent, found), daemon=True) for peer in peers]
         for greeting in greetings:
             greeting.start()
         for greeting in greetings:
             greeting.join()
         return found
 
-    def _greet(self, peer: str, end: float, found: dict[str, float | None]) -> None:
+    def _greet(self, peer: str, end: float, silent: float, found: dict[str, float | None]) -> None:
+        named = False
         while time.monotonic() < end:
             try:
                 address = socket.gethostbyname(peer)
+                if not named:
+                    named, end = True, min(end, time.monotonic() + silent)
                 with socket.create_connection((address, self._port), timeout=1.0) as greeting:
                     greeting.sendall(b"\n")
                 self._addresses[peer] = address

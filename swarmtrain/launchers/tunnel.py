@@ -18,6 +18,8 @@ from swarmtrain import process
 from swarmtrain.errors import EngineError, ProcessError
 
 _PATIENCE = 30.0
+# A socket's path may have 107 characters; ours and the names that ssh tries first need some.
+_LONGEST = 60
 _OPTIONS = ("ExitOnForwardFailure=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=2")
 
 
@@ -26,7 +28,7 @@ def open_tunnel(address: str) -> str:
 
     The tunnel lasts until this process ends. Raises EngineError with what ssh said.
     """
-    folder = Path(tempfile.mkdtemp(prefix="swarmtrain-ssh-"))  # nobody else can enter it
+    folder = Path(tempfile.mkdtemp(prefix="swarmtrain-ssh-", dir=_short(tempfile.gettempdir())))  # nobody else can enter it
     here = folder / "docker.sock"
     place, command = f"Docker engine at {address}", argv(address, here)
     try:
@@ -46,6 +48,11 @@ def open_tunnel(address: str) -> str:
             )
         time.sleep(0.02)
     return f"unix://{here}"
+
+
+def _short(folder: str) -> str:
+    """Return `folder`, or another one if the path of a socket below it would be longer than the system takes."""
+    return folder if len(folder) <= _LONGEST else "/tmp"  # noqa: S108  # what is made there is ours alone
 
 
 def argv(address: str, here: Path) -> list[str]:

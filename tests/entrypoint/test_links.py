@@ -57,7 +57,8 @@ def test_all_links_of_four_nodes() -> None:
 def test_a_peer_that_is_not_there_is_told_of() -> None:
     port = free_port()
     alone = Ends("127.0.0.1", port, MTU, bind="127.0.0.1")
-    assert alone.meet(["127.0.0.9"], 0.3) == {"127.0.0.9": None}
+    assert alone.meet(["127.0.0.9"], 60, silent=0.3) == {"127.0.0.9": None}
+    assert alone.meet(["nobody.invalid"], 0.3) == {"nobody.invalid": None}
     assert alone.measure("127.0.0.1", "127.0.0.9", 0.1).error == "127.0.0.9 cannot be reached from 127.0.0.1"
     silent = Ends("127.0.0.2", port, MTU, bind="127.0.0.2")
     assert alone.meet([silent.name], 10)[silent.name] is not None
