@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _STREAM_HEADER = 8
 _AT_ONCE = 64 * 1024
 _SILENCE = 15.0
+# A log's part on a node that has just died is waited for by the manager, and by us no longer than this.
+_BACKLOG = 8.0
 _LAB = 'eval "$(swarmtrain lab env)" points to a lab on this machine'
 # What the engine says when it cannot act for a swarm, and what to do about it.
 _NO_SWARM = (
@@ -121,7 +123,8 @@ class Engine:
         try:
             # A followed log that is silent for so long ends, and its reader asks anew: Docker's follow may keep the last
             # lines of a container to itself, and nothing wakes a reader that waits for the answer to begin.
-            timeout = (self._timeout, _SILENCE if "follow" in (params or {}) else self._timeout)
+            silence = (_SILENCE if "follow" in (params or {}) else _BACKLOG) if stream else self._timeout
+            timeout = (self._timeout, silence)
             response = client.request(
                 method,
                 f"{client.base_url}/v{client.api_version}{path}",

@@ -64,7 +64,7 @@ def test_more_nodes_than_there_are(answer: Answer) -> None:
     """
     answer.config(f"runner: {{nodes: 4, {IMAGE}}}")
     answer("swarmtrain deploy config.yml")
-    answer("swarmtrain deploy config.yml -o runner.nodes=1 --detach", code=0, show=False)
+    answer("swarmtrain deploy config.yml -o runner.nodes=1 --detach", code=0, show=False, changes="home/state")
     answer("swarmtrain scale config --nodes 4")
 
 

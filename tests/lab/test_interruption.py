@@ -80,7 +80,7 @@ def test_while_containers_start_and_while_they_are_followed(project: Path, engin
 
 def test_a_change_is_taken_up_by_the_same_command_again(project: Path, engine: Engine) -> None:
     assert swarmtrain("deploy", f"{RUN}.yml", "--detach", cwd=project).returncode == 0
-    for ended in at_each(CHANGES, "deploy", f"{RUN}.yml", "--detach", "-o", "trainer.seed=7", cwd=project):
+    for ended in at_each(CHANGES, "deploy", f"{RUN}.yml", "--detach", "--yes", "-o", "trainer.seed=7", cwd=project):
         if ended.interrupted:
             assert "interrupted: the same command again makes the rest of the change" in ended.err
             assert len(observe.services(engine, RUN)) == 3

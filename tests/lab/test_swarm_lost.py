@@ -173,3 +173,21 @@ def test_a_change_that_is_broken_off_anywhere_is_ended_by_the_same_command_again
                 command(place)
         assert nothing_left(lab, engine)
     assert number > 8
+
+
+def test_a_node_that_has_just_died_keeps_nobody_from_the_lines_of_the_others(
+    lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan]
+) -> None:
+    """The manager waits for its part of the log for a minute and more."""
+    launcher.up(planned(), say)
+    watch = Watch(launcher.watch(RUN))
+    watch.until(step_after(watch, "node0", 3))
+    lab.kill("node1", say=say)
+    try:
+        for follow in (False, True):
+            begun = time.monotonic()
+            shown = launcher.logs(RUN, follow=follow)
+            assert next(line.node for line in shown if line.text.startswith("step ")) == "node0"
+            assert time.monotonic() - begun < 30
+    finally:
+        lab.start("node1", say=say)

@@ -60,9 +60,18 @@ class Line:
 
 
 def read(engine: Engine, service: Service, node: str, *, tail: int | None = None, since: float | None = None) -> list[Line]:
-    """Return what the swarm still has of the service's log, in the order of time; the last `tail` lines. Raises EngineError."""
-    stream = engine.frames(f"/services/{service.id}/logs", _params(tail=tail, since=since))
-    lines = sorted(_lines(stream, node), key=lambda line: line.time)
+    """Return what the swarm still has of the service's log, in the order of time; the last `tail` lines.
+
+    What a node has that has just died cannot be had, and is missing. Raises EngineError.
+    """
+    lines: list[Line] = []
+    try:
+        lines.extend(_lines(engine.frames(f"/services/{service.id}/logs", _params(tail=tail, since=since)), node))
+    except EngineError as error:
+        if error.status is not None:
+            raise
+        engine.get("/version")  # raises if it is the manager that does not answer
+    lines.sort(key=lambda line: line.time)
     return lines if tail is None else lines[max(0, len(lines) - tail) :]
 
 
