@@ -38,7 +38,8 @@ def answers(launcher: SwarmLauncher, plan: Plan) -> dict[str, Any]:
         "tasks": [replace(task, reason="") for task in launcher.tasks(RUN)],
         "events": [event.kind for event in launcher.events(RUN)],
         "lines": {(line.node, line.rank, line.text) for line in launcher.logs(RUN, follow=False) if line.text.startswith("step 0 ")},
-        "followed": next(launcher.logs(RUN, follow=True, tail=1)).rank,
+        # Docker's own last line may be the end of a long one, which lacks the beginning that names the rank.
+        "followed": next(line.rank for line in launcher.logs(RUN, follow=True, tail=1) if line.rank is not None),
         "watched": set(followed),
         "deployed": (launcher.deployed(RUN)[0], [item.digest for item in launcher.deployed(RUN)[1].code]),
         "changes": [str(step) for step in launcher.changes(plan)],
