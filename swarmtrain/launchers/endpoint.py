@@ -50,8 +50,8 @@ def find(environ: Mapping[str, str]) -> Endpoint:
     if name := environ.get("DOCKER_CONTEXT"):
         return _context(folder, name, "DOCKER_CONTEXT")
     settings = folder / "config.json"
-    if name := _read(settings).get("currentContext", "") if settings.exists() else "":
-        return _context(folder, name, str(settings))
+    if name := _read(settings).get("currentContext") if settings.exists() else None:
+        return _context(folder, str(name), str(settings))
     return Endpoint(DEFAULT)
 
 
@@ -62,8 +62,8 @@ def _context(folder: Path, name: str, asked_by: str) -> Endpoint:
     about = place / "meta" / key / "meta.json"
     if not about.exists():
         raise EngineError(f"there is no docker context {name!r}", place=asked_by, hint="docker context ls shows those there are")
-    found = _read(about).get("Endpoints", {}).get("docker", {})
-    if not found.get("Host"):
+    found = _part(_part(_read(about), "Endpoints"), "docker")
+    if not isinstance(found.get("Host"), str):
         raise EngineError("names no Docker engine", place=f"docker context {name}", hint=f"docker context inspect {name}")
     keys = place / "tls" / key / "docker"
     tls = _from_folder(keys, verify=not found.get("SkipTLSVerify", False)) if keys.is_dir() else None
@@ -91,3 +91,8 @@ def _read(path: Path) -> dict[str, Any]:
             f"cannot be read: {error}", place=str(path), hint="docker context ls shows the same; DOCKER_HOST goes without it"
         ) from None
     return content if isinstance(content, dict) else {}
+
+
+def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}

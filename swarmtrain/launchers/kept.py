@@ -103,10 +103,13 @@ def mark(run: str, what: str, **facts: object) -> None:
 
 
 class Keeper:
-    """Appends lines to a run's files, each once, as long as no other process does so. Where it cannot write, it does nothing."""
+    """Appends lines to a run's files, of `limit` bytes each, each line once, as long as no other process does so.
 
-    def __init__(self, run: str) -> None:
-        self._directory = directory(run)
+    Where it cannot write, it does nothing.
+    """
+
+    def __init__(self, run: str, limit: int = LIMIT) -> None:
+        self._directory, self._limit = directory(run), limit
         self._files: dict[str, IO[str]] = {}
         self._until: dict[str, str] = {}
         self._lock: IO[str] | None = None
@@ -134,7 +137,7 @@ class Keeper:
         try:
             for name, file in list(self._files.items()):
                 file.flush()
-                if file.tell() > LIMIT:
+                if file.tell() > self._limit:
                     self._files.pop(name).close()
                     stem, _, suffix = name.rpartition(".")
                     (self._directory / name).replace(self._directory / f"{stem}.{0 if name == EVENTS else 1}.{suffix}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from swarmtrain import process
+from swarmtrain.config.files import reason
 from swarmtrain.errors import EngineError, ProcessError
 
 _PATIENCE = 30.0
@@ -28,15 +29,19 @@ def open_tunnel(address: str) -> str:
 
     The tunnel lasts until this process ends. Raises EngineError with what ssh said.
     """
-    folder = Path(tempfile.mkdtemp(prefix="swarmtrain-ssh-", dir=_short(tempfile.gettempdir())))  # nobody else can enter it
+    place = f"Docker engine at {address}"
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="swarmtrain-ssh-", dir=_short(tempfile.gettempdir())))  # nobody else can enter it
+    except OSError as error:
+        raise EngineError(f"no folder for its tunnel can be made: {reason(error)}", place=place, hint="export TMPDIR=FOLDER") from None
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     here = folder / "docker.sock"
-    place, command = f"Docker engine at {address}", argv(address, here)
+    command = argv(address, here)
     try:
         ssh = process.start(command, stderr=subprocess.PIPE, die_with_parent=True)
     except ProcessError as error:
-        shutil.rmtree(folder, ignore_errors=True)
         raise EngineError(error.output, place=place, hint="apt-get install openssh-client") from None
-    atexit.register(_close, ssh, folder)
+    atexit.register(ssh.kill)  # what is registered last goes first
     end = time.monotonic() + _PATIENCE
     while not _listens(here):
         if ssh.poll() is not None or time.monotonic() > end:
@@ -79,8 +84,3 @@ def _login(address: str) -> list[str]:
 def _listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return path.exists() and probe.connect_ex(str(path)) == 0
-
-
-def _close(ssh: subprocess.Popen[bytes], folder: Path) -> None:
-    ssh.kill()
-    shutil.rmtree(folder, ignore_errors=True)

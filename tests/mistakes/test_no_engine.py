@@ -98,7 +98,7 @@ def test_a_context_that_is_not_there(answer: Answer) -> None:
     answer.export("DOCKER_CONTEXT", "gpus")
     answer("swarmtrain plan config.yml")
     folder = hashlib.sha256(b"gpus").hexdigest()
-    answer.file(f"../home/.docker/contexts/meta/{folder}/meta.json", '{"Name": "gpus"}', show=False)
+    answer.file(f"../home/.docker/contexts/meta/{folder}/meta.json", '{"Name": "gpus", "Endpoints": null}', show=False)
     answer("swarmtrain plan config.yml")
     del answer.env["DOCKER_CONTEXT"]
     answer.situation("echo nonsense > ../home/.docker/config.json; unset DOCKER_CONTEXT")

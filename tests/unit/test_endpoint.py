@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import certificates
@@ -11,7 +13,7 @@ import pytest
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.endpoint import DEFAULT, Endpoint, Tls, find
-from swarmtrain.launchers.tunnel import argv
+from swarmtrain.launchers.tunnel import argv, open_tunnel
 
 
 @pytest.fixture
@@ -73,3 +75,20 @@ def test_a_password_is_refused_and_not_repeated() -> None:
     with pytest.raises(EngineError) as refused:
         argv("ssh://me:hush@gpu-1", Path("S"))
     assert "hush" not in str(refused.value) + str(refused.value.hint)
+
+
+def test_no_room_for_a_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of temporary files that is gone answers like one that is full."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(EngineError, match="no folder for its tunnel can be made: no such file") as refused:
+        open_tunnel("ssh://gpu-1")
+    assert refused.value.hint == "export TMPDIR=FOLDER"
+
+
+def test_a_context_of_another_shape_names_no_engine(tmp_path: Path) -> None:
+    folder = tmp_path / "contexts" / "meta" / hashlib.sha256(b"odd").hexdigest()
+    folder.mkdir(parents=True)
+    for text in ("[]", '{"Endpoints": null}', '{"Endpoints": {"docker": []}}', '{"Endpoints": {"docker": {"Host": 7}}}'):
+        (folder / "meta.json").write_text(text)
+        with pytest.raises(EngineError, match="names no Docker engine"):
+            find({"DOCKER_CONFIG": str(tmp_path), "DOCKER_CONTEXT": "odd"})

@@ -81,9 +81,8 @@ def test_the_list_of_runs_has_verdict_and_duration() -> None:
     assert known("demo", FIRST[:-1], None, 10_000.0).state == "down"
 
 
-def test_two_that_follow_a_run_keep_each_line_once_and_files_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "LIMIT", 3000)
-    first, second = Keeper("demo"), Keeper("demo")
+def test_two_that_follow_a_run_keep_each_line_once_and_files_stay_small() -> None:
+    first, second = Keeper("demo", limit=3000), Keeper("demo", limit=3000)
     for number in range(200):
         for keeper in (first, second):
             keeper.add("node0", stamp(number), f"[rank 1] line {number}")

@@ -12,6 +12,7 @@ from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import EngineError
 from swarmtrain.images.swarm import address
 from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm.resources import TOOLKIT, daemon, toolkit
 
 _VXLAN = 4789
 _ALWAYS_INSECURE = ("127.0.0.0/8", "::1/128")
@@ -43,7 +44,7 @@ class Joining:
         return asdict(self)
 
     def __str__(self) -> str:
-        parts = [f"# A new machine for {self.where}. {_NEW} is its address among these: {', '.join(self.nodes)}"]
+        parts = [f"# A new machine for {self.where}. {_NEW} stands for its address in the network of {', '.join(self.nodes)}"]
         for number, (title, lines) in enumerate(self._steps(), start=1):
             parts.append("\n".join([f"# {number}. {title}", *lines]))
         return "\n\n".join(parts)
@@ -56,6 +57,9 @@ class Joining:
         yield "On each of the others, if it has one", [*there, on_managers]
         if settings := self._daemon():
             yield "On it: these go into /etc/docker/daemon.json, then systemctl restart docker", settings.splitlines()
+        if self.gpus:
+            title = f"On it: an entry for each GPU-UUID that nvidia-smi -L shows, and in {TOOLKIT}, as the first line"
+            yield title, [toolkit(self.gpus)]
         if self.mounts:
             yield "On it: what the config mounts, with the same content as on the others", [f"ls -d {path}" for path in self.mounts]
         yield (
@@ -70,9 +74,7 @@ class Joining:
         if self.insecure_registries:
             settings["insecure-registries"] = list(self.insecure_registries)
         if self.gpus:
-            settings["default-runtime"] = "nvidia"
-            settings["runtimes"] = {"nvidia": {"path": "nvidia-container-runtime", "args": []}}
-            settings["node-generic-resources"] = [f"{self.gpus}=GPU_UUID_FROM_nvidia-smi_-L"]
+            settings |= daemon(self.gpus)
         return json.dumps(settings, indent=2) if settings else ""
 
 

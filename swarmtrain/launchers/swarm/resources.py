@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Raw = dict[str, Any]
+TOOLKIT = "/etc/nvidia-container-runtime/config.toml"
 
 
 def given(task: Raw) -> list[Raw]:
@@ -50,11 +51,19 @@ def described(generic: Iterable[Raw]) -> tuple[str, ...]:
 
 def settings(kind: str, gpus: Sequence[str] = ()) -> str:
     """Return what a node's owner has to write, and where, so that Swarm gives out its GPUs; those of UUIDs `gpus` if they are known."""
-    nvidia = {"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "args": []}}}
-    daemon = json.dumps({**nvidia, "node-generic-resources": [f"{kind}={gpu}" for gpu in gpus or ["GPU-UUID"]]})
     each = "" if gpus else ", an entry for each UUID that nvidia-smi -L shows"
-    toolkit = f'swarm-resource = "DOCKER_RESOURCE_{kind.upper()}"'
     return (
-        f"in its /etc/docker/daemon.json: {daemon}{each}; in its /etc/nvidia-container-runtime/config.toml, as the first line: {toolkit}; "
+        f"in its /etc/docker/daemon.json: {json.dumps(daemon(kind, gpus))}{each}; in its {TOOLKIT}, as the first line: {toolkit(kind)}; "
         "then: systemctl restart docker"
     )
+
+
+def daemon(kind: str, gpus: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the engine's daemon.json must say, so that Swarm gives out its GPUs and containers see them."""
+    nvidia = {"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "args": []}}}
+    return {**nvidia, "node-generic-resources": [f"{kind}={gpu}" for gpu in gpus or ["GPU-UUID"]]}
+
+
+def toolkit(kind: str) -> str:
+    """Return the line of the toolkit's settings by which it shows a container the GPUs that Swarm gave it."""
+    return f'swarm-resource = "DOCKER_RESOURCE_{kind.upper()}"'
