@@ -21,6 +21,7 @@ from swarmtrain.config.files import Unreadable, read
 from swarmtrain.config.names import host_gpus, host_name, host_slots
 from swarmtrain.config.runner import GpuMode, RunnerType
 from swarmtrain.errors import PlanError, SwarmtrainError
+from swarmtrain.wire import ROLE_NODE, ROLE_PROBE
 
 _RUN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _NODE_ID = re.compile(r"[a-z0-9]{25}")
@@ -108,7 +109,7 @@ class Plan:
     @property
     def role(self) -> str:
         """What the nodes start: a role of swarmtrain.entrypoint."""
-        return "probe" if self.probe else "node"
+        return ROLE_PROBE if self.probe else ROLE_NODE
 
     @property
     def master_port(self) -> int:

@@ -32,6 +32,7 @@ LABEL_HOSTS = "swarmtrain.hosts"
 # Of an image: what went into it.
 LABEL_CONTENTS = "swarmtrain.contents"
 ROLE_NODE = "node"
+ROLE_PROBE = "probe"
 ROLE_RENDEZVOUS = "rendezvous"
 
 RENDEZVOUS = "rendezvous"

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,13 @@ def main() -> int:
     # A name that is not there yet is asked of the host's resolver, which may never answer.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     node, probe = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
+    together = _Together()
     board = Board(node.board)
     board.wait(_WAIT_FOR_BOARD)
     board.join(node.node)
     threading.Thread(target=_beat, args=(board, node.node), daemon=True).start()
     host, _, port = node.board.rpartition(":")
     route = route_to(host, int(port))
-    together = _Together(route)
     peers = [peer for peer in probe.peers if peer != node.node]
     with _marks(node) as marks:
         # Last: who is met has left its marks.
@@ -69,7 +69,7 @@ def main() -> int:
                 link = ends.measure(a, b, patience=_PARTNER)
                 if node.node == a:
                     board.post(Event(LINK, asdict(link)))
-        board.post(Event(TOGETHER, {"node": node.node, **together.result()}))
+        board.post(Event(TOGETHER, {"node": node.node, **together.result(route.environment(os.environ))}))
     board.leave(node.node, EXIT_OK)
     return EXIT_OK
 
@@ -187,21 +187,20 @@ def _entry(path: Path) -> tuple[str, int]:
 class _Together:
     """The first collective of all nodes, in a process of its own, which may hang or be killed without this one."""
 
-    def __init__(self, route: Route) -> None:
-        environment = {**os.environ, **route.environment(os.environ)}
+    def __init__(self) -> None:
         argv = [sys.executable, "-m", "swarmtrain.entrypoint", "together"]
         pipe = subprocess.PIPE
-        self._process = start(argv, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, die_with_parent=True)
+        self._process = start(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, die_with_parent=True)
 
     def ready(self) -> None:
         """Return when torch is imported, which keeps this node's cores busy for seconds, or cannot be."""
         if self._process.stdout is not None:
             self._process.stdout.readline()
 
-    def result(self) -> dict[str, Any]:
-        """Let it begin, and return what it found."""
+    def result(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        """Let it begin, with `environment` on top of its own, and return what it found."""
         try:
-            output, _ = self._process.communicate(b"\n", timeout=_TOGETHER)
+            output, _ = self._process.communicate(json.dumps(environment).encode() + b"\n", timeout=_TOGETHER)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return {"error": f"nothing came of it within {_TOGETHER:g} s"}

@@ -1,7 +1,7 @@
 """What the ranks' first collective will be like: torch is imported, the nodes meet at the store, and add up some numbers.
 
-One process a node. Prints a line when torch is there, waits for one on its standard input, and prints one of JSON: the
-versions, the devices, and the seconds of an all-reduce for each backend, or an error.
+One process a node. Prints a line when torch is there, waits for one of JSON on its standard input, what to add to its
+environment, and prints another: the versions, the devices, and the seconds of an all-reduce for each backend, or an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swarmtrain.errors import EXIT_OK
 from swarmtrain.wire import NodeEnv, ProbeEnv
@@ -29,15 +29,16 @@ _TIMES = 5
 _PATIENCE = timedelta(seconds=40)
 
 
-def main() -> int:
-    """Get ready, wait, print what is found, and return 0."""
+def main() -> NoReturn:
+    """Get ready, wait, print what is found, and end at once, with 0: to take torch down in order takes half a second of CPU."""
     with contextlib.suppress(ImportError):
         importlib.import_module("torch")
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    sys.stdin.readline()
+    os.environ.update(json.loads(sys.stdin.readline()))
     sys.stdout.write(json.dumps(_look()) + "\n")
-    return EXIT_OK
+    sys.stdout.flush()
+    os._exit(EXIT_OK)
 
 
 def _look() -> dict[str, Any]:

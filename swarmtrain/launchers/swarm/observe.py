@@ -13,7 +13,7 @@ from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm.resources import counted, described, given
 from swarmtrain.plan import Inventory, Machine
-from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, PREFIX, RENDEZVOUS, ROLE_NODE
+from swarmtrain.wire import LABEL_ROLE, LABEL_RUN, LABEL_STACK, PREFIX, RENDEZVOUS, ROLE_NODE, ROLE_PROBE
 
 # On the lock of a run, on its place among those that wait for GPUs, and on both.
 LABEL_LOCK = "swarmtrain.lock.run"
@@ -48,6 +48,10 @@ class Service:
     @property
     def is_node(self) -> bool:
         return bool(self.spec.get("Labels", {}).get(LABEL_ROLE) == ROLE_NODE)
+
+    @property
+    def is_probe(self) -> bool:
+        return bool(self.spec["TaskTemplate"].get("ContainerSpec", {}).get("Args") == [ROLE_PROBE])
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,11 @@ def stop(engine: Engine, stack: str, services: list[Service], say: Say, check: C
         await_stopped(engine, stack, nodes, say)
 
 
-def _nodes_first(services: list[Service]) -> tuple[list[Service], list[Service]]:
-    """Ranks that save on their way out still talk to the board."""
-    return [service for service in services if service.is_node], [service for service in services if not service.is_node]
+def _nodes_first(services: list[Service]) -> list[list[Service]]:
+    """Ranks that save on their way out still talk to the board; a probe has nothing to save, and all of it goes at once."""
+    if any(service.is_probe for service in services):
+        return [services]
+    return [[service for service in services if service.is_node], [service for service in services if not service.is_node]]
 
 
 def _to_zero(engine: Engine, service: Service) -> None:
