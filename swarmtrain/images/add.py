@@ -13,7 +13,7 @@ from swarmtrain.images import build, contents
 from swarmtrain.images import folder as folders
 from swarmtrain.images.engine import Engine, Say, reason
 from swarmtrain.images.transfer import follow_layers, megabytes
-from swarmtrain.render.compose import WORKSPACE
+from swarmtrain.render.mounts import WORKSPACE
 
 
 def add(engine: Engine, code: Sequence[Path], below: str, tag: str, *, here: Path, say: Say) -> None:

@@ -20,7 +20,7 @@ from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan
-from swarmtrain.render.compose import WORKSPACE
+from swarmtrain.render.mounts import WORKSPACE
 
 SETTINGS = """
 version: "0.1"
