@@ -105,6 +105,8 @@ class Plan:
     """The nodes are looked at and do not train."""
     board: Machine | None = None
     """The manager that has the notice board, where the nodes must know its address; else it is any."""
+    notes: tuple[str, ...] = ()
+    """What was settled beyond the config, and why, a line each."""
 
     @property
     def role(self) -> str:
@@ -143,6 +145,7 @@ class Plan:
             "world_size": self.world_size,
             "micro_batches": list(self.config.topology.deal(self.world_size)),
             "nodes": [{"name": node.name, "host": node.host, "slots": node.slots, "cause": node.cause} for node in self.nodes],
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -162,6 +165,7 @@ class Plan:
                 f"  {_count(len(self.nodes), 'node')} with {_count(self.world_size, 'rank')}; {elastic}",
                 f"  {_count(len(deal), 'replica')} of {_count(topology.tensor, 'rank')} (data x tensor parallel)",
                 f"  global batch {topology.global_batch} = {sum(deal)} micro batches of {topology.micro_batch}, {share}",
+                *(f"  {note}" for note in self.notes),
             ]
         )
 
@@ -177,6 +181,11 @@ def make_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, n
     plan = Plan(run=run, config=config, cargo=cargo, nodes=chosen, origin=inventory.origin, board=_board(config, inventory))
     _check_world(plan)
     return plan
+
+
+def noted(plan: Plan, *notes: str) -> Plan:
+    """Return `plan` with those of `notes` that say something."""
+    return replace(plan, notes=(*plan.notes, *filter(None, notes)))
 
 
 def _board(config: Config, inventory: Inventory) -> Machine | None:

@@ -115,7 +115,9 @@ class DockerConfig(Section):
         "containers it is in a mount, as with docker_mounts: [[cache, /cache]]. null: HOME.",
     )
     user: User | None = Field(
-        None, description="User and group of the ranks, as 1000 or 1000:1000: whoever may write to save_dir. null: the image's."
+        None,
+        description="User and group of the ranks, as 1000 or 1000:1000: whoever may write to save_dir. null: who owns its folder, if that "
+        "is in a mount and the machine that deploys sees it there, and it is not root's; else the image's. A run that is up keeps its own.",
     )
     shm_size: Bytes = Field(2**30, description="Size of /dev/shm, in bytes or as 8g. Docker's own 64 MiB is too small for NCCL.")
     cpus: float | None = Field(None, ge=0.01, le=65536, description="CPUs a node's container may use. null: all.")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 
 from swarmtrain.doctor.probed import CHECKS, Facts, Probed
 from swarmtrain.launchers.base import Finding
 from swarmtrain.plan import Plan, PlannedNode
-from swarmtrain.render.compose import WORKSPACE
+from swarmtrain.render.mounts import save_mount
 
 _CLOCK = 0.5
 _FILES = 4096
@@ -117,11 +116,23 @@ def _shared(seen: Probed) -> Iterator[Finding]:
         return
     for name, mount in _each_mount(seen):
         if mount["target"] == target and not mount["writable"]:
-            hint_here = f"chown 1000 its source on {seen.place(name).partition(' on ')[2]}"
-            yield Finding(seen.place(name), f"{target} cannot be written", hint_here, why="all nodes write checkpoints together")
+            yield _unwritable(seen, name, mount)
         elif mount["target"] == target and (unseen := sorted(_met(seen, name) & _writers(seen, target) - set(mount["seen"]))):
             message = f"{target} is another disk here: what {', '.join(unseen)} wrote is not in it"
             yield Finding(seen.place(name), message, hint, why="a checkpoint is whole only where all its parts lie together")
+
+
+def _unwritable(seen: Probed, name: str, mount: Facts) -> Finding:
+    """Return who may write there, if it is a matter of that, and the line with which the ranks are that one."""
+    owner, user, host = mount.get("owner", ""), seen.nodes[name].get("user", ""), seen.place(name).partition(" on ")[2]
+    message, why = f"{mount['target']} cannot be written: {mount.get('refused', '')}".rstrip(": "), "all nodes write checkpoints together"
+    if not owner or not user or owner == user:
+        return Finding(seen.place(name), message, f"mount {host} shows whether it is mounted to be written", why=why)
+    source = next((source for source, target in seen.plan.config.runner.docker_config.docker_mounts if target == mount["target"]), "")
+    theirs = f"runner.docker_config.user: {owner}"
+    ours = f"chown -R {user} {source}, on {host}"
+    hint = ours if owner.startswith("0:") else f"{theirs}; or {ours}"
+    return Finding(seen.place(name), f"{message}; it belongs to {owner}, and the ranks are {user}", hint, why=why)
 
 
 @CHECKS("data", "mounts show the same on all nodes")
@@ -171,10 +182,6 @@ def _writers(seen: Probed, target: str) -> set[str]:
 
 
 def _save_mount(plan: Plan) -> str | None:
-    """Return the mount that save_dir lies in, None if it lies in none."""
-    save_dir = plan.config.trainer.save_dir
-    if save_dir is None:
-        return None
-    path = WORKSPACE / PurePosixPath(save_dir)
-    targets = [target for _, target in plan.config.runner.docker_config.docker_mounts]
-    return max((target for target in targets if path.is_relative_to(target)), key=len, default=None)
+    """Return where the mount that save_dir lies in is in the container, None if it lies in none."""
+    mount = save_mount(plan.config)
+    return mount[1] if mount else None

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ def _here(node: NodeEnv, route: Route) -> dict[str, Any]:
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return {
         "problems": permanent_problems(node),
+        "user": f"{os.geteuid()}:{os.getegid()}",
         "address": route.address,
         "interface": route.interface,
         "interfaces": {name: interface_mtu(name) for _, name in socket.if_nameindex() if name != "lo"},
@@ -141,39 +142,79 @@ def _gpus() -> list[dict[str, str]]:
     return [{"uuid": row[0], "name": row[1], "driver": row[2]} for row in rows if len(row) == 3]
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A file of this node's in a mount: in `folder`, or None there and why that was `refused`."""
+
+    target: str
+    folder: Path
+    file: Path | None = None
+    refused: str = ""
+
+
 @contextlib.contextmanager
-def _marks(node: NodeEnv) -> Iterator[list[tuple[str, Path | None]]]:
+def _marks(node: NodeEnv) -> Iterator[list[Mark]]:
     """Leave a file of this node's in each mount, and take it away at the end: what all share shows the files of all."""
-    made: list[tuple[str, Path | None]] = []
-    for target in node.mounts:
-        mark = Path(target) / f".{node.run}-{node.node}"
-        try:
-            mark.write_text(node.node)
-            made.append((target, mark))
-        except OSError:
-            made.append((target, None))
+    made = [_marked(node, target) for target in node.mounts]
     try:
         yield made
     finally:
-        for _, made_mark in made:
-            if made_mark is not None:
-                made_mark.unlink(missing_ok=True)
+        for mark in made:
+            if mark.file is not None:
+                mark.file.unlink(missing_ok=True)
 
 
-def _mount(node: NodeEnv, mark: tuple[str, Path | None]) -> dict[str, Any]:
-    """Return what there is to say of one mount; `seen` are the nodes whose marks are in it, `content` its fingerprint."""
-    target, written = mark
-    prefix = f".{node.run}-"
+def _marked(node: NodeEnv, target: str) -> Mark:
+    folder = saves_to(node, Path(target))
+    file = folder / f".{node.run}-{node.node}"
     try:
-        # The marks of a network's file system may come late, but not later than the first peers that were met.
-        names = sorted(os.listdir(target))  # noqa: PTH208  # names are all that is wanted
+        file.write_text(node.node)
+    except OSError as error:
+        return Mark(target, folder, None, (error.strerror or str(error)).lower())
+    return Mark(target, folder, file)
+
+
+def saves_to(node: NodeEnv, target: Path) -> Path:
+    """Return what there is already of save_dir in the mount `target`, which need be writable; the mount itself if that is elsewhere."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StopIteration):
+        save_dir: Path = Path.cwd() / json.loads(Path(node.config).read_text(encoding="utf-8"))["trainer"]["save_dir"]
+        return next(path for path in (save_dir, *save_dir.parents) if path.is_relative_to(target) and path.is_dir())
+    return target
+
+
+def _mount(node: NodeEnv, mark: Mark) -> dict[str, Any]:
+    """Return what there is to say of one mount; `seen` are the nodes whose marks are in it, `content` its fingerprint."""
+    prefix = f".{node.run}-"
+    # The marks of a network's file system may come late, but not later than the first peers that were met.
+    names = [name for name in _names(Path(mark.target)) if not name.startswith(prefix)]
+    seen = [name.removeprefix(prefix) for name in _names(mark.folder) if name.startswith(prefix)]
+    entries = [_entry(Path(mark.target) / name) for name in names][:_ENTRIES]
+    return {
+        "target": mark.target,
+        "writable": mark.file is not None,
+        "refused": mark.refused,
+        "owner": _owner(mark.folder),
+        "free": _space(mark.target)[0],
+        "seen": seen,
+        "entries": len(entries),
+        "content": hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:10],
+    }
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208  # names are all that is wanted
     except OSError:
-        names = []
-    seen = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    entries = [_entry(Path(target) / name) for name in names if not name.startswith(prefix)][:_ENTRIES]
-    content = hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:10]
-    free = _space(target)[0]
-    return {"target": target, "writable": written is not None, "free": free, "seen": seen, "entries": len(entries), "content": content}
+        return []
+
+
+def _owner(folder: Path) -> str:
+    """Return the numbers of a folder's user and group, as runner.docker_config.user takes them."""
+    try:
+        facts = folder.stat()
+    except OSError:
+        return ""
+    return f"{facts.st_uid}:{facts.st_gid}"
 
 
 def _entry(path: Path) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from swarmtrain.images import build, contents
 from swarmtrain.images import folder as folders
 from swarmtrain.images.engine import Engine, Say, reason
 from swarmtrain.images.transfer import follow_layers, megabytes
-from swarmtrain.render.compose import WORKSPACE
+from swarmtrain.render.mounts import WORKSPACE
 
 
 def add(engine: Engine, code: Sequence[Path], below: str, tag: str, *, here: Path, say: Say) -> None:
@@ -32,7 +32,9 @@ def add(engine: Engine, code: Sequence[Path], below: str, tag: str, *, here: Pat
             for number, path in enumerate(code):
                 name, entries = _name(path, here), _entries(path)
                 found = found.plus(name, entries, below=below)
-                folders.pack(archive, [(str(PurePosixPath(f"{number}{WORKSPACE}", name, entry)), file) for entry, file in entries])
+                there = f"{number}{WORKSPACE}"
+                inside = [(str(PurePosixPath(there, name, entry)), file) for entry, file in entries]
+                folders.pack(archive, inside, open_to_all=there)
                 # WORKSPACE itself is packed too: a builder that touches it would give it the time of day.
                 dockerfile.append(f"COPY {owner}{number}/ /")
                 say(f"{path}: {len(entries)} files, {megabytes(sum(file.lstat().st_size for _, file in entries))}")

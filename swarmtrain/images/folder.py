@@ -39,14 +39,17 @@ def digest(entries: Iterable[Entry]) -> str:
     return total.hexdigest()[:12]
 
 
-def pack(archive: tarfile.TarFile, entries: Iterable[Entry]) -> None:
-    """Add `entries`, and the folders that they are in, to `archive` without owners and times: they may not spoil a cache."""
+def pack(archive: tarfile.TarFile, entries: Iterable[Entry], *, open_to_all: str = "") -> None:
+    """Add `entries`, and the folders that they are in, to `archive` without owners and times: they may not spoil a cache.
+
+    Into the folder `open_to_all` whoever runs the image may write, as into /tmp.
+    """
     made: set[str] = set()
     for name, path in entries:
         for parent in reversed([str(parent) for parent in Path(name).parents if str(parent) != "."]):
             if parent not in made:
                 made.add(parent)
-                archive.addfile(_folder(parent))
+                archive.addfile(_folder(parent, 0o1777 if parent == open_to_all else 0o755))
         archive.add(path, name, recursive=False, filter=_anonymous)
 
 
@@ -99,10 +102,11 @@ def _regex(pattern: str) -> re.Pattern[str]:
     )
 
 
-def _folder(name: str) -> tarfile.TarInfo:
+def _folder(name: str, mode: int) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
     entry.type = tarfile.DIRTYPE
-    return _anonymous(entry)
+    _anonymous(entry).mode = mode
+    return entry
 
 
 def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:

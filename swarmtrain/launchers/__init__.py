@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from swarmtrain.config import Config
 from swarmtrain.config.runner import RunnerType
 from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError, StateError, SwarmtrainError
-from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, offline, read_cargo
+from swarmtrain.launchers.owner import settle
+from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, noted, offline, read_cargo
 
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Launcher
@@ -40,7 +41,16 @@ def load(kind: RunnerType) -> Callable[[], Launcher]:
 def plan_for(config: Config, run: str, *, folder: Path) -> Plan:
     """Return the plan of `run`, with the files that `config` names read from `folder`. Raises SwarmtrainError."""
     cargo = read_cargo(config, folder)
-    return make_plan(config, inventory(config), cargo, run=run)
+    config, why = settle(config, lambda: _running(config, run))
+    return noted(make_plan(config, inventory(config), cargo, run=run), why)
+
+
+def _running(config: Config, run: str) -> Config | None:
+    """Return the config that `run` is up with, None if it is not up, or has none that can be read."""
+    try:
+        return deployed(launcher(config.runner.runner_type), run)[0]
+    except (RunNotFound, StackError):
+        return None
 
 
 def inventory(config: Config) -> Inventory:
@@ -55,7 +65,8 @@ def offline_plan(config: Config, run: str, *, folder: Path) -> Plan:
     """Return the plan from `hosts` alone where the config lists them, so that no cluster need be in reach."""
     cargo = read_cargo(config, folder)
     machines = offline(config.runner.hosts) if config.runner.hosts else inventory(config)
-    return make_plan(config, machines, cargo, run=run)
+    config, why = settle(config, lambda: None)
+    return noted(make_plan(config, machines, cargo, run=run), why)
 
 
 def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:

@@ -15,7 +15,7 @@ import heapq
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
@@ -92,6 +92,17 @@ def log_line(node: str, text: str, seconds: float = 0.0) -> LogLine:
     """Return a line of a node's log with its rank, if a rank wrote it."""
     match = _RANK.match(text)
     return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, seconds)
+
+
+def head(seconds: float) -> str:
+    """Return how a line begins that was printed at `seconds` since the epoch: its time as Docker writes it."""
+    return f"{datetime.fromtimestamp(seconds, UTC).isoformat(timespec='microseconds').removesuffix('+00:00')}Z "
+
+
+def timed(node: str, text: str, before: float = 0.0) -> LogLine:
+    """Return a line of a file with the time that it begins with, else that of the line `before` it."""
+    match = _TIME.match(text)
+    return log_line(node, text[match.end() :], datetime.fromisoformat(match[1]).timestamp()) if match else log_line(node, text, before)
 
 
 def mark(run: str, what: str, **facts: object) -> None:
@@ -176,9 +187,9 @@ def _log(node: str, files: list[Path]) -> Iterator[LogLine]:
     seconds = 0.0
     for file in files:
         for text in _lines(file):
-            match = _TIME.match(text)
-            seconds = datetime.fromisoformat(match[1]).timestamp() if match else seconds
-            yield log_line(node, text[match.end() :] if match else text, seconds)
+            line = timed(node, text, seconds)
+            seconds = line.time
+            yield line
 
 
 def _lines(file: Path) -> Iterator[str]:

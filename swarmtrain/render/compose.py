@@ -21,6 +21,7 @@ from swarmtrain.config.runner import DockerConfig, GpuMode
 from swarmtrain.errors import StackError
 from swarmtrain.plan import CodeFile, Plan, PlannedNode
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
+from swarmtrain.render.mounts import WORKSPACE, mounts, untemplated, volumes
 from swarmtrain.wire import (
     CONFIG_PATH,
     LABEL_CONFIG,
@@ -34,7 +35,6 @@ from swarmtrain.wire import (
     ROLE_RENDEZVOUS,
 )
 
-WORKSPACE = PurePosixPath("/workspace")
 NETWORK = "training"
 # Swarm's own limits: docker/swarmkit refuses larger ones.
 _MAX_CONFIG = 1000 * 1024
@@ -72,8 +72,8 @@ def stack(plan: Plan) -> Stack:
         "configs": {key: {"file": path} for key, path in cargo.configs.items()},
     }
     docker = plan.config.runner.docker_config
-    if volumes := sorted({source for source, _ in docker.docker_mounts if not source.startswith("/")}):
-        document["volumes"] = {_volume_name(docker, name): _volume(docker, name) for name in volumes}
+    if named := volumes(docker):
+        document["volumes"] = named
     if cargo.secrets:
         document["secrets"] = {key: {"file": path} for key, path in cargo.secrets.items()}
     return Stack(plan.run, document, cargo.files)
@@ -175,7 +175,7 @@ def _node_service(plan: Plan, node: PlannedNode, cargo: _Cargo) -> dict[str, Any
     service["configs"] = cargo.mounted
     if cargo.mounted_secrets:
         service["secrets"] = cargo.mounted_secrets
-    service["volumes"] = _mounts(plan)
+    service["volumes"] = mounts(runner.docker_config)
     if runner.swarm.rdma:
         # Adapters read and write memory that must not move; the runtime adds their devices.
         service["ulimits"] = {"memlock": -1}
@@ -232,7 +232,7 @@ def _service(plan: Plan, role: str, environment: dict[str, str]) -> dict[str, An
         "entrypoint": ["python3", "-m", MODULE],
         "command": [role],
         "init": True,
-        "environment": {name: _untemplated(value) for name, value in environment.items()},
+        "environment": {name: untemplated(value) for name, value in environment.items()},
         "networks": [NETWORK],
         "stop_grace_period": f"{plan.config.runner.stop_grace:g}s",
         "logging": {"driver": "json-file", "options": {"max-size": "20m", "max-file": "5"}},
@@ -251,27 +251,6 @@ def _deploy(plan: Plan, cargo: _Cargo, role: str, constraints: list[str], labels
         "restart_policy": {"condition": "on-failure", "delay": _DELAY_ON_HOST if plan.board else _DELAY},
         "update_config": {"parallelism": 1, "order": "stop-first", "failure_action": "continue"},
     }
-
-
-def _mounts(plan: Plan) -> list[dict[str, Any]]:
-    docker = plan.config.runner.docker_config
-    mounts: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker.shm_size}}]
-    for source, target in docker.docker_mounts:
-        bind = source.startswith("/")
-        name = source if bind else _volume_name(docker, source)
-        mounts.append({"type": "bind" if bind else "volume", "source": _untemplated(name), "target": _untemplated(target)})
-    return mounts
-
-
-def _volume(docker: DockerConfig, name: str) -> dict[str, Any]:
-    return {"driver": "local", "driver_opts": docker.volumes[name]} if name in docker.volumes else {}
-
-
-def _volume_name(docker: DockerConfig, name: str) -> str:
-    """Return the volume's name, with its options' digest: a volume that a node has once keeps those it was made with."""
-    if name not in docker.volumes:
-        return name
-    return f"{name}-{CodeFile.of(name, json.dumps(docker.volumes[name], sort_keys=True).encode()).digest}"
 
 
 def _shown(plan: Plan, node: PlannedNode) -> str:
@@ -318,11 +297,6 @@ def _network(plan: Plan) -> dict[str, Any]:
     if plan.max_nodes > _NODES_IN_24:
         network["ipam"] = {"config": [{"subnet": _WIDE_SUBNET}]}
     return network
-
-
-def _untemplated(value: str) -> str:
-    """Keep Swarm from reading `{{` in a user's value as a Go template."""
-    return value.replace("{{", '{{"{{"}}')
 
 
 def _doubled(value: Any) -> Any:

@@ -101,7 +101,7 @@ def why(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: It
         return None
     data = first.data
     node, rank = str(data.get("node", "")), data.get("rank")
-    # Lines of a local run's files have no time: they may be of any.
+    # Lines of a file that some other program wrote have no time: they may be of any.
     said = [line for line in lines if not line.time or first.time - BEFORE < line.time < first.time + _AFTER]
     own = [line.text for line in said if line.node == node and rank in (None, line.rank)]
     reasons = [task.reason for task in tasks if task.node == node and task.reason]

@@ -38,6 +38,7 @@ def mount(target: str, **changes: Any) -> dict[str, Any]:
 def facts(**changes: Any) -> dict[str, Any]:
     sound = {
         "problems": [],
+        "user": "1000:1000",
         "clock": 0.01,
         "names": dict.fromkeys(NODES, 0.001),
         "address": "10.0.1.4",
@@ -86,6 +87,10 @@ def node(**changes: Any) -> Callable[[Probed], Probed]:
 def on_mount(target: str, **changes: Any) -> Callable[[Probed], Probed]:
     mounts = [mount(name, **(changes if name == target else {})) for name in ("/workspace/runs", "/data")]
     return node(mounts=mounts)
+
+
+def denied(owner: str) -> Callable[[Probed], Probed]:
+    return on_mount("/workspace/runs", writable=False, refused="permission denied", owner=owner)
 
 
 def one_link(**changes: Any) -> Callable[[Probed], Probed]:
@@ -153,6 +158,7 @@ class Case:
     wrong: Callable[[Probed], Probed]
     says: str
     fatal: bool = True
+    hint: str = ""
 
 
 CASES = [
@@ -175,7 +181,11 @@ CASES = [
     Case("room", node(memory=GIB // 2), "has 0.5 GiB of memory left for 2 ranks", fatal=False),
     Case("room", on_mount("/workspace/runs", free=GIB), "/workspace/runs has 1.0 GiB left", fatal=False),
     Case("shared", on_mount("/workspace/runs", seen=["node1"]), "what node0, node2 wrote is not in it"),
-    Case("shared", on_mount("/workspace/runs", writable=False), "/workspace/runs cannot be written"),
+    Case("shared", on_mount("/workspace/runs", writable=False, refused="read-only file system"), "be written: read-only file system"),
+    Case(
+        "shared", denied("1234:100"), "it belongs to 1234:100, and the ranks are 1000:1000", hint="runner.docker_config.user: 1234:100; or"
+    ),
+    Case("shared", denied("0:0"), "it belongs to 0:0, and the ranks are 1000:1000", hint="chown -R 1000:1000 /mnt/shared, on gpu-1"),
     Case("shared", planned(docker_config={"docker_container": "job:1"}), "lies in no mount"),
     Case("data", on_mount("/data", entries=2, content="def"), "/data holds something else here: 2 entries, where the others have 3"),
     Case("torch", met(torch="2.12.0"), "torch differs: node0 2.13.0, node1 2.12.0, node2 2.13.0"),
@@ -198,6 +208,7 @@ def test_what_is_wrong_is_found_by_its_check_alone(case: Case) -> None:
     assert case.says in f"{found.place}: {found.message}"
     assert found.fatal is case.fatal
     assert found.hint
+    assert found.hint.startswith(case.hint)
     assert found.why or case.check == "container"
     assert [name for name, others in findings.items() if others] == [case.check]
 

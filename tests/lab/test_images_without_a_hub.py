@@ -20,7 +20,7 @@ from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan
-from swarmtrain.render.compose import WORKSPACE
+from swarmtrain.render.mounts import WORKSPACE
 
 SETTINGS = """
 version: "0.1"
@@ -59,9 +59,11 @@ def test_added_code_is_one_layer_and_the_same_one_wherever_it_is_made(engine: En
     images.add(other.client, [code / "lib"], stand_in, "elsewhere:lib", here=code, say=say)
     assert layers(other, "elsewhere:lib") == layers(engine, tag)
 
-    script = "import os, lib; print(lib.name, sorted(os.listdir('lib')), os.access('lib/run.sh', os.X_OK))"
+    script = (
+        "import os, lib; print(lib.name, sorted(os.listdir('lib')), os.access('lib/run.sh', os.X_OK), oct(os.stat('.').st_mode & 0o7777))"
+    )
     shown = docker(lab, "run", "--rm", "--workdir", WORKSPACE, "--entrypoint", "python3", tag, "-Bc", script)
-    assert shown == "lib ['__init__.py', 'run.sh'] True\n"
+    assert shown == "lib ['__init__.py', 'run.sh'] True 0o1777\n", "ranks write there, whoever they are"
     other.client.remove_image("elsewhere:lib")
 
 

@@ -15,7 +15,7 @@ from processes import below
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers import scaled_plan
+from swarmtrain.launchers import kept, scaled_plan
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
@@ -107,6 +107,7 @@ def verdict_of(launcher: LocalLauncher) -> tuple[str, list[LogLine], list[TaskSt
 
 
 def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLauncher, tmp_path: Path) -> None:
+    begun = time.time()
     plan = plan_of(launcher, 10)
     assert not [finding for finding in launcher.check(plan) if finding.fatal]
     assert [str(change).partition(":")[0] for change in launcher.changes(plan)] == ["start rendezvous", "start node0", "start node1"]
@@ -122,8 +123,11 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     assert {state.node for state in states if state.state == "complete"} >= {"node0", "node1"}
     assert launcher.deployed("demo") == (plan.config, plan.cargo)
     assert launcher.runs() == ["demo"]
+    assert list(launcher.logs("demo", follow=False, since=time.time())) == []
     launcher.down("demo", print)
     assert launcher.runs() == []
+    printed = [line for line in kept.lines("demo") if line.time > begun]
+    assert sorted(line.rank for line in printed if line.text == "start at 0 of world 2, hush" and line.rank is not None) == [0, 1]
     assert ours(tmp_path) == []
     assert not list((tmp_path / "home").rglob("TOKEN"))
     with pytest.raises(RunNotFound):

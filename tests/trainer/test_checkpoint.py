@@ -219,6 +219,25 @@ def test_save_dir_that_cannot_be_written(tmp_path: Path, config: dict[str, Any])
     assert "config trainer.save_dir run: cannot be written" in world.log()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to others, and becomes them")
+def test_who_may_not_write_to_save_dir_is_told_the_line_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest lets nobody through
+        folder.chmod(0o711)
+    Path("runs").mkdir()
+    os.chown("runs", 1234, 100)
+    os.setegid(9)
+    os.seteuid(9)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            fence.claim(Path("runs/first"), 0)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+    assert f"permission denied; {tmp_path}/runs belongs to 1234:100, and the ranks are 9:9" in str(caught.value)
+    assert caught.value.hint == f"runner.docker_config.user: 1234:100; or chown -R 9:9 {tmp_path}/runs, or what is mounted there"
+
+
 def test_resharded_state_is_the_same_state(copy: Path, saving: dict[str, Any]) -> None:
     """Saved by two ranks, saved again by four that share layers: the same steps on."""
     more = changed(saving, trainer={"train_iterations": 12})

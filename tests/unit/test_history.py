@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from swarmtrain.launchers import kept
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.kept import Keeper
 from swarmtrain.launchers.local.folder import RunFolder
+from swarmtrain.launchers.local.follow import Log
+from swarmtrain.launchers.local.log import written_down
 from swarmtrain.view.history import history, known, runs
 from swarmtrain.view.logs import Choice, pattern, show_logs
 from swarmtrain.wire import EXIT_PLANNED, Event
@@ -136,3 +139,30 @@ def test_what_a_local_run_printed_in_a_life_before_is_not_taken_for_its_own() ->
     assert [event.data["run"] for event in kept.events("demo")] == ["first", "second", "third"]
     assert [line.text for line in kept.lines("demo")] == ["first", "second", "third"]
     assert list(kept.lines("demo", newest=True)) == [LogLine("node0", "third", 0)]
+
+
+def test_what_is_printed_is_written_down_with_its_time() -> None:
+    path = RunFolder("demo").log("node0")
+    path.parent.mkdir(parents=True)
+    begun = time.time()
+    script = "echo '[rank 1] one'; printf 'in two'; sleep 0.3; echo ' parts'; echo err >&2; printf end"
+    with written_down(path) as log:
+        subprocess.run(["sh", "-c", script], stdout=log, stderr=log, check=True)
+    found = list(kept.lines("demo"))
+    assert [(line.rank, line.text) for line in found] == [(1, "one"), (None, "in two parts"), (None, "err"), (None, "end")]
+    assert begun < found[0].time < found[1].time - 0.2
+    assert found[-1].time < time.time()
+    assert Log("node0", path).log_lines() == found
+
+
+def test_what_a_process_leaves_behind_is_heard_and_not_waited_for() -> None:
+    path = RunFolder("demo").log("node0")
+    path.parent.mkdir(parents=True)
+    begun = time.monotonic()
+    with written_down(path) as log:
+        subprocess.run(["sh", "-c", "(sleep 1.5; echo late) & echo early"], stdout=log, check=True)
+    assert time.monotonic() - begun < 1.4
+    assert [line.text for line in kept.lines("demo")] == ["early"]
+    while len(list(kept.lines("demo"))) < 2:
+        assert time.monotonic() - begun < 20
+        time.sleep(0.05)

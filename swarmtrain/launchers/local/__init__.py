@@ -162,13 +162,10 @@ class LocalLauncher:
         node: str | None = None,
         say: Say | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. There is nothing to `say`: files can always be read.
-
-        Lines of files have no times: what is there already is as old as anybody may ask for.
-        """
+        """Yield the output of all nodes. Raises RunNotFound. There is nothing to `say`: files can always be read."""
         from swarmtrain.launchers.local.follow import logs
 
-        return logs(_existing(run), follow=follow, tail=tail, node=node)
+        return logs(_existing(run), follow=follow, tail=tail, since=since, node=node)
 
     @in_state()
     def stop(self, run: str, say: Say) -> None:

@@ -4,7 +4,7 @@
     deployed.json       the config as it was deployed      config.json   the same, resolved, as the nodes read it
     code/ secrets/      what travels with the run          logs/         the ranks' own files
     NODE.spec NODE.state  what a keeper keeps, and how it stands     lock   held by whoever changes the run
-    events.jsonl        the notice board's lines           NODE.log      what a node printed
+    events.jsonl        the notice board's lines           NODE.log      what a node printed, each line with its time
     events.N.jsonl NODE.N.log   the same, of the times that the run was up before
 
 The events and logs stay when the run goes, for reading afterwards.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swarmtrain.launchers.base import LogLine, TaskState, Update
-from swarmtrain.launchers.kept import log_line
+from swarmtrain.launchers.kept import timed
 from swarmtrain.launchers.local.folder import RunFolder
 from swarmtrain.wire import VERDICT, Event
 
@@ -43,17 +44,34 @@ def events(folder: RunFolder) -> list[Event]:
     return [event for line in Tail(folder.events).lines() if (event := Event.from_line(line))]
 
 
-def logs(folder: RunFolder, *, follow: bool, tail: int | None, node: str | None) -> Iterator[LogLine]:
+class Log(Tail):
+    """What a node prints."""
+
+    def __init__(self, node: str, path: Path, *, from_end: bool = False) -> None:
+        super().__init__(path, from_end=from_end)
+        self.node, self.time = node, 0.0
+
+    def log_lines(self) -> list[LogLine]:
+        """Return the whole lines that have come since the last call, with their times."""
+        found = []
+        for text in self.lines():
+            found.append(timed(self.node, text, self.time))
+            self.time = found[-1].time
+        return found
+
+
+def logs(folder: RunFolder, *, follow: bool, tail: int | None, since: float | None, node: str | None) -> Iterator[LogLine]:
     """Yield the output of the nodes, or of one, and go on as long as the run does if `follow`."""
-    readers: dict[str, Tail] = {}
+    readers: dict[str, Log] = {}
     while True:
         alive = any(folder.alive(name) for name in folder.names())
+        found = []
         for name in (each for each in folder.names() if node in (None, each)):
             new = name not in readers
-            reader = readers.setdefault(name, Tail(folder.log(name)))
-            lines = reader.lines()
-            for text in lines[max(0, len(lines) - tail) :] if new and tail is not None else lines:
-                yield log_line(name, text, 0.0 if new else time.time())
+            lines = readers.setdefault(name, Log(name, folder.log(name))).log_lines()
+            lines = [line for line in lines if line.time >= (since or 0.0)]
+            found.append(lines[max(0, len(lines) - tail) :] if new and tail is not None else lines)
+        yield from heapq.merge(*found, key=lambda line: line.time)
         if not follow or not alive:
             return
         time.sleep(_POLL)
@@ -62,7 +80,7 @@ def logs(folder: RunFolder, *, follow: bool, tail: int | None, node: str | None)
 def watch(folder: RunFolder, tasks: Callable[[], list[TaskState]]) -> Iterator[Update]:
     """Yield events from the start, output and states from now on, until a verdict and its last lines, or the run's removal."""
     board = Tail(folder.events)
-    readers = {name: Tail(folder.log(name), from_end=True) for name in folder.names()}
+    readers = {name: Log(name, folder.log(name), from_end=True) for name in folder.names()}
     states: dict[str, TaskState] = {}
     verdict_at: float | None = None
     while True:
@@ -73,8 +91,7 @@ def watch(folder: RunFolder, tasks: Callable[[], list[TaskState]]) -> Iterator[U
                 states[state.node] = state
                 yield state
         for name in folder.names():
-            reader = readers.setdefault(name, Tail(folder.log(name)))
-            yield from (log_line(name, text, time.time()) for text in reader.lines())
+            yield from readers.setdefault(name, Log(name, folder.log(name))).log_lines()
         for line in board.lines():
             if event := Event.from_line(line):
                 verdict_at = verdict_at or (time.monotonic() if event.kind == VERDICT else None)

@@ -6,16 +6,19 @@ to the process, which then is not started again. What becomes of it is written b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from swarmtrain.launchers.local.log import written_down
 from swarmtrain.launchers.local.spec import Spec, State, replace
 from swarmtrain.process import start
 
@@ -47,14 +50,25 @@ class Keeper:
         return 0
 
     def _once(self) -> int:
-        with Path(self.spec.stdout).open("ab") as out, Path(self.spec.stderr).open("ab") as errors:
+        with self._output() as (out, errors):
             self.child = start(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
-        self._say("running")
-        if self.stopping:
-            self.child.terminate()
-        code = self.child.wait()
-        self.child = None
+            self._say("running")
+            if self.stopping:
+                self.child.terminate()
+            code = self.child.wait()
+            self.child = None
         return code
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+        """Where the process prints to: one log for all, or a file of its own making and a log of its errors."""
+        out, errors = Path(self.spec.stdout), Path(self.spec.stderr)
+        with written_down(errors) as log:
+            if out == errors:
+                yield log, log
+            else:
+                with out.open("ab") as file:
+                    yield file, log
 
     def _pause(self) -> None:
         until = time.monotonic() + _DELAY

@@ -31,7 +31,8 @@ from swarmtrain.launchers.swarm.specs import Specs, specs
 from swarmtrain.launchers.swarm.turn import Need
 from swarmtrain.launchers.swarm.up import up
 from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
-from swarmtrain.render.compose import WORKSPACE, stack
+from swarmtrain.render.compose import stack
+from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.wire import CONFIG_PATH, LABEL_HOSTS, NOTE, RENDEZVOUS, VERDICT, Event, Verdict
 
 

@@ -6,6 +6,7 @@ was cut off and trains on finds the higher token before its next rename, and sto
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import tempfile
@@ -36,7 +37,7 @@ def claim(save_dir: Path, at_least: int) -> int:
             except FileExistsError:
                 token += 1
     except OSError as error:
-        raise _unwritable(save_dir, reason(error)) from None
+        raise _unwritable(save_dir, error) from None
 
 
 def find(save_dir: Path, token: int, patience: float = 60.0) -> None:
@@ -51,7 +52,7 @@ def find(save_dir: Path, token: int, patience: float = 60.0) -> None:
             if str(token) in os.listdir(save_dir / "fence"):  # noqa: PTH208  # names are all that is wanted
                 break
         except PermissionError as error:
-            raise _unwritable(save_dir, reason(error)) from None
+            raise _unwritable(save_dir, error) from None
         except OSError:
             pass  # not there yet
         waited = time.monotonic() - begun
@@ -69,12 +70,25 @@ def find(save_dir: Path, token: int, patience: float = 60.0) -> None:
         with tempfile.TemporaryFile(dir=save_dir):
             pass
     except OSError as error:
-        raise _unwritable(save_dir, reason(error)) from None
+        raise _unwritable(save_dir, error) from None
 
 
-def _unwritable(save_dir: Path, why: str) -> CheckpointError:
-    place = f"config trainer.save_dir {save_dir}"
-    return CheckpointError(f"cannot be written: {why}", place=place, hint="the user that trains needs write access to it")
+def _unwritable(save_dir: Path, error: OSError) -> CheckpointError:
+    place, said = f"config trainer.save_dir {save_dir}", f"cannot be written: {reason(error)}"
+    there = _existing(Path(error.filename or save_dir)) if error.errno in (errno.EACCES, errno.EPERM) else None
+    if there is None:
+        return CheckpointError(said, place=place, hint="the user that trains needs write access to it")
+    facts = there.stat()
+    theirs, ours = f"{facts.st_uid}:{facts.st_gid}", f"{os.geteuid()}:{os.getegid()}"
+    hint = f"chown -R {ours} {there}, or what is mounted there"
+    if facts.st_uid not in (0, os.geteuid()):
+        hint = f"runner.docker_config.user: {theirs}; or {hint}"
+    return CheckpointError(f"{said}; {there} belongs to {theirs}, and the ranks are {ours}", place=place, hint=hint)
+
+
+def _existing(path: Path) -> Path | None:
+    """Return what there is of `path`, as far as may be seen."""
+    return next((each for each in (path.absolute(), *path.absolute().parents) if os.access(each, os.F_OK)), None)
 
 
 def highest(save_dir: Path) -> int:
