@@ -43,7 +43,7 @@ def host(text: str) -> str:
     if match is None:
         raise ValueError(
             f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4' or 'gpu-1 slots=0,2', "
-            "and then its address on a network that ranks are to use: 'gpu-1 slots=4 address=gpu-1-ib'"
+            "and its address on the ranks' network, as in 'gpu-1 address=gpu-1-ib'"
         )
     for name in (match["name"], match["address"] or ""):
         if max(map(len, name.split("."))) > _LONGEST:
