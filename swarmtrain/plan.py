@@ -18,7 +18,7 @@ from pathlib import Path
 from swarmtrain.config import Config
 from swarmtrain.config.base import twice
 from swarmtrain.config.files import Unreadable, read
-from swarmtrain.config.names import host_gpus, host_name, host_slots
+from swarmtrain.config.names import host_address, host_gpus, host_name, host_slots
 from swarmtrain.config.runner import GpuMode, RunnerType
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.wire import ROLE_NODE, ROLE_PROBE
@@ -90,6 +90,10 @@ class PlannedNode:
     cause: str
     gpus: tuple[str, ...] = ()
     """The GPUs that are shown to it, by number or UUID; empty: all, or those that it is given."""
+    address: str = ""
+    """Where its machine is found by the others, for those that share the machines' own network; empty: by its host name."""
+    talks_by: str = ""
+    """Its own name or address on the network that ranks are to use, if the config says one."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ def noted(plan: Plan, *notes: str) -> Plan:
 def _board(config: Config, inventory: Inventory) -> Machine | None:
     """Return the manager whose address the nodes are told: on the machines' own network there is no name that leads to the board."""
     runner = config.runner
-    if not runner.swarm.on_host_network or runner.runner_type is not RunnerType.swarm:
+    if not _on_machines_network(config):
         return None
     wanted = runner.master_addr
     managers = [machine for machine in inventory.machines if machine.manager and not machine.unavailable]
@@ -204,7 +208,13 @@ def _board(config: Config, inventory: Inventory) -> Machine | None:
             place="config runner.master_addr",
             hint="set it to the address of a manager",
         )
-    return managers[0]
+    board = managers[0]
+    given = {host_name(host): host_address(host) for host in runner.hosts or ()}
+    return replace(board, address=given.get(board.host) or given.get(board.id) or board.address)
+
+
+def _on_machines_network(config: Config) -> bool:
+    return config.runner.swarm.on_host_network and config.runner.runner_type is RunnerType.swarm
 
 
 def check_run_name(run: str) -> None:
@@ -290,8 +300,9 @@ def _node(config: Config, index: int, host: str, machine: Machine) -> PlannedNod
     gpus = host_gpus(host) or config.runner.swarm.gpu_ids
     slots, why = _slots(config, host_slots(host), machine)
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
-    cause = f"place {index + 1} in hosts{' (by id)' if by_id else ''}; {why}"
-    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus)
+    talks_by = host_address(host) if _on_machines_network(config) else ""
+    cause = f"place {index + 1} in hosts{' (by id)' if by_id else ''}; {why}{f'; ranks talk by {talks_by}' if talks_by else ''}"
+    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus, talks_by or machine.address, talks_by)
 
 
 def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedNode, ...]:
@@ -311,7 +322,7 @@ def _picked(config: Config, inventory: Inventory, wanted: int) -> tuple[PlannedN
         # A host name that two machines share says nothing about which is meant, so the id pins.
         constraint = f"node.hostname=={machine.host}" if hosts[machine.host] == 1 else f"node.id=={machine.id}"
         cause = f"{index + 1} of {suited}; {why}"
-        planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, cause, config.runner.swarm.gpu_ids))
+        planned.append(PlannedNode(f"node{index}", machine.host, constraint, slots, cause, config.runner.swarm.gpu_ids, machine.address))
     return tuple(planned)
 
 

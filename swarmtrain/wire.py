@@ -114,7 +114,7 @@ class NodeEnv(_Env):
     mounts: tuple[str, ...]
     """Where the config's mounts are in this container, JSON; empty where nothing is mounted."""
     interface: str
-    """Interface by which ranks talk, by name or subnet; empty: the one on the route to the board."""
+    """Interface by which ranks talk, by its name, its subnet, or an address or host name of it; empty: that on the route to the board."""
     numa: str
     """How ranks are bound to the cores near their GPUs, in torchrun's words; empty: not at all."""
 
@@ -125,6 +125,8 @@ class ProbeEnv(_Env):
 
     peers: tuple[str, ...]
     """Names of all nodes that are probed, this one among them, JSON."""
+    addresses: dict[str, str]
+    """Where they are found on a network that does not know these names, JSON; empty on one that does."""
     probe_port: int
     """Port that probes listen on, TCP and UDP."""
 

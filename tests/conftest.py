@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 from answers import ROOT, Answer, cases
+from hypothesis import settings
+
+# How long an example takes says nothing on a machine that is busy with other suites.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture

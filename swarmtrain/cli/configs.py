@@ -57,9 +57,9 @@ def generate(
     from swarmtrain.render import compose
     from swarmtrain.view.console import say
 
-    stack = compose.stack(offline_plan(load(config_file, override), run_name(config_file) if name is None else name, folder=Path.cwd()))
-    compose.write(stack, output)
-    say(f"wrote {output}\nnext: docker stack deploy -c {output} {stack.name}")
+    made = offline_plan(load(config_file, override), run_name(config_file) if name is None else name, folder=Path.cwd())
+    compose.write(compose.stack(made), output)
+    say("\n".join([f"wrote {output}", *made.notes, f"next: docker stack deploy -c {output} {made.run}"]))
 
 
 def doctor(

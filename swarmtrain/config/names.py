@@ -15,7 +15,9 @@ from typing import Any
 from swarmtrain.config.base import twice
 
 _GPU = r"(?:\d+(?::\d+)?|(?:GPU|MIG)-[A-Za-z0-9-]{1,80})"
-_HOST = re.compile(rf"(?P<name>[A-Za-z0-9_.-]+)(?:\s+slots=(?:(?P<slots>\d{{1,6}})|(?P<gpus>{_GPU}(?:,{_GPU})*,?)))?")
+_SLOTS = rf"slots=(?:(?P<slots>\d{{1,6}})|(?P<gpus>{_GPU}(?:,{_GPU})*,?))"
+_NAME = r"[A-Za-z0-9_.-]+"
+_HOST = re.compile(rf"(?P<name>{_NAME})(?:\s+{_SLOTS})?(?:\s+address=(?P<address>{_NAME}))?")
 _IMAGE_PATH = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
     rf"(?:(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{{1,5}})?/)?{_IMAGE_PATH}(?:/{_IMAGE_PATH})*"
@@ -40,10 +42,12 @@ def host(text: str) -> str:
     match = _HOST.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4' or 'gpu-1 slots=0,2'"
+            f"{text!r} is not a host: write a host name, a node id, or either with its slots, as in 'gpu-1 slots=4' or 'gpu-1 slots=0,2', "
+            "and its address on the ranks' network, as in 'gpu-1 address=gpu-1-ib'"
         )
-    if max(map(len, match["name"].split("."))) > _LONGEST:
-        raise ValueError(f"{match['name']}: a part of a host name has at most {_LONGEST} characters")
+    for name in (match["name"], match["address"] or ""):
+        if max(map(len, name.split("."))) > _LONGEST:
+            raise ValueError(f"{name}: a part of a host name has at most {_LONGEST} characters")
     if match["slots"] and not 1 <= int(match["slots"]) <= MOST_SLOTS:
         raise ValueError(f"{text!r}: slots are 1 to {MOST_SLOTS}")
     gpu_ids(host_gpus(text))
@@ -65,6 +69,12 @@ def host_gpus(text: str) -> tuple[str, ...]:
     """Return the GPUs that an entry of `hosts` names: 'gpu-1 slots=0,2', 'gpu-1 slots=2,' or UUIDs; none if it only counts."""
     match = _HOST.fullmatch(text)
     return tuple(match["gpus"].removesuffix(",").split(",")) if match and match["gpus"] else ()
+
+
+def host_address(text: str) -> str:
+    """Return the address or name that an entry of `hosts` gives the host on the network that ranks use; empty if it gives none."""
+    match = _HOST.fullmatch(text)
+    return match["address"] or "" if match else ""
 
 
 def gpu_ids(ids: tuple[str, ...]) -> tuple[str, ...]:

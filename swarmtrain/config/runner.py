@@ -246,7 +246,8 @@ class RunnerConfig(Section):
     hosts: tuple[Host, ...] | None = Field(
         None,
         description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4', or 'gpu-2 slots=0,2' for these GPUs. "
-        "null: the cluster's own nodes.",
+        "With swarm.network: host also with the address or name that each has on the network that ranks are to use: "
+        "'gpu-1 slots=4 address=gpu-1-ib'. null: the cluster's own nodes.",
     )
     nodes: int | None = Field(None, ge=1, le=_MOST_NODES, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
     min_nodes: int | None = Field(
@@ -330,6 +331,19 @@ class RunnerConfig(Section):
             raise wrong(
                 "min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _addresses_are_of_one_network(self) -> RunnerConfig:
+        without = [host for host in self.hosts or () if not names.host_address(host)]
+        if self.runner_type is not RunnerType.swarm or len(without) == len(self.hosts or ()):
+            return self
+        if not self.swarm.on_host_network:
+            raise wrong("hosts", "address= is for swarm.network: host; containers in an overlay network have addresses of its own")
+        if without:
+            raise wrong("hosts", f"{without[0]!r} has no address=, and others have: ranks would meet on two networks", "give one to each")
+        if self.interface:
+            raise wrong("interface", "the addresses in hosts say already by which interface ranks talk", "leave one of the two out")
         return self
 
     @model_validator(mode="after")

@@ -85,7 +85,8 @@ def _measured(probed: Probed) -> Iterator[str]:
 
 
 def _nodes(probed: Probed) -> Iterator[str]:
-    yield "\nthe nodes, by the interface that leads to the notice board:"
+    chosen = any(facts.get("chosen") for facts in probed.nodes.values())
+    yield f"\nthe nodes, by the interface that {'the config chooses' if chosen else 'leads to the notice board'}:"
     rows = [("", "host", "address", "interface", "packets", "clock", "cores", "memory", "GPUs")]
     for node in probed.plan.nodes:
         if facts := probed.nodes.get(node.name):

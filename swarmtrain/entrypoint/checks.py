@@ -45,7 +45,7 @@ def _interface_problems(wanted: str) -> list[str]:
         if wanted:
             route_by(wanted)
     except OSError as error:
-        return [f"runner.interface: {error}"]
+        return [f"runner.interface, or address= in runner.hosts: {error}"]
     return []
 
 

@@ -52,14 +52,29 @@ def route_to(host: str, port: int) -> Route:
     return Route(address=ours, interface=_interface_of(ours, family))
 
 
+def route(wanted: str, board: str) -> Route:
+    """Return the route by which ranks talk: by what is `wanted`, else that to the `board`, host:port. Raises OSError."""
+    host, _, port = board.rpartition(":")
+    return route_by(wanted) if wanted else route_to(host, int(port))
+
+
 def route_by(wanted: str) -> Route:
-    """Find the interface that `wanted` names, or that has an address in the subnet `wanted`. Raises OSError if there is none."""
+    """Find the interface that `wanted` names: by itself, by a subnet, or by an address or host name of it.
+
+    Raises OSError if there is none.
+    """
     there = {name: address for _, name in socket.if_nameindex() if (address := _ipv4_of(name))}
     subnet = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
     for name, address in there.items():
         if name == wanted or (subnet and ipaddress.ip_address(address) in subnet):
             return Route(address, name, chosen=True)
     known = ", ".join(f"{name} {address}" for name, address in there.items())
+    own = "" if subnet else _address_of(wanted)
+    for name, address in there.items():
+        if address == own:
+            return Route(address, name, chosen=True)
+    if own:
+        raise OSError(f"{wanted if wanted == own else f'{wanted} is {own}, and that'} is no address of this node; it has {known}")
     raise OSError(f"no interface {wanted} has an address on this node; it has {known}")
 
 
@@ -71,6 +86,13 @@ def published_address(route: Route) -> str | None:
     """
     in_container = Path("/.dockerenv").exists() and _CONTAINER_ID.fullmatch(socket.gethostname())
     return route.address if route.chosen or route.loopback or not in_container else None
+
+
+def _address_of(name: str) -> str:
+    try:
+        return str(socket.gethostbyname(name))
+    except OSError:
+        return ""
 
 
 def _interface_of(address: str, family: int) -> str:

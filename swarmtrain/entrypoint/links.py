@@ -11,7 +11,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +64,13 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 class Ends:
     """This node's ends of all its links: it listens for its peers from the start, and calls them when a round says so."""
 
-    def __init__(self, name: str, port: int, mtu: int, bind: str = "") -> None:
-        """Listen on TCP and UDP `port` of `bind`. `mtu` is that of the interface which leads to the peers. Raises OSError."""
+    def __init__(self, name: str, port: int, mtu: int, bind: str = "", where: Mapping[str, str] | None = None) -> None:
+        """Listen on TCP and UDP `port` of `bind`. `mtu` is that of the interface which leads to the peers.
+
+        `where` is under which address or name each peer is found, where its own is not known. Raises OSError.
+        """
         self.name, self._port, self._mtu, self._bind = name, port, mtu, bind
+        self._where = where or {}
         self._addresses: dict[str, str] = {}
         self._callers: dict[str, socket.socket] = {}
         self._arrived = threading.Condition()
@@ -99,14 +103,14 @@ class Ends:
         named = False
         while time.monotonic() < end:
             try:
-                address = socket.gethostbyname(peer)
+                address = socket.gethostbyname(self._where.get(peer, peer))
                 if not named:
                     named, end = True, min(end, time.monotonic() + silent)
                 with socket.create_connection((address, self._port), timeout=1.0) as greeting:
                     greeting.sendall(b"\n")
                 self._addresses[peer] = address
                 begun = time.monotonic()
-                socket.gethostbyname(peer)
+                socket.gethostbyname(self._where.get(peer, peer))
                 found[peer] = time.monotonic() - begun
                 return
             except OSError:

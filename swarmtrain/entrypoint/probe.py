@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from swarmtrain.board import Board
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
 from swarmtrain.entrypoint.gpus import assigned
-from swarmtrain.entrypoint.interface import Route, route_to
+from swarmtrain.entrypoint.interface import Route, route
 from swarmtrain.entrypoint.links import Ends, rounds
 from swarmtrain.errors import EXIT_OK, BoardError
 from swarmtrain.process import start
@@ -53,23 +53,24 @@ def main() -> int:
     board.wait(_WAIT_FOR_BOARD)
     board.join(node.node)
     threading.Thread(target=_beat, args=(board, node.node), daemon=True).start()
-    host, _, port = node.board.rpartition(":")
-    route = route_to(host, int(port))
+    way = _way(node)
     peers = [peer for peer in probe.peers if peer != node.node]
     with _marks(node) as marks:
         # Last: who is met has left its marks.
-        ends = Ends(node.node, probe.probe_port, interface_mtu(route.interface))
-        facts = {"host": socket.gethostname(), **_here(node, route), "clock": board.clock()}
+        ends = Ends(node.node, probe.probe_port, interface_mtu(way.interface), where=probe.addresses)
+        facts = {"host": socket.gethostname(), **_here(node, way), "clock": board.clock()}
         names = ends.meet(peers, _MEETING)
         board.post(Event(WORLD, {"world": "probe", "world_size": len(probe.peers), "nodes": len(probe.peers), "ranks": {node.node: []}}))
         board.post(Event(PROBE, {"node": node.node, **facts, "names": names, "mounts": [_mount(node, mark) for mark in marks]}))
         together.ready()
+        broken: list[str] = []
         for pairs in rounds(probe.peers):
             for a, b in (pair for pair in pairs if node.node in pair):
                 link = ends.measure(a, b, patience=_PARTNER)
+                broken += [link.error] if link.error else []
                 if node.node == a:
                     board.post(Event(LINK, asdict(link)))
-        board.post(Event(TOGETHER, {"node": node.node, **together.result(route.environment(os.environ))}))
+        board.post(Event(TOGETHER, {"node": node.node, **together.result(way.environment(os.environ), broken)}))
     board.leave(node.node, EXIT_OK)
     return EXIT_OK
 
@@ -82,6 +83,14 @@ def _beat(board: Board, name: str) -> None:
         time.sleep(_BEAT)
 
 
+def _way(node: NodeEnv) -> Route:
+    """Return the route by which the job's ranks would talk; one that is not there is told as a problem, and the board's is looked at."""
+    try:
+        return route(node.interface, node.board)
+    except OSError:
+        return route("", node.board)
+
+
 def interface_mtu(interface: str) -> int:
     """Return the bytes of the largest packet that `interface` sends, that of Ethernet if it has no name."""
     try:
@@ -90,13 +99,14 @@ def interface_mtu(interface: str) -> int:
         return 1500
 
 
-def _here(node: NodeEnv, route: Route) -> dict[str, Any]:
+def _here(node: NodeEnv, way: Route) -> dict[str, Any]:
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return {
         "problems": permanent_problems(node),
         "user": f"{os.geteuid()}:{os.getegid()}",
-        "address": route.address,
-        "interface": route.interface,
+        "address": way.address,
+        "interface": way.interface,
+        "chosen": way.chosen,
         "interfaces": {name: interface_mtu(name) for _, name in socket.if_nameindex() if name != "lo"},
         "slots": node.slots,
         "cores": threads_per_rank(1),
@@ -238,10 +248,11 @@ class _Together:
         if self._process.stdout is not None:
             self._process.stdout.readline()
 
-    def result(self, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Let it begin, with `environment` on top of its own, and return what it found."""
+    def result(self, environment: Mapping[str, str], broken: Sequence[str]) -> dict[str, Any]:
+        """Let it begin, with `environment` on top of its own, and return what it found. With what is `broken` here nobody tries."""
+        told = {"environment": dict(environment), "broken": ", ".join(broken)}
         try:
-            output, _ = self._process.communicate(json.dumps(environment).encode() + b"\n", timeout=_TOGETHER)
+            output, _ = self._process.communicate(json.dumps(told).encode() + b"\n", timeout=_TOGETHER)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return {"error": f"nothing came of it within {_TOGETHER:g} s"}

@@ -23,7 +23,7 @@ from types import FrameType
 from swarmtrain.board import Board
 from swarmtrain.entrypoint import gpus, liveness
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank, warnings
-from swarmtrain.entrypoint.interface import Route, published_address, route_by, route_to
+from swarmtrain.entrypoint.interface import Route, published_address, route
 from swarmtrain.entrypoint.usage import Reporter
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
 from swarmtrain.process import start
@@ -100,16 +100,15 @@ class Supervisor:
         return EXIT_OK
 
     def _join(self) -> Route:
-        host, _, port = self.node.board.rpartition(":")
         try:
-            route = route_by(self.node.interface) if self.node.interface else route_to(host, int(port))
+            way = route(self.node.interface, self.node.board)
         except OSError as error:
             raise BoardError(str(error), place=f"notice board {self.node.board}") from None
-        here = {"host": socket.gethostname(), "address": route.address, "interface": route.interface, "slots": self.node.slots}
+        here = {"host": socket.gethostname(), "address": way.address, "interface": way.interface, "slots": self.node.slots}
         self.board.post(Event(JOINED, {"node": self.node.node, **here}))
         for message in warnings(self.node):
             self.board.post(Event(NOTE, {"node": self.node.node, "message": message}))
-        return route
+        return way
 
     def _train(self, round: str, route: Route) -> int:
         """Run one agent from its start to its end, and return its exit code (negative: a signal)."""

@@ -1,7 +1,8 @@
 """What the ranks' first collective will be like: torch is imported, the nodes meet at the store, and add up some numbers.
 
-One process a node. Prints a line when torch is there, waits for one of JSON on its standard input, what to add to its
-environment, and prints another: the versions, the devices, and the seconds of an all-reduce for each backend, or an error.
+One process a node. Prints a line when torch is there, waits for one of JSON on its standard input: what to add to its
+environment, and what is broken between this node and others. Prints another line: the versions, the devices, and the
+seconds of an all-reduce for each backend, or an error. If anything is broken anywhere, none is tried: it would only hang.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ def main() -> NoReturn:
         importlib.import_module("torch")
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    os.environ.update(json.loads(sys.stdin.readline()))
-    sys.stdout.write(json.dumps(_look()) + "\n")
+    told = json.loads(sys.stdin.readline())
+    os.environ.update(told["environment"])
+    sys.stdout.write(json.dumps(_look(told["broken"])) + "\n")
     sys.stdout.flush()
     os._exit(EXIT_OK)
 
 
-def _look() -> dict[str, Any]:
+def _look(broken: str) -> dict[str, Any]:
     try:
         import torch
         from torch.distributed import TCPStore
@@ -53,6 +55,8 @@ def _look() -> dict[str, Any]:
     rank, size = probe.peers.index(node.node), len(probe.peers)
     try:
         store = TCPStore(host, int(port), is_master=False, timeout=_PATIENCE)
+        if known := _anywhere(store, rank, size, broken):
+            return {**found, "error": f"not tried, since {known}"}
         found["gloo"] = _all_reduce("gloo", store, rank, size)
         if torch.cuda.is_available() and torch.distributed.is_nccl_available():
             found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's own
@@ -60,6 +64,13 @@ def _look() -> dict[str, Any]:
     except RuntimeError as error:
         return {**found, "error": _PLACE.sub("", str(error).splitlines()[0])}
     return found
+
+
+def _anywhere(store: Store, rank: int, size: int, broken: str) -> str:
+    """Return what is broken at this node or at the first that tells of anything, to all of them the same. Raises RuntimeError."""
+    store.set(f"broken/{rank}", broken)
+    told = [store.get(f"broken/{each}").decode() for each in range(size)]
+    return next(filter(None, told), "")
 
 
 def _all_reduce(backend: str, store: Store, rank: int, size: int) -> dict[str, float]:

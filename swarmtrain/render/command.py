@@ -48,12 +48,17 @@ def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
         stop_grace=runner.stop_grace,
         log_dir=place.log_dir,
         mounts=place.mounts,
-        interface=runner.interface or "",
+        interface=node.talks_by or runner.interface or "",
         numa=runner.numa or "",
     )
-    probe = ProbeEnv(tuple(node.name for node in plan.nodes), place.board_port + 1).to_env() if plan.probe else {}
+    probe = _probe_env(plan, place).to_env() if plan.probe else {}
     files = {f"{name}_FILE": path for name, path in secrets.items()}
     return {**runner.nccl.environment, **place.environment, **runner.env, **files, **ours.to_env(), **probe}
+
+
+def _probe_env(plan: Plan, place: Place) -> ProbeEnv:
+    own = {node.name: node.address or node.host for node in plan.nodes} if plan.config.runner.swarm.on_host_network else {}
+    return ProbeEnv(tuple(node.name for node in plan.nodes), own, place.board_port + 1)
 
 
 def board_env(plan: Plan, place: Place) -> dict[str, str]:

@@ -86,7 +86,7 @@ class SmallRun:
     def start_probe(self, *peers: str, mounts: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         """Start the probe of node0, which has these peers."""
         (self.folder / "script.py").write_text("")
-        env = {**self._node_env(0, slots=1, nodes=(1, 1), mounts=mounts).to_env(), **ProbeEnv(("node0", *peers), free_port()).to_env()}
+        env = {**self._node_env(0, slots=1, nodes=(1, 1), mounts=mounts).to_env(), **ProbeEnv(("node0", *peers), {}, free_port()).to_env()}
         self.nodes["node0"] = self._start("probe", env, self.log(0))
         return self.nodes["node0"]
 

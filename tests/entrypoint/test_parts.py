@@ -15,7 +15,7 @@ import pytest
 from swarmtrain.board import Board
 from swarmtrain.entrypoint.agent import DeathReporter, shutdown_timeout
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
-from swarmtrain.entrypoint.interface import Route, published_address, route_by, route_to
+from swarmtrain.entrypoint.interface import Route, published_address, route, route_by, route_to
 from swarmtrain.entrypoint.rank import exit_code_of
 from swarmtrain.errors import BoardError
 from swarmtrain.wire import EXIT_PLANNED, NodeEnv, Verdict
@@ -176,10 +176,13 @@ def test_the_board_answers_nonsense_with_an_error_and_lives_on(small_run: Any) -
     assert small_run.board.wait(20) == 0
 
 
-def test_an_interface_is_found_by_its_name_or_its_subnet() -> None:
+def test_an_interface_is_found_by_its_name_its_subnet_or_an_address() -> None:
     by_name, by_subnet = route_by("lo"), route_by("127.0.0.0/8")
     assert by_name == by_subnet == Route("127.0.0.1", "lo", chosen=True)
     assert published_address(Route("10.1.0.4", "ib0", chosen=True)) == "10.1.0.4"
+    assert route("localhost", "nobody.invalid:1") == route("127.0.0.1", "nobody.invalid:1") == by_name
+    with pytest.raises(OSError, match=r"^203\.0\.113\.7 is no address of this node; it has .*lo 127\.0\.0\.1"):
+        route_by("203.0.113.7")
     with pytest.raises(OSError, match=r"no interface ib7 has an address on this node; it has .*lo 127\.0\.0\.1"):
         route_by("ib7")
 

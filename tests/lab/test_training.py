@@ -248,28 +248,16 @@ def test_a_folder_that_somebody_made_as_himself_can_be_written(lab: Lab, launche
     theirs = lab.shared / "theirs"
     theirs.mkdir(mode=0o755)
     os.chown(theirs, 1234, 1234)
-    more = ["trainer.train_iterations=2", "runner.docker_config.docker_mounts=[[/mnt/shared/theirs, /workspace/runs]]", "runner.nodes=2"]
-    argv = [sys.executable, "-m", "swarmtrain", "deploy", "examples/quickstart.yml", "--name", "theirs", *options(image, "first", *more)]
-    environment = lab.environment_on("node0", os.environ)
-    done = subprocess.run(
-        [*lab.enter("node0"), *argv], cwd=ROOT, env=environment, timeout=200, stderr=subprocess.PIPE, text=True, check=False
-    )
+    mounts = "runner.docker_config.docker_mounts=[[/mnt/shared/theirs, /workspace/runs]]"
+    run = ["examples/quickstart.yml", "--name", "theirs", *options(image, "first", mounts, "runner.nodes=1", "trainer.train_iterations=2")]
+    deploy = [*lab.enter("node0", folder=ROOT), sys.executable, "-m", "swarmtrain", "deploy", *run]
+    done = subprocess.run(deploy, env=lab.environment_on("node0", os.environ), timeout=200, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "user: 1234:1234, the owner of /mnt/shared/theirs here" in done.stderr
-    checkpoint = theirs / "first" / "step-00000002"
-    assert (checkpoint.stat().st_uid, checkpoint.stat().st_gid) == (1234, 1234)
+    checkpoint = (theirs / "first" / "step-00000002").stat()
+    assert (checkpoint.st_uid, checkpoint.st_gid) == (1234, 1234)
     # From another machine, which has no such folder, there is nothing to change.
-    argv = [
-        sys.executable,
-        "-m",
-        "swarmtrain",
-        "plan",
-        "examples/quickstart.yml",
-        "--name",
-        "theirs",
-        "--json",
-        *options(image, "first", *more),
-    ]
-    plan = json.loads(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True).stdout)
-    assert plan["differences"] == []
+    again = subprocess.run([sys.executable, "-m", "swarmtrain", "plan", *run, "--json"], cwd=ROOT, check=True, capture_output=True)
+    plan = json.loads(again.stdout)
+    assert plan["differences"] == plan["changes"] == []
     assert plan["notes"] == ["user: 1234:1234, as the run that is up has it"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from swarmtrain.config.load import parse
 from swarmtrain.errors import PlanError, StackError
-from swarmtrain.plan import Cargo, CodeFile, Inventory, Machine, make_plan, offline
+from swarmtrain.plan import Cargo, CodeFile, Inventory, Machine, Plan, make_plan, offline
 from swarmtrain.render.compose import Stack, stack, to_yaml, write
 
 CODE = CodeFile.of("training_code.py", b"print('hello')\n")
@@ -266,3 +267,20 @@ def test_a_thousand_nodes_have_names_of_their_own() -> None:
     )
     found = stack(make_plan(config, offline(config.runner.hosts or ()), Cargo((CODE,)), run="demo"))
     assert len(found.document["services"]) == 1001
+
+
+def test_a_node_is_told_its_own_address_and_a_probe_everybody_s() -> None:
+    found = plan_on_hosts("runner.hosts=[gpu-1 address=gpu-1-ib, gpu-2 address=10.1.0.2]")
+    told = [node(stack(found), name)["environment"]["SWARMTRAIN_INTERFACE"] for name in ("node0", "node1")]
+    assert told == ["gpu-1-ib", "10.1.0.2"]
+    probe = node(stack(replace(found, probe=True)))["environment"]
+    assert json.loads(probe["SWARMTRAIN_ADDRESSES"]) == {"node0": "gpu-1-ib", "node1": "10.1.0.2"}
+    plain = node(stack(replace(plan_on_hosts("runner.hosts=[gpu-1, gpu-2]"), probe=True)))["environment"]
+    assert json.loads(plain["SWARMTRAIN_ADDRESSES"]) == {"node0": "gpu-1", "node1": "gpu-2"}
+
+
+def plan_on_hosts(hosts: str) -> Plan:
+    config = parse(
+        "runner: {swarm: {network: host}, master_addr: 10.0.0.9}\ntopology: {global_batch_size: 2, micro_batch_size: 1}", [hosts]
+    )
+    return make_plan(config, offline(config.runner.hosts or ()), Cargo((CODE,)), run="demo")

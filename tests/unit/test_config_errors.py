@@ -154,6 +154,13 @@ def test_sizes_that_do_not_fit(topology: dict[str, int], problem: str) -> None:
             "runner.default_gpu_count: 2 slots, and swarm.gpu_ids",
         ),
         ("{hosts: ['a slots=x']}", "runner.hosts.0: 'a slots=x' is not a host"),
+        ("{hosts: ['a address=-/-']}", "runner.hosts.0: 'a address=-/-' is not a host"),
+        ("{hosts: ['a address=a-ib']}", "runner.hosts: address= is for swarm.network: host"),
+        ("{hosts: ['a address=a-ib', b], swarm: {network: host}}", "runner.hosts: 'b' has no address=, and others have"),
+        (
+            "{hosts: ['a address=a-ib'], interface: ib0, swarm: {network: host}}",
+            "runner.interface: the addresses in hosts say already",
+        ),
         ("{nodes: 2, min_nodes: 3}", "runner.min_nodes: min_nodes <= nodes <= max_nodes does not hold: 3 <= 2 <= 2"),
         ("{nodes: 5, max_nodes: 3}", "runner.max_nodes: min_nodes <= nodes <= max_nodes does not hold: 5 <= 5 <= 3"),
         ("{docker_config: {docker_mounts: [./x, /y]}}", "runner.docker_config.docker_mounts: ./x: a mount's source"),

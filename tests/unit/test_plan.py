@@ -53,6 +53,19 @@ def test_hosts_are_taken_in_their_order_with_their_slots() -> None:
     assert "12 micro batches of 2, 3 each" in str(made)
 
 
+def test_hosts_have_names_of_their_own_on_the_network_that_ranks_use() -> None:
+    machines = swarm(Machine("a", id="1", address="10.0.0.1", manager=True), Machine("b", id="2", address="10.0.0.2"))
+    made = plan(machines, "runner.hosts=[b slots=2 address=b-ib, a address=10.1.0.1]", "runner.swarm.network=host")
+    assert [(node.host, node.slots, node.talks_by, node.address) for node in made.nodes] == [
+        ("b", 2, "b-ib", "b-ib"),
+        ("a", 1, "10.1.0.1", "10.1.0.1"),
+    ]
+    assert made.nodes[0].cause == "place 1 in hosts; slots as hosts says; ranks talk by b-ib"
+    assert made.board == Machine("a", id="1", address="10.1.0.1", manager=True)
+    local = plan(machines, "runner.hosts=[b address=b-ib]", "runner.runner_type=local")
+    assert local.nodes[0].talks_by == "", "it is all one machine"
+
+
 def test_uneven_shares_are_said() -> None:
     assert "12 micro batches of 2, 3 or 2 each" in str(plan(THREE, "runner.hosts=[a slots=5]"))
 
