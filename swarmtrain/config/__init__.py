@@ -17,6 +17,7 @@ from swarmtrain.config.data import DataConfig
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.logger import LoggerConfig
 from swarmtrain.config.optimizer import OptimizerConfig
+from swarmtrain.config.pipeline import cuts
 from swarmtrain.config.profiler import ProfilerConfig
 from swarmtrain.config.runner import RunnerConfig
 from swarmtrain.config.topology import TopologyConfig
@@ -63,6 +64,7 @@ class Config(Section):
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )
+        cuts(self.topology, shape)
         return self
 
     def to_json(self) -> str:

@@ -6,9 +6,18 @@ accumulation belong to a *world*: they are derived when one forms, and again whe
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field, model_validator
 
 from swarmtrain.config.base import Section, check_multiple, wrong
+
+
+class PipePartitionMethod(StrEnum):
+    """Ways to cut the layers into stages."""
+
+    uniform = "uniform"
+    balanced = "balanced"
 
 
 class TopologyConfig(Section):
@@ -22,6 +31,14 @@ class TopologyConfig(Section):
     micro_batch_size: int | None = Field(None, ge=1, description="Samples in one forward pass on one rank.")
     gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches a replica adds up per step.")
 
+    pipe_partition_method: PipePartitionMethod = Field(
+        PipePartitionMethod.uniform, description="uniform: as many layers to each stage. balanced: as much work, the head's included."
+    )
+    pipe_partition_overwrite: tuple[int, ...] | None = Field(
+        None, description="First layer of each stage, beginning with 0. null: as pipe_partition_method says."
+    )
+    pipe_stages_per_rank: int = Field(1, ge=1, description="Stages on each rank of a pipeline. Over 1: interleaved 1F1B.")
+
     @model_validator(mode="after")
     def _derive(self) -> TopologyConfig:
         values = _parallel_sizes(self.world_size, self.model_parallel_size, self.pipe_parallel_size, self.data_parallel_size)
@@ -30,6 +47,7 @@ class TopologyConfig(Section):
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        _check_pipeline(self)
         return self
 
     @property
@@ -43,6 +61,11 @@ class TopologyConfig(Section):
         return self.pipe_parallel_size or 1
 
     @property
+    def stages(self) -> int:
+        """Parts that the layers are cut into."""
+        return self.pipeline * self.pipe_stages_per_rank
+
+    @property
     def global_batch(self) -> int:
         """Samples in one optimizer step."""
         return self.global_batch_size or 1
@@ -51,6 +74,11 @@ class TopologyConfig(Section):
     def micro_batch(self) -> int:
         """Samples in one forward pass."""
         return self.micro_batch_size or 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches in one optimizer step, all replicas together."""
+        return self.global_batch // self.micro_batch
 
     def data_parallel(self, world_size: int) -> int:
         """Return the number of replicas in a world of `world_size` ranks.
@@ -71,21 +99,39 @@ class TopologyConfig(Section):
         Raises ValueError as `data_parallel` does.
         """
         replicas = self.data_parallel(world_size)
-        whole, rest = divmod(self.global_batch // self.micro_batch, replicas)
+        whole, rest = divmod(self.micro_batches, replicas)
         return tuple(whole + (index < rest) for index in range(replicas))
 
 
 def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None, data: int | None) -> dict[str, int | None]:
-    if pipeline not in (None, 1):
-        raise wrong("pipe_parallel_size", f"{pipeline}: pipeline parallelism is not built yet; use 1")
     if tensor is None:
-        tensor = check_multiple("world_size", world, "data_parallel_size", data) if world and data else 1
+        tensor = (
+            check_multiple("world_size", world, "data_parallel_size x pipe_parallel_size =", data * (pipeline or 1))
+            if world and data
+            else 1
+        )
+    if pipeline is None:
+        pipeline = check_multiple("world_size", world, "data_parallel_size x model_parallel_size =", data * tensor) if world and data else 1
     if world and not data:
-        data = check_multiple("world_size", world, "model_parallel_size", tensor)
-    if world and data and world != data * tensor:
-        raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {tensor} x 1 x {data}")
-    world = data * tensor if data else None
-    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": 1, "data_parallel_size": data}
+        data = check_multiple("world_size", world, "model_parallel_size x pipe_parallel_size =", tensor * pipeline)
+    if world and data and world != data * tensor * pipeline:
+        product = f"{tensor} x {pipeline} x {data}"
+        raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {product}")
+    world = data * tensor * pipeline if data else None
+    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
+
+
+def _check_pipeline(topology: TopologyConfig) -> None:
+    """No world could fill a pipeline whose whole batch is too small for it. A replica's share may be: see config.pipeline.on_schedule."""
+    ranks = topology.pipeline
+    if topology.pipe_stages_per_rank > 1:
+        if ranks == 1:
+            raise wrong("pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1")
+        if topology.micro_batches % ranks:
+            reason = f"{topology.micro_batches} micro batches a step are no multiple of pipe_parallel_size {ranks}, as interleaving needs"
+            raise wrong("global_batch_size", reason)
+    elif topology.micro_batches < ranks:
+        raise wrong("global_batch_size", f"{topology.micro_batches} micro batches a step are fewer than pipe_parallel_size {ranks}")
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,11 @@ from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import StopFlag
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.pipeline import Pipeline
 from swarmtrain.trainer.runtime import Runtime, seed
+
+Dealt = Sequence[tuple[int, Ids]]
+"""A replica's micro batches, with their numbers in the whole step."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +53,7 @@ def make_step(
     topology, mesh = here.config.topology, model.mesh
     batch = data.batch(position, topology.global_batch)
     mine = batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch)
-    summed = torch.zeros((), dtype=torch.float64, device=here.device)
-    # A replica without a micro batch makes one empty pass: it has nothing to add, but the others' sums need its part.
-    passes: Sequence[tuple[int, Ids | None]] = mine or [(0, None)]
-    for micro, ids in passes:
-        seed(here.config.trainer.seed, number, micro)
-        with model.replicas.micro_batch(last=micro == passes[-1][0]):
-            loss = _loss(here, model.replicas, data, ids)
-            torch.autograd.backward(loss / batch.tokens)
-        summed += loss.detach()
+    summed = _passes(here, model, data, mine, tokens=batch.tokens, number=number)
     gradient_norm, learning_rate = optimizer.step(number)
     loss_sum, asked = _exchange(model, [float(summed)], stop)
     mean = loss_sum[0] / batch.tokens
@@ -78,9 +75,7 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
     count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
     for position in range(0, count, topology.global_batch):
         batch = data.batch(position, topology.global_batch)
-        summed = torch.zeros((), dtype=torch.float64, device=here.device)
-        for _, ids in batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch):
-            summed += _loss(here, model.local, data, ids)
+        summed = _held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
         sums, asked = _exchange(model, [float(summed)], stop)
         if asked:
             return None
@@ -95,16 +90,53 @@ def asked_to_leave(stop: StopFlag) -> bool:
 
 def _exchange(model: ParallelModel, values: list[float], stop: StopFlag | None) -> tuple[list[float], bool]:
     """Return the sums of `values` over replicas, and whether any rank has been asked to leave."""
-    counts = model.mesh.tensor_rank == 0  # ranks that share layers have the same loss
+    counts = model.mesh.has_loss  # ranks that share layers have the same loss, and stages before the last have none
     *sums, asked = agreement.totals([*(value * counts for value in values), bool(stop and stop.raised)])
     return sums, asked > 0
 
 
+def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, tokens: int, number: int) -> Tensor:
+    """Make this rank's passes of step `number`: gradients of the loss divided by `tokens`. Return the loss, a sum."""
+    if isinstance(model.replicas, Pipeline):
+        first = dealt[0][0] if dealt else 0
+        return model.replicas.step(*_together(data, dealt), tokens, lambda index: _micro_batch(here, number, first + index))
+    summed = torch.zeros((), dtype=torch.float64, device=here.device)
+    # A replica without a micro batch makes one empty pass: it has nothing to add, but the others' sums need its part.
+    passes: Sequence[tuple[int, Ids | None]] = dealt or [(0, None)]
+    for micro, ids in passes:
+        with model.replicas.micro_batch(last=micro == passes[-1][0]):
+            with _micro_batch(here, number, micro):
+                loss = _loss(here, model.replicas, data, ids)
+            torch.autograd.backward(loss / tokens)
+        summed += loss.detach()
+    return summed
+
+
+def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
+    if isinstance(model.replicas, Pipeline):
+        return model.replicas.evaluate(*_together(data, dealt), lambda _: _autocast(here))
+    summed = torch.zeros((), dtype=torch.float64, device=here.device)
+    for _, ids in dealt:
+        with _autocast(here):
+            summed += _loss(here, model.local, data, ids)
+    return summed
+
+
+def _together(data: Samples, dealt: Dealt) -> tuple[Tensor, Tensor]:
+    return data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in dealt)]))
+
+
 def _loss(here: Runtime, model: Callable[[Tensor, Tensor], Tensor], data: Samples, ids: Ids | None) -> Tensor:
     inputs, targets = data.empty() if ids is None else data.load(ids)
+    return model(inputs.to(here.device, non_blocking=True), targets.to(here.device, non_blocking=True))
+
+
+@contextmanager
+def _micro_batch(here: Runtime, number: int, micro: int) -> Iterator[None]:
+    """The forward pass of micro batch `micro` of step `number` goes in the body."""
+    seed(here.config.trainer.seed, number, micro)
     with _autocast(here):
-        loss: Tensor = model(inputs.to(here.device, non_blocking=True), targets.to(here.device, non_blocking=True))
-    return loss
+        yield
 
 
 def _autocast(here: Runtime) -> AbstractContextManager[object]:

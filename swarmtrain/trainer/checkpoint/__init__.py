@@ -111,7 +111,12 @@ class Checkpoints:
             loss_before=progress.loss_before,
             data=self._data,
             random={"seed": config.trainer.seed, "derived_from": ["seed", "step", "micro batch"]},
-            topology={"world_size": self._here.size, "data_parallel_size": mesh.data_size, "model_parallel_size": mesh.tensor_size},
+            topology={
+                "world_size": self._here.size,
+                "data_parallel_size": mesh.data_size,
+                "model_parallel_size": mesh.tensor_size,
+                "pipe_parallel_size": mesh.pipe_size,
+            },
             files={name: file for part in parts for name, file in part.items()},
             tensors=writer.tensors,
             config=config.model_dump(mode="json"),
@@ -151,7 +156,8 @@ class Checkpoints:
     def _load(self, path: Path, content: Manifest) -> None:
         tensors = self._tensors()
         found = {name: tuple(entry["size"]) for name, entry in content.tensors.items()}
-        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        shapes = agreement.gather({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        wanted = {name: shape for part in shapes for name, shape in part.items()}
         if different := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
             name = min(different, key=lambda name: (not name.startswith("model/"), name))
             there, here = found.get(name, "missing"), wanted.get(name, "missing")

@@ -9,7 +9,6 @@ from swarmtrain.config import Config
 from swarmtrain.trainer.optim import groups
 from swarmtrain.trainer.optim.schedule import learning_rate
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parallel.tensor import norm
 
 METHODS = {"adamw": torch.optim.AdamW}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,12 +20,12 @@ class Optimizer:
     def __init__(self, model: ParallelModel, config: Config) -> None:
         """Raises TrainingError if training_groups do not fit the model's parameters."""
         self.parameters = model.parameters
-        self.groups = groups.divide(list(model.parameters), config)
-        self._shards = model.shards
+        self.groups = groups.divide(model.names, config)
+        self._norm = model.norm
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
         self._adamw = METHODS[config.optimizer.method](
-            [{"params": [self.parameters[name] for name in group.parameters], "weight_decay": group.weight_decay} for group in self.groups],
+            [{"params": self._held(group), "weight_decay": group.weight_decay} for group in self.groups],
             lr=0.0,
             betas=(config.optimizer.beta1, config.optimizer.beta2),
             eps=config.optimizer.eps,
@@ -40,7 +39,7 @@ class Optimizer:
         Return the norm of the whole gradient before clipping, and the first group's learning rate.
         """
         gradients = {name: _gradient(name, parameter) for name, parameter in self.parameters.items()}
-        size = norm(gradients, self._shards)
+        size = self._norm(gradients)
         if self._clipping:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
         for options, group in zip(self._adamw.param_groups, self.groups, strict=True):
@@ -48,6 +47,10 @@ class Optimizer:
         self._adamw.step()
         self._adamw.zero_grad()
         return float(size), float(self._adamw.param_groups[0]["lr"])
+
+    def _held(self, group: groups.Group) -> list[nn.Parameter]:
+        """Return those of the group's parameters that this rank has; a pipeline's other stages have the others."""
+        return [self.parameters[name] for name in group.parameters if name in self.parameters]
 
     def moments(self) -> dict[str, Tensor]:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""

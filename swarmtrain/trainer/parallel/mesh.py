@@ -1,4 +1,4 @@
-"""The one DeviceMesh: who shares layers with whom (tensor), and who holds the same parameters (data)."""
+"""The one DeviceMesh: who shares layers with whom (tensor), who holds the same parameters (data), and who has the layers after (pipe)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,27 @@ from swarmtrain.trainer.runtime import Runtime
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks as a rectangle, data x tensor, tensor innermost so that neighbours share layers."""
+    """Ranks as a box, pipe x data x tensor, tensor innermost so that neighbours share layers."""
 
     device_mesh: DeviceMesh
+    pipe_rank: int
+    pipe_size: int
     data_rank: int
     data_size: int
     tensor_rank: int
     tensor_size: int
     shares: tuple[int, ...]
     """Micro batches that each replica takes in a step."""
+
+    @property
+    def pipe_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the stages of this rank's pipeline, in order."""
+        return self.device_mesh.get_group("pipe")
+
+    @property
+    def has_loss(self) -> bool:
+        """True on one rank of each replica: one of those that have the last layer."""
+        return self.pipe_rank == self.pipe_size - 1 and self.tensor_rank == 0
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -36,7 +48,7 @@ class Mesh:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups in use."""
-        return dist.distributed_c10d._get_default_group(), self.data_group, self.tensor_group
+        return dist.distributed_c10d._get_default_group(), self.pipe_group, self.data_group, self.tensor_group
 
 
 def build(here: Runtime) -> Mesh:
@@ -46,6 +58,7 @@ def build(here: Runtime) -> Mesh:
         shares = topology.deal(here.size)
     except ValueError as error:
         raise WorldError(str(error), place="config topology", hint="add or remove ranks until it is") from None
-    shape = (len(shares), topology.tensor)
-    device_mesh = init_device_mesh(here.device.type, shape, mesh_dim_names=("data", "tensor"))
-    return Mesh(device_mesh, device_mesh.get_local_rank("data"), shape[0], device_mesh.get_local_rank("tensor"), shape[1], shares)
+    names, shape = ("pipe", "data", "tensor"), (topology.pipeline, len(shares), topology.tensor)
+    device_mesh = init_device_mesh(here.device.type, shape, mesh_dim_names=names)
+    pipe, data, tensor = (device_mesh.get_local_rank(name) for name in names)
+    return Mesh(device_mesh, pipe, shape[0], data, shape[1], tensor, shape[2], shares)

@@ -83,7 +83,7 @@ def _plan(model: Transformer) -> dict[str, ParallelStyle]:
                 plan[f"blocks.{index}.{name}"] = by_column
             elif last in ("output", "down"):
                 plan[f"blocks.{index}.{name}"] = by_row
-    return plan
+    return {name: style for name, style in plan.items() if isinstance(model.get_submodule(name), (nn.Embedding, nn.Linear))}
 
 
 def norm(gradients: dict[str, Tensor], shards: Shards) -> Tensor:
