@@ -18,13 +18,14 @@ def cuts(topology: TopologyConfig, shape: TransformerArchitectureConfig) -> tupl
     layers, stages = shape.num_layers, topology.stages
     if stages > layers:
         product = f"{topology.pipeline} x {topology.pipe_stages_per_rank} = " if topology.pipe_stages_per_rank > 1 else ""
-        raise wrong("topology.pipe_parallel_size", f"{product}{stages} stages are more than transformer_architecture.num_layers {layers}")
+        reason = f"{product}{stages} stages are more than transformer_architecture.num_layers {layers}"
+        raise wrong("topology.pipe_parallel_size", reason, f"each stage needs a layer: {layers} stages at most")
     if topology.pipe_partition_overwrite is not None:
         firsts = _checked(topology.pipe_partition_overwrite, stages, layers)
     elif topology.pipe_partition_method is PipePartitionMethod.balanced:
         firsts = _balanced(_costs(shape), stages)
     else:
-        firsts = [stage * layers // stages for stage in range(stages)]
+        firsts = _uniform(stages, layers)
     return tuple(range(first, end) for first, end in zip(firsts, [*firsts[1:], layers], strict=True))
 
 
@@ -44,16 +45,20 @@ def idle(topology: TopologyConfig, share: int) -> float:
     return 1 - rounds * share / (rounds * on_schedule(topology, share) + topology.pipeline - 1)
 
 
+def _uniform(stages: int, layers: int) -> list[int]:
+    return [stage * layers // stages for stage in range(stages)]
+
+
 def _checked(firsts: Sequence[int], stages: int, layers: int) -> Sequence[int]:
-    name = "topology.pipe_partition_overwrite"
+    name, hint = "topology.pipe_partition_overwrite", f"uniform cuts are {_uniform(stages, layers)}"
     if len(firsts) != stages:
-        raise wrong(name, f"names {len(firsts)} first layers, and there are {stages} stages")
+        raise wrong(name, f"names {len(firsts)} first layer{'' if len(firsts) == 1 else 's'}, and there are {stages} stages", hint)
     if firsts[0] != 0:
-        raise wrong(name, f"begins with layer {firsts[0]}: the first stage's first layer is 0")
+        raise wrong(name, f"begins with layer {firsts[0]}: the first stage's first layer is 0", hint)
     if any(after <= before for before, after in pairwise(firsts)):
-        raise wrong(name, f"{list(firsts)} does not rise: each stage begins after the one before")
+        raise wrong(name, f"{list(firsts)} does not rise: each stage begins after the one before", hint)
     if firsts[-1] >= layers:
-        raise wrong(name, f"begins a stage with layer {firsts[-1]}: the last of {layers} is {layers - 1}")
+        raise wrong(name, f"begins a stage with layer {firsts[-1]}: the last of {layers} is {layers - 1}", hint)
     return firsts
 
 

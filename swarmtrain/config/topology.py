@@ -111,7 +111,7 @@ def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None,
             else 1
         )
     if pipeline is None:
-        pipeline = check_multiple("world_size", world, "data_parallel_size x model_parallel_size =", data * tensor) if world and data else 1
+        pipeline = world // (data * tensor) if world and data and world % (data * tensor) == 0 else 1
     if world and not data:
         data = check_multiple("world_size", world, "model_parallel_size x pipe_parallel_size =", tensor * pipeline)
     if world and data and world != data * tensor * pipeline:
@@ -123,15 +123,15 @@ def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None,
 
 def _check_pipeline(topology: TopologyConfig) -> None:
     """No world could fill a pipeline whose whole batch is too small for it. A replica's share may be: see config.pipeline.on_schedule."""
-    ranks = topology.pipeline
-    if topology.pipe_stages_per_rank > 1:
-        if ranks == 1:
-            raise wrong("pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1")
-        if topology.micro_batches % ranks:
-            reason = f"{topology.micro_batches} micro batches a step are no multiple of pipe_parallel_size {ranks}, as interleaving needs"
-            raise wrong("global_batch_size", reason)
-    elif topology.micro_batches < ranks:
-        raise wrong("global_batch_size", f"{topology.micro_batches} micro batches a step are fewer than pipe_parallel_size {ranks}")
+    ranks, count = topology.pipeline, topology.micro_batches
+    if topology.pipe_stages_per_rank == 1 and count < ranks:
+        hint = f"{ranks * topology.micro_batch} would fit, or a smaller micro_batch_size"
+        raise wrong("global_batch_size", f"{count} micro batches a step are fewer than pipe_parallel_size {ranks}", hint)
+    if topology.pipe_stages_per_rank > 1 and ranks == 1:
+        raise wrong("pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1", "1 is for no pipeline")
+    if topology.pipe_stages_per_rank > 1 and count % ranks:
+        hint = f"{(count // ranks + 1) * ranks * topology.micro_batch} would fit"
+        raise wrong("global_batch_size", f"{count} micro batches a step do not divide into rounds of pipe_parallel_size {ranks}", hint)
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:

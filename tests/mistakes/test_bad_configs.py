@@ -89,11 +89,25 @@ def test_parallel_sizes(answer: Answer) -> None:
     for topology in (
         "{world_size: 6, model_parallel_size: 4, global_batch_size: 8, micro_batch_size: 1}",
         "{world_size: 6, model_parallel_size: 2, data_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
-        "{pipe_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
         "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_pipeline(answer: Answer) -> None:
+    """A pipeline that cannot be
+
+    Each stage has a layer at least, and each rank something to do: a step has as many micro batches as the pipeline has ranks.
+    """
+    for topology in (
+        "{pipe_parallel_size: 2, pipe_stages_per_rank: 3, global_batch_size: 8, micro_batch_size: 1}",
+        "{pipe_parallel_size: 2, pipe_partition_overwrite: [0, 1, 3], global_batch_size: 8, micro_batch_size: 1}",
+        "{pipe_parallel_size: 4, global_batch_size: 8, micro_batch_size: 4}",
+        "{pipe_parallel_size: 2, pipe_stages_per_rank: 2, global_batch_size: 3, micro_batch_size: 1}",
+    ):
+        answer.config(f"topology: {topology}")
+        answer("swarmtrain plan config.yml")
 
 
 def test_ranks_do_not_fit(answer: Answer) -> None:

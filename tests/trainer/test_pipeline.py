@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import World, audit, changed, deviation, held_out, losses, manifest, steps_saved, train
+from worlds import World, audit, changed, deviation, gradient_norms, held_out, losses, manifest, steps_saved, train
 
 from swarmtrain.wire import EXIT_PLANNED
 
@@ -49,6 +49,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def assert_alike(one: Path, other: Path) -> None:
     assert deviation(losses(one), losses(other)) < 1e-6
     assert deviation(held_out(one), held_out(other)) < 1e-6
+    first, same = gradient_norms(one)[1], gradient_norms(other)[1]
+    assert abs(first - same) < 1e-6 * first, "AdamW and clipping would hide a factor"
 
 
 @pytest.mark.parametrize(

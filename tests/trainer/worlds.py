@@ -100,6 +100,11 @@ def held_out(folder: Path) -> dict[int, float]:
     return {line["step"]: line["held_out_loss"] for line in _lines(folder / "run" / "metrics.jsonl") if "held_out_loss" in line}
 
 
+def gradient_norms(folder: Path) -> dict[int, float]:
+    """Return the norm of every step's gradient before clipping, from metrics.jsonl."""
+    return {line["step"]: line["gradient_norm"] for line in _lines(folder / "run" / "metrics.jsonl") if "gradient_norm" in line}
+
+
 def audit(folder: Path) -> list[dict[str, Any]]:
     """Return what all ranks have recorded."""
     return [line for path in sorted((folder / "audit").glob("*.jsonl")) for line in _lines(path)]

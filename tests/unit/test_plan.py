@@ -57,6 +57,14 @@ def test_uneven_shares_are_said() -> None:
     assert "12 micro batches of 2, 3 or 2 each" in str(plan(THREE, "runner.hosts=[a slots=5]"))
 
 
+def test_a_pipeline_says_its_cuts_and_what_it_wastes() -> None:
+    said = str(
+        plan(THREE, "runner.hosts=[a slots=4, b slots=2]", "topology.pipe_parallel_size=3", "topology.pipe_partition_overwrite=[0,1,3]")
+    )
+    assert "  2 replicas of 3 ranks (data x pipeline x tensor parallel)" in said
+    assert "  pipeline of 3 stages with 1, 2, 1 layers; idle 25% of a step" in said
+
+
 def test_ids_pin_by_id() -> None:
     machine = Machine("a", id=NODE_ID)
     assert plan(swarm(machine, Machine("a", id="other")), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
