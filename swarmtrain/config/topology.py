@@ -6,9 +6,19 @@ accumulation belong to a *world*: they are derived when one forms, and again whe
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field, model_validator
 
 from swarmtrain.config.base import Section, check_multiple, wrong
+
+
+class DataParallelType(StrEnum):
+    """What replicas have in common, and what each keeps for itself."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
 
 
 class TopologyConfig(Section):
@@ -18,6 +28,10 @@ class TopologyConfig(Section):
     model_parallel_size: int | None = Field(None, ge=1, description="Ranks that share each layer (tensor parallel). null: 1.")
     pipe_parallel_size: int | None = Field(None, ge=1, description="Ranks that share the layers in turn (pipeline parallel). null: 1.")
     data_parallel_size: int | None = Field(None, ge=1, description="Replicas of the model. null: what the world has room for.")
+    data_parallel_type: DataParallelType = Field(
+        DataParallelType.ddp, description="ddp: each replica keeps all. fsdp: they divide it. hsdp: groups of data_parallel_shard_size do."
+    )
+    data_parallel_shard_size: int | None = Field(None, ge=1, description="Ranks that divide the model among them; for hsdp only.")
     global_batch_size: int | None = Field(None, ge=1, description="Samples in one optimizer step, at every world size.")
     micro_batch_size: int | None = Field(None, ge=1, description="Samples in one forward pass on one rank.")
     gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches a replica adds up per step.")
@@ -30,6 +44,7 @@ class TopologyConfig(Section):
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        _check_shards(self.data_parallel_type, self.data_parallel_shard_size, self.data_parallel_size)
         return self
 
     @property
@@ -62,7 +77,18 @@ class TopologyConfig(Section):
             raise ValueError(
                 f"{world_size} ranks are no multiple of model_parallel_size x pipe_parallel_size = {self.tensor} x {self.pipeline}"
             )
-        return world_size // replica
+        replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
+        if replicas % shard:
+            raise ValueError(f"{replicas} replicas are no multiple of data_parallel_shard_size {shard}")
+        return replicas
+
+    def shard_size(self, replicas: int, *, zero: bool) -> int:
+        """Return how many ranks divide the state of a model among them, of which there are `replicas`.
+
+        `zero`: ddp's optimizer state is to be divided too (optimizer.zero).
+        """
+        divided = zero or self.data_parallel_type is DataParallelType.fsdp
+        return self.data_parallel_shard_size or (replicas if divided else 1)
 
     def deal(self, world_size: int) -> tuple[int, ...]:
         """Return how many micro batches each replica takes in one step, largest first; they add up to the global batch.
@@ -86,6 +112,15 @@ def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None,
         raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {tensor} x 1 x {data}")
     world = data * tensor if data else None
     return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": 1, "data_parallel_size": data}
+
+
+def _check_shards(kind: DataParallelType, shard: int | None, data: int | None) -> None:
+    if kind is DataParallelType.hsdp and shard is None:
+        raise wrong("data_parallel_type", "hsdp needs data_parallel_shard_size beside it", "as many as a node has GPUs is usual")
+    if kind is not DataParallelType.hsdp and shard is not None:
+        raise wrong("data_parallel_shard_size", f"is for hsdp, and data_parallel_type is {kind}")
+    if shard and data:
+        check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:

@@ -49,11 +49,10 @@ def make_step(
     batch = data.batch(position, topology.global_batch)
     mine = batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch)
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
-    # A replica without a micro batch makes one empty pass: it has nothing to add, but the others' sums need its part.
-    passes: Sequence[tuple[int, Ids | None]] = mine or [(0, None)]
-    for micro, ids in passes:
+    passes = _passes(model, mine)
+    for index, (micro, ids) in enumerate(passes):
         seed(here.config.trainer.seed, number, micro)
-        with model.replicas.micro_batch(last=micro == passes[-1][0]):
+        with model.replicas.micro_batch(last=index == len(passes) - 1):
             loss = _loss(here, model.replicas, data, ids)
             torch.autograd.backward(loss / batch.tokens)
         summed += loss.detach()
@@ -79,7 +78,7 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
     for position in range(0, count, topology.global_batch):
         batch = data.batch(position, topology.global_batch)
         summed = torch.zeros((), dtype=torch.float64, device=here.device)
-        for _, ids in batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch):
+        for _, ids in _passes(model, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch)):
             summed += _loss(here, model.local, data, ids)
         sums, asked = _exchange(model, [float(summed)], stop)
         if asked:
@@ -98,6 +97,11 @@ def _exchange(model: ParallelModel, values: list[float], stop: StopFlag | None) 
     counts = model.mesh.tensor_rank == 0  # ranks that share layers have the same loss
     *sums, asked = agreement.totals([*(value * counts for value in values), bool(stop and stop.raised)])
     return sums, asked > 0
+
+
+def _passes(model: ParallelModel, mine: Sequence[tuple[int, Ids]]) -> Sequence[tuple[int, Ids | None]]:
+    """Return the micro batches `mine`, and as many empty ones as the other replicas need."""
+    return [*mine, *[(0, None)] * (model.replicas.passes - len(mine))]
 
 
 def _loss(here: Runtime, model: Callable[[Tensor, Tensor], Tensor], data: Samples, ids: Ids | None) -> Tensor:

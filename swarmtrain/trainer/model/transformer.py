@@ -41,7 +41,7 @@ class Transformer(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         if targets is None:
             return logits
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return functional.cross_entropy(_at_least_float32(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Block(nn.Module):
@@ -123,6 +123,10 @@ class SwiGlu(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         projected: Tensor = self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
         return projected
+
+
+def _at_least_float32(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 def _norm(shape: TransformerArchitectureConfig) -> nn.Module:

@@ -9,7 +9,6 @@ from swarmtrain.config import Config
 from swarmtrain.trainer.optim import groups
 from swarmtrain.trainer.optim.schedule import learning_rate
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parallel.tensor import norm
 
 METHODS = {"adamw": torch.optim.AdamW}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +39,7 @@ class Optimizer:
         Return the norm of the whole gradient before clipping, and the first group's learning rate.
         """
         gradients = {name: _gradient(name, parameter) for name, parameter in self.parameters.items()}
-        size = norm(gradients, self._shards)
+        size = self._shards.norm(gradients)
         if self._clipping:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
         for options, group in zip(self._adamw.param_groups, self.groups, strict=True):

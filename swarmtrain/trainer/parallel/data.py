@@ -25,6 +25,9 @@ from swarmtrain.trainer.parallel.mesh import Mesh
 class Replicas:
     """A model, and copies of it on the other ranks of the data group, as one."""
 
+    passes = 1
+    """Passes that every rank makes in a step, empty ones too: the others' sums need its part."""
+
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, exact: bool) -> None:
         """`exact`: add gradients in fp64."""
         self._model, self._exact = model, exact

@@ -2,14 +2,11 @@
 
 parallelize_module leaves DTensor parameters behind, which DistributedDataParallel cannot reduce and some optimizers
 do not know. So each of them is re-registered as its local shard, with a parametrization that shows the layer the DTensor.
-Whoever handles parameters (DDP, AdamW, clipping) sees plain tensors; whoever needs the whole (checkpoints) asks `Shards`.
+Whoever handles parameters (DDP, fully_shard, AdamW, clipping) sees plain tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -17,20 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.transformer import Transformer
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Which parameters are sharded over the tensor mesh, and how."""
-
-    mesh: DeviceMesh
-    placements: dict[str, Placement]
-
-    def whole(self, name: str, local: Tensor) -> Tensor:
-        """Return `local`, a tensor laid out like parameter `name`, as a DTensor that shares its memory."""
-        if name not in self.placements:
-            return local
-        return DTensor.from_local(local, self.mesh, [self.placements[name]], run_check=False)
 
 
 class _Whole(nn.Module):
@@ -45,12 +28,12 @@ class _Whole(nn.Module):
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False)
 
 
-def shard(model: Transformer, mesh: DeviceMesh) -> Shards:
-    """Shard `model` in place over `mesh`, which has one dimension."""
+def shard(model: Transformer, mesh: DeviceMesh) -> dict[str, Placement]:
+    """Shard `model` in place over `mesh`, which has one dimension. Return how, by the names of parameters that are divided."""
     if mesh.size() == 1:
-        return Shards(mesh, {})
+        return {}
     parallelize_module(model, mesh, _plan(model), src_data_rank=None)
-    placements = {}
+    placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         parameter = module._parameters.get("weight")
         if isinstance(parameter, DTensor):
@@ -62,7 +45,7 @@ def shard(model: Transformer, mesh: DeviceMesh) -> Shards:
         head, embedding = model.head.get_submodule("parametrizations.weight"), model.embedding.get_submodule("parametrizations.weight")
         head.original = embedding.original
         placements.pop("head.weight")
-    return Shards(mesh, placements)
+    return placements
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -84,15 +67,3 @@ def _plan(model: Transformer) -> dict[str, ParallelStyle]:
             elif last in ("output", "down"):
                 plan[f"blocks.{index}.{name}"] = by_row
     return plan
-
-
-def norm(gradients: dict[str, Tensor], shards: Shards) -> Tensor:
-    """Return the 2-norm of the whole gradient, of which this rank holds `gradients`: shards and whole tensors."""
-    sharded = [gradient for name, gradient in gradients.items() if name in shards.placements]
-    whole = [gradient for name, gradient in gradients.items() if name not in shards.placements]
-    square = nn.utils.get_total_norm(whole) ** 2 if whole else torch.zeros(())
-    if sharded:
-        part = nn.utils.get_total_norm(sharded) ** 2
-        torch.distributed.all_reduce(part, group=shards.mesh.get_group())
-        square = square + part
-    return square.sqrt()
