@@ -59,6 +59,8 @@ class Config(Section):
             ("vocab_size", shape.vocab_size),
         ):
             check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
+        if self.topology.sequence_parallel:
+            check_multiple("transformer_architecture.sequence_length", shape.sequence_length, "topology.model_parallel_size", tensor)
         if int(shape.hidden_size * shape.mlp_factor) % tensor:
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"

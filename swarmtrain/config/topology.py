@@ -26,6 +26,7 @@ class TopologyConfig(Section):
 
     world_size: int | None = Field(None, ge=1, description="Ranks in all. null: what the nodes' slots add up to.")
     model_parallel_size: int | None = Field(None, ge=1, description="Ranks that share each layer (tensor parallel). null: 1.")
+    sequence_parallel: bool = Field(False, description="Divide the sequence too, over the ranks that share each layer.")
     pipe_parallel_size: int | None = Field(None, ge=1, description="Ranks that share the layers in turn (pipeline parallel). null: 1.")
     data_parallel_size: int | None = Field(None, ge=1, description="Replicas of the model. null: what the world has room for.")
     data_parallel_type: DataParallelType = Field(

@@ -95,6 +95,11 @@ def test_parallel_sizes(answer: Answer) -> None:
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        topology: {model_parallel_size: 2, sequence_parallel: true, global_batch_size: 8, micro_batch_size: 1}
+        transformer_architecture: {sequence_length: 255}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
 
 
 def test_ranks_do_not_fit(answer: Answer) -> None:

@@ -20,6 +20,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "tensor": (TENSOR, 2, {}, 2),
     "ddp": ({}, 2, {}, 1),
     "tensor x fsdp": ({**TENSOR, **FSDP}, 4, {}, 4),
+    "tensor and sequence": ({**TENSOR, "sequence_parallel": True}, 2, {}, 2),
     "zero": ({}, 2, {"zero": True}, 2),
     "hsdp": (HSDP, 4, {}, 2),
 }

@@ -40,7 +40,7 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     precision = config.transformer_architecture.precision
     model.to(here.device, torch.float64 if precision is Precision.float64 else None)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    by_tensor = tensor.shard(model, layout.device_mesh["tensor"])
+    by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
     exact = precision is Precision.float32
     names, by_data = list(tensor.named_parameters(model)), []
     if config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:

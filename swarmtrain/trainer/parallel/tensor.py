@@ -9,11 +9,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.loss import VocabularyParallelLoss
 
 
 class _Whole(nn.Module):
@@ -28,17 +36,22 @@ class _Whole(nn.Module):
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False)
 
 
-def shard(model: Transformer, mesh: DeviceMesh) -> dict[str, Placement]:
-    """Shard `model` in place over `mesh`, which has one dimension. Return how, by the names of parameters that are divided."""
+def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, Placement]:
+    """Shard `model` in place over `mesh`, which has one dimension. Return how, by the names of parameters that are divided.
+
+    `sequence`: between attention and feed-forward blocks each rank has a part of the sequence, which must be a multiple of ranks.
+    """
     if mesh.size() == 1:
         return {}
-    parallelize_module(model, mesh, _plan(model), src_data_rank=None)
+    parallelize_module(model, mesh, _plan(model, sequence=sequence), src_data_rank=None)
+    model.loss = VocabularyParallelLoss(mesh.get_group())
     placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         parameter = module._parameters.get("weight")
         if isinstance(parameter, DTensor):
             placement = parameter.placements[0]
-            placements[f"{name}.weight"] = placement
+            if placement.is_shard():
+                placements[f"{name}.weight"] = placement
             module.weight = nn.Parameter(parameter.to_local().clone())
             parametrize.register_parametrization(module, "weight", _Whole(mesh, placement), unsafe=True)
     if model.tied:
@@ -53,17 +66,21 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("parametrizations.", "").removesuffix(".original"): parameter for name, parameter in model.named_parameters()}
 
 
-def _plan(model: Transformer) -> dict[str, ParallelStyle]:
-    by_row, by_column = RowwiseParallel(), ColwiseParallel()
+def _plan(model: Transformer, *, sequence: bool) -> dict[str, ParallelStyle]:
+    between: Placement = Shard(1) if sequence else Replicate()
+    by_row, by_column = RowwiseParallel(output_layouts=between), ColwiseParallel()
     plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between),
     }
-    for index, block in enumerate(model.blocks):
-        for name, _ in block.named_modules():
-            last = name.rpartition(".")[2]
-            if last in ("query", "key", "value", "up", "gate"):
-                plan[f"blocks.{index}.{name}"] = by_column
-            elif last in ("output", "down"):
-                plan[f"blocks.{index}.{name}"] = by_row
+    for name, _ in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("query", "key", "value", "up", "gate"):
+            plan[name] = by_column
+        elif last in ("output", "down"):
+            plan[name] = by_row
+        elif sequence and last in ("attention_norm", "mlp_norm", "norm"):
+            plan[name] = SequenceParallel()
+        elif sequence and last in ("attention", "mlp"):
+            plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     return plan
