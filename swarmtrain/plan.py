@@ -344,7 +344,7 @@ def _check_world(plan: Plan) -> None:
     try:
         topology.data_parallel(plan.world_size)
     except ValueError as error:
-        raise PlanError(str(error), place="config topology", hint="change the slots, the nodes, or the parallel sizes") from None
+        raise PlanError(str(error), place="config topology", hint="change the slots, the nodes, or these sizes") from None
     elastic = plan.min_nodes < plan.max_nodes
     if topology.world_size and topology.world_size != plan.world_size and not elastic:
         raise PlanError(

@@ -17,3 +17,4 @@ class OptimizerConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean of their squares.")
     eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
     gradient_clipping: float = Field(1.0, ge=0, description="Largest norm of the whole gradient. 0: no clipping.")
+    zero: bool = Field(False, description="Divide the optimizer's state over replicas (ZeRO-1). fsdp and hsdp do so anyway.")

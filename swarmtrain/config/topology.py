@@ -20,13 +20,26 @@ class PipePartitionMethod(StrEnum):
     balanced = "balanced"
 
 
+class DataParallelType(StrEnum):
+    """What replicas have in common, and what each keeps for itself."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
 class TopologyConfig(Section):
     """Sizes of the parallel groups and of the batch. Any three of the first four give the fourth, any two of the last three the third."""
 
     world_size: int | None = Field(None, ge=1, description="Ranks in all. null: what the nodes' slots add up to.")
     model_parallel_size: int | None = Field(None, ge=1, description="Ranks that share each layer (tensor parallel). null: 1.")
+    sequence_parallel: bool = Field(False, description="Divide the sequence too, over the ranks that share each layer.")
     pipe_parallel_size: int | None = Field(None, ge=1, description="Ranks that share the layers in turn (pipeline parallel). null: 1.")
     data_parallel_size: int | None = Field(None, ge=1, description="Replicas of the model. null: what the world has room for.")
+    data_parallel_type: DataParallelType = Field(
+        DataParallelType.ddp, description="ddp: each replica keeps all. fsdp: they divide it. hsdp: groups of data_parallel_shard_size do."
+    )
+    data_parallel_shard_size: int | None = Field(None, ge=1, description="Ranks that divide the model among them; for hsdp only.")
     global_batch_size: int | None = Field(None, ge=1, description="Samples in one optimizer step, at every world size.")
     micro_batch_size: int | None = Field(None, ge=1, description="Samples in one forward pass on one rank.")
     gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches a replica adds up per step.")
@@ -47,6 +60,7 @@ class TopologyConfig(Section):
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        _check_shards(self.data_parallel_type, self.data_parallel_shard_size, self.data_parallel_size)
         _check_pipeline(self)
         return self
 
@@ -90,7 +104,18 @@ class TopologyConfig(Section):
             raise ValueError(
                 f"{world_size} ranks are no multiple of model_parallel_size x pipe_parallel_size = {self.tensor} x {self.pipeline}"
             )
-        return world_size // replica
+        replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
+        if replicas % shard:
+            raise ValueError(f"{replicas} replicas are no multiple of data_parallel_shard_size {shard}")
+        return replicas
+
+    def shard_size(self, replicas: int, *, zero: bool) -> int:
+        """Return how many ranks divide the state of a model among them, of which there are `replicas`.
+
+        `zero`: ddp's optimizer state is to be divided too (optimizer.zero).
+        """
+        divided = zero or self.data_parallel_type is DataParallelType.fsdp
+        return self.data_parallel_shard_size or (replicas if divided else 1)
 
     def deal(self, world_size: int) -> tuple[int, ...]:
         """Return how many micro batches each replica takes in one step, largest first; they add up to the global batch.
@@ -132,6 +157,15 @@ def _check_pipeline(topology: TopologyConfig) -> None:
     if topology.pipe_stages_per_rank > 1 and count % ranks:
         hint = f"{(count // ranks + 1) * ranks * topology.micro_batch} would fit"
         raise wrong("global_batch_size", f"{count} micro batches a step do not divide into rounds of pipe_parallel_size {ranks}", hint)
+
+
+def _check_shards(kind: DataParallelType, shard: int | None, data: int | None) -> None:
+    if kind is DataParallelType.hsdp and shard is None:
+        raise wrong("data_parallel_type", "hsdp needs data_parallel_shard_size beside it", "as many as a node has GPUs is usual")
+    if kind is not DataParallelType.hsdp and shard is not None:
+        raise wrong("data_parallel_shard_size", f"is for hsdp, and data_parallel_type is {kind}")
+    if shard and data:
+        check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:

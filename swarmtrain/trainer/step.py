@@ -101,10 +101,9 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
         first = dealt[0][0] if dealt else 0
         return model.replicas.step(*_together(data, dealt), tokens, lambda index: _micro_batch(here, number, first + index))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
-    # A replica without a micro batch makes one empty pass: it has nothing to add, but the others' sums need its part.
-    passes: Sequence[tuple[int, Ids | None]] = dealt or [(0, None)]
-    for micro, ids in passes:
-        with model.replicas.micro_batch(last=micro == passes[-1][0]):
+    passes = _filled(dealt, model.replicas.passes)
+    for index, (micro, ids) in enumerate(passes):
+        with model.replicas.micro_batch(last=index == len(passes) - 1):
             with _micro_batch(here, number, micro):
                 loss = _loss(here, model.replicas, data, ids)
             torch.autograd.backward(loss / tokens)
@@ -116,10 +115,15 @@ def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: 
     if isinstance(model.replicas, Pipeline):
         return model.replicas.evaluate(*_together(data, dealt), lambda _: _autocast(here))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
-    for _, ids in dealt:
+    for _, ids in _filled(dealt, model.replicas.passes):
         with _autocast(here):
             summed += _loss(here, model.local, data, ids)
     return summed
+
+
+def _filled(dealt: Dealt, passes: int) -> Sequence[tuple[int, Ids | None]]:
+    """Return the micro batches `dealt`, and as many empty ones as the other replicas need."""
+    return [*dealt, *[(0, None)] * (passes - len(dealt))]
 
 
 def _together(data: Samples, dealt: Dealt) -> tuple[Tensor, Tensor]:

@@ -90,9 +90,15 @@ def test_parallel_sizes(answer: Answer) -> None:
         "{world_size: 6, model_parallel_size: 4, global_batch_size: 8, micro_batch_size: 1}",
         "{world_size: 6, model_parallel_size: 2, data_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
         "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
+        "{data_parallel_type: hsdp, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        topology: {model_parallel_size: 2, sequence_parallel: true, global_batch_size: 8, micro_batch_size: 1}
+        transformer_architecture: {sequence_length: 255}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
 
 
 def test_pipeline(answer: Answer) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,9 +164,21 @@ def test_overrides_are_reported_like_the_rest() -> None:
             {"data_parallel_size": 2, "global_batch_size": 9, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
             "topology.global_batch_size: 9 is not micro_batch_size x",
         ),
+        ({"data_parallel_type": "hsdp", "global_batch_size": 8, "micro_batch_size": 1}, "topology.data_parallel_type: hsdp needs"),
+        ({"data_parallel_shard_size": 2, "global_batch_size": 8, "micro_batch_size": 1}, "topology.data_parallel_shard_size: is for hsdp"),
+        (
+            {
+                "data_parallel_type": "hsdp",
+                "data_parallel_shard_size": 2,
+                "data_parallel_size": 3,
+                "global_batch_size": 8,
+                "micro_batch_size": 1,
+            },
+            "topology.data_parallel_size: 3 is no multiple of data_parallel_shard_size 2",
+        ),
     ],
 )
-def test_sizes_that_do_not_fit(topology: dict[str, object], problem: str) -> None:
+def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
     found = problems(json.dumps({"topology": topology}))
     assert len(found) == 1
     assert found[0].replace(" (line 1)", "").startswith(f"config {problem}")

@@ -102,6 +102,8 @@ def test_what_the_cluster_cannot_hold_is_refused() -> None:
     assert refusal(swarm(Machine("a", unavailable="down")), "runner.hosts=[a]") == "node a: the node is down"
     assert "a is drained" in refusal(swarm(Machine("a", unavailable="drained")))
     assert refusal(THREE, "runner.nodes=3", "topology.model_parallel_size=2").startswith("config topology: 3 ranks are no multiple of")
+    pairs = ("topology.data_parallel_type=hsdp", "topology.data_parallel_shard_size=2")
+    assert refusal(THREE, "runner.nodes=3", *pairs).startswith("config topology: 3 replicas are no multiple of data_parallel_shard_size 2")
     assert refusal(THREE, "runner.nodes=3", "topology.world_size=4") == (
         "config topology.world_size: 4, but the slots of 3 nodes add up to 3 ranks"
     )

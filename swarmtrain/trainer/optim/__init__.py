@@ -21,7 +21,7 @@ class Optimizer:
         """Raises TrainingError if training_groups do not fit the model's parameters."""
         self.parameters = model.parameters
         self.groups = groups.divide(model.names, config)
-        self._norm = model.norm
+        self._shards = model.shards
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
         self._adamw = METHODS[config.optimizer.method](
@@ -39,7 +39,7 @@ class Optimizer:
         Return the norm of the whole gradient before clipping, and the first group's learning rate.
         """
         gradients = {name: _gradient(name, parameter) for name, parameter in self.parameters.items()}
-        size = self._norm(gradients)
+        size = self._shards.norm(gradients)
         if self._clipping:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
         for options, group in zip(self._adamw.param_groups, self.groups, strict=True):

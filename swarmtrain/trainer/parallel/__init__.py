@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch.distributed as dist
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import mesh, pipeline, tensor
 from swarmtrain.trainer.parallel.data import Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
-from swarmtrain.trainer.parallel.tensor import Shards
+from swarmtrain.trainer.parallel.sharded import ShardedReplicas
+from swarmtrain.trainer.parallel.shards import Shards
 from swarmtrain.trainer.runtime import Runtime
 
 _TIED = "embedding.weight"
@@ -26,8 +28,8 @@ class ParallelModel:
 
     mesh: Mesh
     local: Transformer
-    """This rank's part, which computes without data-parallel communication."""
-    replicas: Replicas | Pipeline
+    """This rank's part, whose forward pass leaves no gradients to add."""
+    replicas: Replicas | ShardedReplicas | Pipeline
     """The same, with gradients summed over replicas."""
     shards: Shards
     parameters: dict[str, nn.Parameter]
@@ -36,38 +38,34 @@ class ParallelModel:
     """Parameters of the undivided model."""
     size: int
     """Numbers in them."""
-    twin: str | None
-    """The parameter of this rank that counts as the first pipeline stage's, of which it is a copy."""
-
-    def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Return the 2-norm of the whole gradient, of which this rank holds `gradients`."""
-        part = tensor.norm({name: gradient for name, gradient in gradients.items() if name != self.twin}, self.shards)
-        if self.mesh.pipe_size == 1:
-            return part
-        square = part.double() ** 2
-        dist.all_reduce(square, group=self.mesh.pipe_group)
-        return square.sqrt().to(part.dtype)
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
-    layout, config = mesh.build(here), here.config
-    whole = dict(model.named_parameters())
-    size = sum(parameter.numel() for parameter in whole.values())
-    ends = layout.pipe_rank in (0, layout.pipe_size - 1)
-    tied = model.tied and layout.pipe_size > 1 and ends
+    config, layout = here.config, mesh.build(here)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    piped, exact = layout.pipe_size > 1, config.transformer_architecture.precision is Precision.float32
+    tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
-    if layout.pipe_size > 1:
+    if piped:
         pipeline.cut(model, config, layout)
-    model.to(here.device)
-    shards = tensor.shard(model, layout.device_mesh["tensor"])
-    parameters = tensor.named_parameters(model)
+    model.to(here.device, torch.float64 if config.transformer_architecture.precision is Precision.float64 else None)
+    by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
+    names, by_data = list(tensor.named_parameters(model)), []
+    parameters = list(model.parameters())
     if twin:
-        parameters[_TIED] = parameters.pop("head.weight")
-        shards = replace(shards, placements={_TIED if name == "head.weight" else name: how for name, how in shards.placements.items()})
-    if layout.pipe_size > 1:
-        replicas: Replicas | Pipeline = Pipeline(model, config, layout, here.device, tied=parameters[_TIED] if tied else None)
-    else:
-        exact = config.transformer_architecture.precision is Precision.float32
+        names = [_TIED if name == "head.weight" else name for name in names]
+        by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
+    if piped:
+        ends = dict(zip(names, parameters, strict=True))[_TIED] if tied else None
+        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
+    elif config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:
         replicas = Replicas(model, layout, here.device, exact=exact)
-    return ParallelModel(layout, model, replicas, shards, parameters, tuple(whole), size, _TIED if twin else None)
+    else:
+        keep = config.topology.data_parallel_type is DataParallelType.ddp
+        replicas = ShardedReplicas(model, layout, exact=exact, keep=keep)
+        parameters, by_data = replicas.parameters, names
+    pipe = layout.pipe_group if piped else None
+    shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, frozenset(by_data), {_TIED} if twin else (), pipe)
+    size = sum(shape.numel() for shape in shapes.values())
+    return ParallelModel(layout, model, replicas, shards, dict(zip(names, parameters, strict=True)), tuple(shapes), size)

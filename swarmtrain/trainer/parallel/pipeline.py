@@ -192,9 +192,10 @@ def _stage(
     part: Transformer, index: int, topology: TopologyConfig, shape: TransformerArchitectureConfig, *, mesh: Mesh, device: torch.device
 ) -> _Stage:
     """Return stage number `index`. What goes in and out is told rather than found out by a pass that nobody asked for."""
-    size = topology.micro_batch, shape.sequence_length
-    tokens = torch.empty(size, dtype=torch.int64, device="meta")
-    hidden = torch.empty((*size, shape.hidden_size), device="meta", requires_grad=True)
+    rows, length = topology.micro_batch, shape.sequence_length
+    tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
+    between = length // topology.tensor if topology.sequence_parallel else length
+    hidden = torch.empty((rows, between, shape.hidden_size), dtype=next(part.parameters()).dtype, device="meta", requires_grad=True)
     loss = torch.empty((), device="meta", requires_grad=True)
     given, made = tokens if index == 0 else hidden, loss if index == topology.stages - 1 else hidden
     return _Stage(part, index, topology.stages, device, input_args=given, output_args=made, group=mesh.pipe_group)
