@@ -29,7 +29,10 @@ class TrainingGroupConfig(Section):
     group_name: str = Field(..., min_length=1, description="Name in logs.")
     parameters_include: Patterns | None = Field(None, description="Regular expressions searched in parameter names. null: all.")
     parameters_exclude: Patterns = Field((), description="Regular expressions; what they match is left out.")
-    weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay.")
+    weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay: a step takes learning rate x this off a parameter.")
+    independent_weight_decay: bool = Field(
+        False, description="A step takes this off, however high learning_rate is, in proportion to the schedule alone."
+    )
     learning_rate_scheduler: LearningRateSchedulerConfig | None = Field(
         None, description="Schedule of this group. null: the top-level learning_rate_scheduler."
     )

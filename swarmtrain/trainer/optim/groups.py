@@ -21,6 +21,7 @@ class Group:
     name: str
     parameters: tuple[str, ...]
     weight_decay: float
+    """What a step takes off, as a part of its learning rate."""
     schedule: LearningRateSchedulerConfig
 
 
@@ -34,10 +35,11 @@ def divide(names: Sequence[str], config: Config) -> list[Group]:
         Group(
             group.group_name,
             tuple(name for name in names if _matches(group, name)),
-            group.weight_decay,
-            group.learning_rate_scheduler or config.learning_rate_scheduler,
+            _weight_decay(group, schedule),
+            schedule,
         )
         for group in wanted
+        for schedule in (group.learning_rate_scheduler or config.learning_rate_scheduler,)
     ]
     owners = {name: [group.name for group in groups if name in group.parameters] for name in names}
     if empty := [group.name for group in groups if not group.parameters]:
@@ -48,6 +50,13 @@ def divide(names: Sequence[str], config: Config) -> list[Group]:
     if lost := [name for name, inside in owners.items() if not inside]:
         raise _wrong(f"{_list(lost)}: in no group", names)
     return groups
+
+
+def _weight_decay(group: TrainingGroupConfig, schedule: LearningRateSchedulerConfig) -> float:
+    if not group.independent_weight_decay:
+        return group.weight_decay
+    # Wortsman et al. 2023 (arXiv 2309.14322): another learning rate is another speed, and no other weight decay.
+    return group.weight_decay / schedule.learning_rate if schedule.learning_rate else 0.0
 
 
 def _matches(group: TrainingGroupConfig, name: str) -> bool:
