@@ -4,7 +4,7 @@ runtime     this rank's surroundings: config, world, device
 data        token files, samples, their order
 model       a decoder-only transformer
 parallel    one mesh; tensor parallel within a replica, data parallel between them
-optim       AdamW, groups, schedules, clipping
+optim       AdamW, SGD, Muon, groups, schedules, clipping
 loop        train(): steps, held-out losses, checkpoints, leaving when asked
 checkpoint, metrics, guard      what the loop uses
 """

@@ -71,7 +71,9 @@ def test_bad_training(answer: Answer) -> None:
     A setting of one schedule or one precision that another would pass over in silence.
     """
     answer.config("learning_rate_scheduler: {learning_rate_decay_style: cosine, learning_rate_decay_steps: 100}")
-    answer("swarmtrain plan config.yml", hint=False)
+    answer("swarmtrain plan config.yml")
+    answer.config("optimizer: {state_precision: bfloat16, beta2: 0.999}")
+    answer("swarmtrain plan config.yml")
 
 
 def test_batch_sizes(answer: Answer) -> None:

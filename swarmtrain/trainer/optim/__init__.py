@@ -1,22 +1,31 @@
-"""The optimizer: AdamW on this rank's plain tensors, with the gradient of the whole model clipped by its norm."""
+"""The optimizer: from the gradients at hand to a step, with the gradient of the whole model clipped by its norm.
+
+groups      which parameter is trained how
+schedule    learning rates, functions of the step
+methods     AdamW, SGD, Muon
+"""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from swarmtrain.config import Config
+from swarmtrain.config.optimizer import OptimizerMethod
+from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.optim import groups
+from swarmtrain.trainer.optim.groups import Group
+from swarmtrain.trainer.optim.methods import AdamW, Method, Muon, Sgd, gradient
 from swarmtrain.trainer.optim.schedule import learning_rate
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.tensor import norm
 
-METHODS = {"adamw": torch.optim.AdamW}
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101), its state in fp32, its rates functions of the step."""
+    """Makes the steps of all parameters, each by its group's method, rate and weight decay."""
 
     def __init__(self, model: ParallelModel, config: Config) -> None:
         """Raises TrainingError if training_groups do not fit the model's parameters."""
@@ -25,46 +34,44 @@ class Optimizer:
         self._shards = model.shards
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
-        self._adamw = METHODS[config.optimizer.method](
-            [{"params": [self.parameters[name] for name in group.parameters], "weight_decay": group.weight_decay} for group in self.groups],
-            lr=0.0,
-            betas=(config.optimizer.beta1, config.optimizer.beta2),
-            eps=config.optimizer.eps,
-            fused=True,
-        )
-        self.set_step(0)
+        self._methods = [(group, method) for group in self.groups for method in _methods(group, model, config)]
 
+    @torch.no_grad()
     def step(self, number: int) -> tuple[float, float]:
         """Make optimizer step `number` (the first is 1) with the gradients at hand, and clear them.
 
         Return the norm of the whole gradient before clipping, and the first group's learning rate.
         """
-        gradients = {name: _gradient(name, parameter) for name, parameter in self.parameters.items()}
-        size = norm(gradients, self._shards)
+        size = norm({name: gradient(parameter) for name, parameter in self.parameters.items()}, self._shards)
         if self._clipping:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
-        for options, group in zip(self._adamw.param_groups, self.groups, strict=True):
-            options["lr"] = learning_rate(group.schedule, number, self._steps)
-        self._adamw.step()
-        self._adamw.zero_grad()
-        return float(size), float(self._adamw.param_groups[0]["lr"])
+        for group, method in self._methods:
+            method.step(number, learning_rate(group.schedule, number, self._steps), group.weight_decay)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return float(size), learning_rate(self.groups[0].schedule, number, self._steps)
 
     def moments(self) -> dict[str, Tensor]:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
         return {
-            f"{moment}/{name}": self._adamw.state[parameter][moment] for name, parameter in self.parameters.items() for moment in MOMENTS
+            f"{kind}/{name}": tensor
+            for _, method in self._methods
+            for kind, state in method.moments.items()
+            for name, tensor in state.items()
         }
 
-    def set_step(self, number: int) -> None:
-        """Go to where `number` steps have been made. The moments are kept, or made as zeros."""
-        for parameter in self.parameters.values():
-            state = self._adamw.state[parameter]
-            for moment in MOMENTS:
-                state.setdefault(moment, torch.zeros_like(parameter, memory_format=torch.preserve_format))
-            state["step"] = torch.tensor(float(number), device=parameter.device)
 
-
-def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        raise RuntimeError(f"parameter {name} took no part in the loss")
-    return parameter.grad
+def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[Method]:
+    parts: dict[OptimizerMethod, dict[str, nn.Parameter]] = defaultdict(dict)
+    for name in group.parameters:
+        parameter = model.parameters[name]
+        parts[groups.method(group, name, parameter.dim(), config.optimizer.method)][name] = parameter
+    for method, parameters in parts.items():
+        match method:
+            case OptimizerMethod.adamw:
+                yield AdamW(parameters, config.optimizer)
+            case OptimizerMethod.sgd:
+                yield Sgd(parameters, config.optimizer)
+            case OptimizerMethod.muon:
+                exact = config.transformer_architecture.precision is Precision.float32
+                yield Muon(parameters, config.optimizer, model.shards, exact=exact)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from swarmtrain.config import Config
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.config.optimizer import OptimizerMethod
 from swarmtrain.config.training_groups import TrainingGroupConfig
 from swarmtrain.errors import TrainingError
 
 _SHOWN = 5
+_MATRIX = 2
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Group:
 
     name: str
     parameters: tuple[str, ...]
+    method: OptimizerMethod | None
+    """What trains them; None: what `method` finds."""
     weight_decay: float
     """What a step takes off, as a part of its learning rate."""
     schedule: LearningRateSchedulerConfig
@@ -35,6 +39,7 @@ def divide(names: Sequence[str], config: Config) -> list[Group]:
         Group(
             group.group_name,
             tuple(name for name in names if _matches(group, name)),
+            group.method,
             _weight_decay(group, schedule),
             schedule,
         )
@@ -57,6 +62,25 @@ def _weight_decay(group: TrainingGroupConfig, schedule: LearningRateSchedulerCon
         return group.weight_decay
     # Wortsman et al. 2023 (arXiv 2309.14322): another learning rate is another speed, and no other weight decay.
     return group.weight_decay / schedule.learning_rate if schedule.learning_rate else 0.0
+
+
+def method(group: Group, name: str, dimensions: int, usual: OptimizerMethod) -> OptimizerMethod:
+    """Return what trains the parameter `name` of `group`, where `usual` is the config's method.
+
+    Muon is for the matrices of blocks; embeddings, the output layer and norms are left to AdamW, unless the group says so.
+    Raises TrainingError if it says Muon of what is no matrix.
+    """
+    if group.method is OptimizerMethod.muon and dimensions != _MATRIX:
+        raise TrainingError(
+            f"{name} has {dimensions} dimensions, and Muon is for matrices",
+            place=f"config training_groups, group {group.name}",
+            hint="leave it to another group by parameters_exclude, or leave method out: norms then go to AdamW",
+        )
+    if group.method is not None:
+        return group.method
+    if usual is OptimizerMethod.muon and not (dimensions == _MATRIX and name.startswith("blocks.")):
+        return OptimizerMethod.adamw
+    return usual
 
 
 def _matches(group: TrainingGroupConfig, name: str) -> bool:
