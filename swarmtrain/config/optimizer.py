@@ -27,6 +27,26 @@ class StatePrecision(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class LossScalerConfig(Section):
+    """Multiplies the loss, so that small gradients do not vanish in float16."""
+
+    enable: bool | None = Field(None, description="Scale the loss, and skip steps whose gradients overflow. null: with precision float16.")
+    initial_scale: float = Field(2.0**16, gt=0, description="What the loss is multiplied by at first.")
+    window: int = Field(1000, ge=1, description="Steps without an overflow after which the scale rises.")
+    hysteresis: int = Field(2, ge=1, description="Overflows that it takes to lower it, and then each one does.")
+    consecutive_hysteresis: bool = Field(
+        False, description="Count the overflows that it takes anew after each step without one. false: after each rise."
+    )
+    min_scale: float = Field(1.0, gt=0, description="Lowest scale. An overflow at it ends the run.")
+    factor: float = Field(2.0, gt=1, description="What it rises and falls by.")
+
+    @model_validator(mode="after")
+    def _minimum_is_lower(self) -> LossScalerConfig:
+        if self.min_scale > self.initial_scale:
+            raise wrong("min_scale", f"{self.min_scale:g} is above initial_scale {self.initial_scale:g}")
+        return self
+
+
 class OptimizerConfig(Section):
     """How gradients become steps."""
 
@@ -41,6 +61,7 @@ class OptimizerConfig(Section):
         StatePrecision.float32, description="Optimizer state between steps: float32, or bfloat16, which halves its memory."
     )
     gradient_clipping: float = Field(1.0, ge=0, description="Largest norm of the whole gradient. 0: no clipping.")
+    loss_scaler: LossScalerConfig = Field(LossScalerConfig(), description="Loss scaling, for float16.")
 
     @model_validator(mode="after")
     def _state_can_move(self) -> OptimizerConfig:

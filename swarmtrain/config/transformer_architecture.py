@@ -28,6 +28,7 @@ class Precision(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class TransformerArchitectureConfig(Section):
@@ -46,7 +47,7 @@ class TransformerArchitectureConfig(Section):
     mlp_type: MlpType = Field(MlpType.default, description="default (GELU) or swiglu.")
     mlp_factor: float = Field(4.0, gt=0, description="Width of the feed-forward block, in hidden sizes.")
     weight_tying: bool = Field(True, description="Use the embedding as output layer too.")
-    precision: Precision = Field(Precision.float32, description="float32, or bfloat16 by autocast.")
+    precision: Precision = Field(Precision.float32, description="float32; bfloat16 or float16 by autocast.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TransformerArchitectureConfig:

@@ -69,8 +69,8 @@ def train(
             patience.step_took(time.monotonic() - begun)
             profile.after_step()
             progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
-            audit.write(made.number, made.samples, made.loss)
-            report.step(made.number, made.tokens, made.loss, made.gradient_norm, made.learning_rate)
+            audit.write(made)
+            report.step(made)
             if made.asked_to_leave and made.number < last:
                 _leave(checkpoints, progress, report, patience)
         report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})

@@ -74,6 +74,8 @@ def test_bad_training(answer: Answer) -> None:
     answer("swarmtrain plan config.yml")
     answer.config("optimizer: {state_precision: bfloat16, beta2: 0.999}")
     answer("swarmtrain plan config.yml")
+    answer.config("optimizer: {loss_scaler: {min_scale: 2, initial_scale: 1, factor: 1}}")
+    answer("swarmtrain plan config.yml", hint=False)
 
 
 def test_batch_sizes(answer: Answer) -> None:

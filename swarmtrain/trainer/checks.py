@@ -1,0 +1,34 @@
+"""Whether the numbers of a run are sound: values that are not finite, replicas that are no longer the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from swarmtrain.trainer import agreement
+
+_SHOWN = 3
+
+
+def non_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return how many values of this rank's part of each tensor are infinite or no number, leaving out those that have none."""
+    counts = {name: int((~_local(tensor).isfinite()).sum()) for name, tensor in tensors.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def told(counts: Mapping[str, int]) -> str:
+    """Return where gradients are not finite, as every rank's `counts` have it. Called by all ranks together."""
+    by_rank = agreement.gather(dict(counts))
+    rank = next((rank for rank, found in enumerate(by_rank) if found), None)
+    if rank is None:
+        return "all gradients are finite"
+    names = list(by_rank[rank])
+    rest = len(names) - _SHOWN
+    shown = ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return f"{sum(by_rank[rank].values()):,} values of rank {rank}'s gradients are not finite, in {shown}"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
