@@ -6,7 +6,7 @@ model       a decoder-only transformer
 parallel    one mesh; tensor parallel within a replica, data parallel between them
 optim       AdamW, SGD, Muon, groups, schedules, clipping
 loop        train(): steps, held-out losses, checkpoints, leaving when asked
-checkpoint, metrics, guard      what the loop uses
+checkpoint, metrics, guard, checks, replicas      what the loop uses
 """
 
 from __future__ import annotations

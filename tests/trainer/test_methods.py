@@ -169,7 +169,7 @@ def test_muon_is_the_same_in_every_topology_and_over_checkpoints(tmp_path: Path,
     assert one[12] < 0.9 * one[1], "a model that learns nothing is equal to anything"
     shutil.copytree(tmp_path / "one", tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "run" / "step-00000012")
-    moved = train(tmp_path / "moved", changed(base, topology={"model_parallel_size": 2}), 4)
+    moved = train(tmp_path / "moved", changed(base, topology={"model_parallel_size": 2}, trainer={"check_replicas_interval": 1}), 4)
     assert deviation(one, moved) < 1e-6
     saved = manifest(tmp_path / "moved", 12)["tensors"]
     assert "optimizer/muon_momentum/blocks.0.mlp.gate.weight" in saved
