@@ -65,6 +65,19 @@ def test_out_of_range(answer: Answer) -> None:
     answer("swarmtrain plan config.yml", hint=False)
 
 
+def test_bad_training(answer: Answer) -> None:
+    """Ways to train that do not fit together
+
+    A setting of one schedule or one precision that another would pass over in silence.
+    """
+    answer.config("learning_rate_scheduler: {learning_rate_decay_style: cosine, learning_rate_decay_steps: 100}")
+    answer("swarmtrain plan config.yml")
+    answer.config("optimizer: {state_precision: bfloat16, beta2: 0.999}")
+    answer("swarmtrain plan config.yml")
+    answer.config("optimizer: {loss_scaler: {min_scale: 2, initial_scale: 1, factor: 1}}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
 def test_batch_sizes(answer: Answer) -> None:
     """Batch sizes that do not divide
 

@@ -29,6 +29,8 @@ from swarmtrain.trainer.parallel.mesh import Mesh
 
 Around = Callable[[int], AbstractContextManager[object]]
 """What the forward pass of a replica's micro batch, by its number there, is made in."""
+Scaled = Callable[[Tensor], Tensor]
+"""Makes of a summed loss what is differentiated."""
 
 
 def cut(model: Transformer, config: Config, mesh: Mesh) -> None:
@@ -56,19 +58,19 @@ class Pipeline:
         for stage in self._stages:
             stage.after_backward = self._sums.set_aside
         if len(self._stages) == 1:
-            self._schedule: Any = Schedule1F1B(self._stages[0], count, self._scaled, scale_grads=False)
+            self._schedule: Any = Schedule1F1B(self._stages[0], count, self._differentiated, scale_grads=False)
         else:
-            self._schedule = ScheduleInterleaved1F1B(list(self._stages), count, self._scaled, scale_grads=False)
-        self._tokens = 1
+            self._schedule = ScheduleInterleaved1F1B(list(self._stages), count, self._differentiated, scale_grads=False)
+        self._scaled: Scaled = _unscaled
         self._losses: list[Tensor] = []
 
-    def step(self, inputs: Tensor, targets: Tensor, tokens: int, around: Around) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, scaled: Scaled, around: Around) -> Tensor:
         """Make the forward and backward passes of the samples `inputs`, `targets`: this replica's in one step.
 
         Return their summed loss in fp64, zero on a rank without the last stage. Every rank then has the gradient of the
-        sum over all replicas, divided by `tokens`.
+        sum over all replicas, `scaled`.
         """
-        loss = self._run(self._schedule.step, inputs, targets, tokens, around)
+        loss = self._run(self._schedule.step, inputs, targets, scaled, around)
         self._sums.reduce(self._parameters, self._mesh.data_group)
         if self._tied is not None:
             self._sums.add_twin(self._tied, self._mesh)
@@ -77,16 +79,19 @@ class Pipeline:
 
     def evaluate(self, inputs: Tensor, targets: Tensor, around: Around) -> Tensor:
         """Return the summed loss of the samples in fp64, zero on a rank without the last stage."""
-        return self._run(self._schedule.eval, inputs, targets, 1, around)
+        return self._run(self._schedule.eval, inputs, targets, _unscaled, around)
 
-    def _run(self, run: Callable[..., object], inputs: Tensor, targets: Tensor, tokens: int, around: Around) -> Tensor:
-        self._tokens, self._losses = tokens, []
+    def _run(self, run: Callable[..., object], inputs: Tensor, targets: Tensor, scaled: Scaled, around: Around) -> Tensor:
+        self._scaled, self._losses = scaled, []
         for stage in self._stages:
             stage.around = around
         given = (self._filled(inputs, 0),) if self._stages[0].is_first else ()
         wanted = self._filled(targets, IGNORE)
         named = {"target": wanted, "targets": wanted} if self._stages[-1].is_last else {}
-        run(*given, return_outputs=False, **named)
+        try:
+            run(*given, return_outputs=False, **named)
+        except RuntimeError as error:  # torch tells of the stage and its arguments; what happened is the cause
+            raise error.__cause__ or error from None
         return torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _filled(self, rows: Tensor, value: int) -> Tensor:
@@ -95,9 +100,9 @@ class Pipeline:
         filled[: len(rows)] = rows
         return filled
 
-    def _scaled(self, loss: Tensor, _targets: Tensor) -> Tensor:
+    def _differentiated(self, loss: Tensor, _targets: Tensor) -> Tensor:
         self._losses.append(loss.detach())
-        return loss / self._tokens
+        return self._scaled(loss)
 
 
 class _Stage(PipelineStage):
@@ -167,6 +172,10 @@ class _Elsewhere(nn.Module):
 
     def forward(self, hidden: Tensor, *_: object, **__: object) -> Tensor:
         return hidden
+
+
+def _unscaled(loss: Tensor) -> Tensor:
+    return loss
 
 
 def _keep(model: Transformer, layers: Collection[int]) -> None:
