@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that is divided over ranks, without ever gathering the logits.
 
 torch's own (loss_parallel) holds only inside a context that must also be around the backward pass, which here is the
-caller's; and it exchanges three things a token where two will do.
+caller's; and it takes three exchanges where two will do.
 """
 
 from __future__ import annotations

@@ -43,12 +43,11 @@ class Shards:
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the 2-norm of all parameters' `tensors` together, of which this rank has its parts, by name.
 
-        Added in fp64, so that the way in which parameters are divided does not show in it.
+        Rows are never divided over the shard dimension. Their norms are added in fp64, so how many ranks have them does not show.
         """
-        mine = [tensor for name, tensor in tensors.items() if self._counts_here(name)]
+        mine = [_rows(tensor) for name, tensor in tensors.items() if self._counts_here(name)]
         first = next(iter(tensors.values()))
-        squares = [norm.square() for norm in torch._foreach_norm(mine, 2, torch.float64)]
-        square = torch.stack(squares).sum() if squares else first.new_zeros((), dtype=torch.float64)
+        square = torch.cat([first.new_empty(0), *mine]).double().square().sum()
         for group in (*self.mesh.get_all_groups(), *([self.pipe] if self.pipe else [])):
             if group.size() > 1:
                 dist.all_reduce(square, group=group)
@@ -63,3 +62,7 @@ class Shards:
             return False
         coordinates = zip(self._placements(name), self.mesh.get_coordinate() or (), strict=True)
         return all(placement.is_shard() or place == 0 for placement, place in coordinates)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim()))) if tensor.dim() > 1 else tensor
