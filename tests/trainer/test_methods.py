@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import World, changed, deviation, manifest, train
 
 from swarmtrain.config import Config
@@ -43,12 +44,13 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in (("wide", (6, 24)), ("tall", (40, 8)))}
 
 
-def run(parameters: Mapping[str, nn.Parameter], step: Callable[[int, float], object]) -> list[Tensor]:
+def run(parameters: Mapping[str, nn.Parameter], step: Callable[[int, float], object], mesh: DeviceMesh | None = None) -> list[Any]:
     """Make five steps with the gradients of a made-up run, and return what becomes of the parameters."""
     random = torch.Generator().manual_seed(6)
     for number, rate in enumerate(RATES, start=1):
         for parameter in parameters.values():
-            parameter.grad = torch.randn(parameter.shape, generator=random)
+            slope = torch.randn(parameter.shape, generator=random)
+            parameter.grad = distribute_tensor(slope, mesh, [Shard(0)]) if mesh else slope
         with torch.no_grad():
             step(number, rate)
     return [parameter.detach() for parameter in parameters.values()]
@@ -114,6 +116,29 @@ def test_muon_is_torchs(alone: DeviceMesh) -> None:
     assert same(mine, theirs)
     assert not same(finer, theirs)
     assert all(torch.allclose(left, right, atol=0.05) for left, right in zip(finer, theirs, strict=True))
+
+
+METHODS: dict[str, Callable[[Mapping[str, nn.Parameter], DeviceMesh], Method]] = {
+    "adamw": lambda mine, mesh: AdamW(mine, config()),
+    "adamw with bfloat16 state": lambda mine, mesh: AdamW(mine, config(state_precision="bfloat16")),
+    "sgd": lambda mine, mesh: Sgd(mine, config()),
+    "muon": lambda mine, mesh: Muon(mine, config(), Shards(mesh, {}), exact=True),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_may_be_distributed_tensors(alone: DeviceMesh, name: str) -> None:
+    """As FSDP makes them: gradients, state and steps are laid out like their parameters."""
+    make = METHODS[name]
+    mine = {key: nn.Parameter(distribute_tensor(parameter.detach(), alone, [Shard(0)])) for key, parameter in parameters().items()}
+    made = make(mine, alone)
+
+    def step(number: int, rate: float) -> None:
+        made.step(number, rate, DECAY)
+
+    divided = run(mine, step, alone)
+    assert all(isinstance(tensor, DTensor) for state in made.moments.values() for tensor in state.values())
+    assert same([tensor.to_local() for tensor in divided], ours(lambda mine: make(mine, alone)))
 
 
 def test_orthogonal_keeps_the_directions_and_evens_the_lengths() -> None:
