@@ -21,7 +21,8 @@ from swarmtrain.errors import ForeignCheckpoint, TrainingError
 from swarmtrain.trainer import runtime
 from swarmtrain.trainer.checkpoint.fit import names_to_load
 from swarmtrain.trainer.optim.groups import divide, method
-from swarmtrain.trainer.optim.methods import AdamW, Method, Muon, Sgd, orthogonal
+from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd
+from swarmtrain.trainer.optim.muon import Muon, deal, orthogonal
 from swarmtrain.trainer.parallel.tensor import Shards
 
 RATES = [0.1, 0.05, 0.2, 0.0, 0.1]
@@ -151,6 +152,13 @@ def test_orthogonal_keeps_the_directions_and_evens_the_lengths() -> None:
     assert inside.diagonal().min() > 0.6
     assert inside.diagonal().max() < 1.3
     assert torch.allclose(orthogonal(matrix.T), made.T, atol=1e-5)
+
+
+def test_matrices_are_dealt_evenly_and_alike_on_all_ranks() -> None:
+    costs = {"a": 5, "b": 3, "c": 3, "d": 2, "e": 1}
+    assert deal(costs, 1) == dict.fromkeys(costs, 0)
+    assert deal(costs, 2) == deal(dict(reversed(costs.items())), 2) == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
+    assert sorted(deal(costs, 9).values()) == [0, 1, 2, 3, 4]
 
 
 def test_muon_is_for_the_matrices_of_blocks_and_groups_may_say_otherwise() -> None:
