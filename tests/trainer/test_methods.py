@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import World, changed, deviation, manifest, train
 
 from swarmtrain.config import Config
@@ -20,8 +21,9 @@ from swarmtrain.errors import ForeignCheckpoint, TrainingError
 from swarmtrain.trainer import runtime
 from swarmtrain.trainer.checkpoint.fit import names_to_load
 from swarmtrain.trainer.optim.groups import divide, method
-from swarmtrain.trainer.optim.methods import AdamW, Method, Muon, Sgd, orthogonal
-from swarmtrain.trainer.parallel.tensor import Shards
+from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd
+from swarmtrain.trainer.optim.muon import Muon, deal, orthogonal
+from swarmtrain.trainer.parallel.shards import Shards
 
 RATES = [0.1, 0.05, 0.2, 0.0, 0.1]
 DECAY = 0.03
@@ -43,12 +45,13 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in (("wide", (6, 24)), ("tall", (40, 8)))}
 
 
-def run(parameters: Mapping[str, nn.Parameter], step: Callable[[int, float], object]) -> list[Tensor]:
+def run(parameters: Mapping[str, nn.Parameter], step: Callable[[int, float], object], mesh: DeviceMesh | None = None) -> list[Any]:
     """Make five steps with the gradients of a made-up run, and return what becomes of the parameters."""
     random = torch.Generator().manual_seed(6)
     for number, rate in enumerate(RATES, start=1):
         for parameter in parameters.values():
-            parameter.grad = torch.randn(parameter.shape, generator=random)
+            slope = torch.randn(parameter.shape, generator=random)
+            parameter.grad = distribute_tensor(slope, mesh, [Shard(0)]) if mesh else slope
         with torch.no_grad():
             step(number, rate)
     return [parameter.detach() for parameter in parameters.values()]
@@ -109,11 +112,34 @@ def test_muon_is_torchs(alone: DeviceMesh) -> None:
     """In bfloat16, in which torch's always makes orthogonal."""
     theirs = torchs(lambda mine: torch.optim.Muon(mine, momentum=0.9, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
     mine, finer = (
-        ours(lambda mine, exact=exact: Muon(mine, config(momentum=0.9), Shards(alone, {}), exact=exact)) for exact in (False, True)
+        ours(lambda mine, exact=exact: Muon(mine, config(momentum=0.9), Shards(alone, {}, {}, ()), exact=exact)) for exact in (False, True)
     )
     assert same(mine, theirs)
     assert not same(finer, theirs)
     assert all(torch.allclose(left, right, atol=0.05) for left, right in zip(finer, theirs, strict=True))
+
+
+METHODS: dict[str, Callable[[Mapping[str, nn.Parameter], DeviceMesh], Method]] = {
+    "adamw": lambda mine, mesh: AdamW(mine, config()),
+    "adamw with bfloat16 state": lambda mine, mesh: AdamW(mine, config(state_precision="bfloat16")),
+    "sgd": lambda mine, mesh: Sgd(mine, config()),
+    "muon": lambda mine, mesh: Muon(mine, config(), Shards(mesh, {}, {}, ()), exact=True),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_may_be_distributed_tensors(alone: DeviceMesh, name: str) -> None:
+    """As FSDP makes them: gradients, state and steps are laid out like their parameters."""
+    make = METHODS[name]
+    mine = {key: nn.Parameter(distribute_tensor(parameter.detach(), alone, [Shard(0)])) for key, parameter in parameters().items()}
+    made = make(mine, alone)
+
+    def step(number: int, rate: float) -> None:
+        made.step(number, rate, DECAY)
+
+    divided = run(mine, step, alone)
+    assert all(isinstance(tensor, DTensor) for state in made.moments.values() for tensor in state.values())
+    assert same([tensor.to_local() for tensor in divided], ours(lambda mine: make(mine, alone)))
 
 
 def test_orthogonal_keeps_the_directions_and_evens_the_lengths() -> None:
@@ -126,6 +152,13 @@ def test_orthogonal_keeps_the_directions_and_evens_the_lengths() -> None:
     assert inside.diagonal().min() > 0.6
     assert inside.diagonal().max() < 1.3
     assert torch.allclose(orthogonal(matrix.T), made.T, atol=1e-5)
+
+
+def test_matrices_are_dealt_evenly_and_alike_on_all_ranks() -> None:
+    costs = {"a": 5, "b": 3, "c": 3, "d": 2, "e": 1}
+    assert deal(costs, 1) == dict.fromkeys(costs, 0)
+    assert deal(costs, 2) == deal(dict(reversed(costs.items())), 2) == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
+    assert sorted(deal(costs, 9).values()) == [0, 1, 2, 3, 4]
 
 
 def test_muon_is_for_the_matrices_of_blocks_and_groups_may_say_otherwise() -> None:

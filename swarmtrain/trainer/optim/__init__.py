@@ -2,7 +2,8 @@
 
 groups      which parameter is trained how
 schedule    learning rates, functions of the step
-methods     AdamW, SGD, Muon
+methods     AdamW, SGD
+muon        Muon
 scale       loss scaling
 """
 
@@ -23,7 +24,8 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import checks
 from swarmtrain.trainer.optim import groups, scale
 from swarmtrain.trainer.optim.groups import Group
-from swarmtrain.trainer.optim.methods import AdamW, Method, Muon, Sgd, gradient
+from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd, gradient
+from swarmtrain.trainer.optim.muon import Muon
 from swarmtrain.trainer.optim.scale import LossScale
 from swarmtrain.trainer.optim.schedule import learning_rate
 from swarmtrain.trainer.parallel import ParallelModel
@@ -127,4 +129,4 @@ def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[Met
                 yield Sgd(parameters, config.optimizer)
             case OptimizerMethod.muon:
                 exact = config.transformer_architecture.precision in (Precision.float32, Precision.float64)
-                yield Muon(parameters, config.optimizer, model.shards, exact=exact)
+                yield Muon(parameters, config.optimizer, model.shards, model.mesh.replica_group, exact=exact)

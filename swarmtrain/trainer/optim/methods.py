@@ -1,6 +1,6 @@
-"""AdamW, SGD and Muon: how gradients become a step. Each method owns the state of the parameters that it trains.
+"""AdamW and SGD: how gradients become a step. Each method owns the state of the parameters that it trains; muon.py is another.
 
-Weight decay is decoupled in all three: a step takes rate x decay off each parameter. A step depends on its number, the
+Weight decay is decoupled in all of them: a step takes rate x decay off each parameter. A step depends on its number, the
 gradients and the state, on nothing else, so the state's tensors are all that has to be saved. They are laid out like
 their parameters, which may be DTensors.
 """
@@ -12,18 +12,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from swarmtrain.config.optimizer import OptimizerConfig, StatePrecision
-from swarmtrain.trainer.parallel.shards import Shards
 
 Parameters = Mapping[str, nn.Parameter]
 State = dict[str, Tensor]
 """Tensors by the names of their parameters."""
-
-_NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
-_ITERATIONS = 5
 
 
 class Method(Protocol):
@@ -41,7 +36,7 @@ class AdamW:
 
     def __init__(self, parameters: Parameters, config: OptimizerConfig) -> None:
         self._parameters, self._config = parameters, config
-        self.moments = {kind: _zeros(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
+        self.moments = {kind: zeros(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
         # One counter a parameter, since the fused kernel raises each; it is set before every step, and so needs no saving.
         self._counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
 
@@ -91,7 +86,7 @@ class Sgd:
 
     def __init__(self, parameters: Parameters, config: OptimizerConfig) -> None:
         self._parameters, self._momentum = parameters, config.momentum
-        self.moments = {"sgd_momentum": _zeros(parameters, config)}
+        self.moments = {"sgd_momentum": zeros(parameters, config)}
 
     def step(self, number: int, rate: float, decay: float) -> None:
         for name, parameter in self._parameters.items():
@@ -101,40 +96,6 @@ class Sgd:
             parameter.mul_(1 - rate * decay).add_(total, alpha=-rate)
 
 
-class Muon:
-    """Jordan et al. 2024 (kellerjordan.github.io/posts/muon): the mean of a matrix's gradients, made orthogonal.
-
-    Scaled as by Liu et al. 2025 (arXiv 2502.16982), so that learning rates and weight decays of AdamW serve for it too.
-    A matrix that is divided over ranks is gathered whole, made orthogonal on each of them, and each takes its part: what
-    is done is the same in every topology.
-    """
-
-    def __init__(self, parameters: Parameters, config: OptimizerConfig, shards: Shards, *, exact: bool) -> None:
-        """`exact`: make orthogonal in the parameters' own precision; else in bfloat16, at a fraction of the cost."""
-        self._parameters, self._momentum, self._shards, self._exact = parameters, config.momentum, shards, exact
-        self.moments = {"muon_momentum": _zeros(parameters, config)}
-
-    def step(self, number: int, rate: float, decay: float) -> None:
-        for name, parameter in self._parameters.items():
-            kept, slope = self.moments["muon_momentum"][name], gradient(parameter)
-            mean = kept.to(parameter.dtype).lerp_(slope, 1 - self._momentum)
-            kept.copy_(mean)
-            ahead = slope.lerp(mean, self._momentum)  # Nesterov's
-            change, scale = self._change(name, ahead)
-            parameter.mul_(1 - rate * decay).sub_(change.to(parameter.dtype), alpha=rate * scale)
-
-    def _change(self, name: str, ahead: Tensor) -> tuple[Tensor, float]:
-        """Return `ahead` made orthogonal, laid out as it is, and the factor that makes it as long as AdamW's steps are."""
-        whole = self._shards.whole(name, ahead if self._exact else ahead.bfloat16())
-        scale = 0.2 * max(whole.shape) ** 0.5
-        if not isinstance(whole, DTensor):
-            return orthogonal(whole), scale
-        mesh = whole.device_mesh
-        copies = DTensor.from_local(orthogonal(whole.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        divided = copies.redistribute(placements=whole.placements)
-        return divided if isinstance(ahead, DTensor) else divided.to_local(), scale
-
-
 def gradient(parameter: nn.Parameter) -> Tensor:
     """Return the gradient of `parameter`, which must have one."""
     if parameter.grad is None:
@@ -142,19 +103,8 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return nearly U V' of the singular value decomposition U S V' of `matrix`: singular values become 0.7 to 1.2."""
-    a, b, c = _NEWTON_SCHULZ
-    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
-    wide = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(_ITERATIONS):
-        gram = wide @ wide.T
-        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        wide = torch.addmm(wide, gram, wide, beta=a)
-    return wide.T if matrix.size(0) > matrix.size(1) else wide
-
-
-def _zeros(parameters: Parameters, config: OptimizerConfig) -> State:
+def zeros(parameters: Parameters, config: OptimizerConfig) -> State:
+    """Return state of nothing yet for `parameters`, laid out like them."""
     coarse = config.state_precision is StatePrecision.bfloat16
     return {
         name: torch.zeros_like(parameter, dtype=torch.bfloat16 if coarse else None, memory_format=torch.preserve_format)

@@ -45,6 +45,11 @@ class Mesh:
         return self.device_mesh.get_group("data")
 
     @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part of the same parameters as this one."""
+        return self.device_mesh.get_group("replica")
+
+    @property
     def tensor_group(self) -> dist.ProcessGroup:
         """Ranks that share this rank's layers."""
         return self.device_mesh.get_group("tensor")
