@@ -13,9 +13,9 @@ from swarmtrain.config.base import Section
 class Deterministic(StrEnum):
     """What becomes of operations whose result differs from run to run."""
 
-    off = "off"
-    warn = "warn"
-    refuse = "refuse"
+    ignore = "ignore"
+    prefer = "prefer"
+    require = "require"
 
 
 class TrainerConfig(Section):
@@ -40,8 +40,8 @@ class TrainerConfig(Section):
         False, description="End the run at the operation whose gradient is no number, and show where it was called. Slow: for a search."
     )
     deterministic: Deterministic = Field(
-        Deterministic.warn,
-        description="On GPUs: off: the fastest operations. warn: those that give the same result in every run, where there are some. "
-        "refuse: nothing else.",
+        Deterministic.prefer,
+        description="Operations that give the same result in every run. ignore: the fastest. prefer: these, on GPUs, where there are some. "
+        "require: nothing else.",
     )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")

@@ -13,7 +13,7 @@ from swarmtrain.trainer import agreement
 
 _SHOWN = 3
 _KNOWN = {
-    "does not have a deterministic implementation": "set trainer.deterministic: warn to have it nevertheless",
+    "does not have a deterministic implementation": "set trainer.deterministic: prefer to have it nevertheless",
     "returned nan values": "above stands where the operation was called; trainer.detect_anomaly is what looks for it",
 }
 """What is in the messages of torch's checks, and what to do then."""

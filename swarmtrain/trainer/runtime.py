@@ -206,9 +206,9 @@ def _device(local_rank: int) -> torch.device:
 
 def _be_deterministic(device: torch.device, kind: Deterministic) -> None:
     # The CPU's operations are as they are wanted, but for some that no model here uses.
-    if kind is Deterministic.refuse or (kind is Deterministic.warn and device.type == "cuda"):
+    if kind is Deterministic.require or (kind is Deterministic.prefer and device.type == "cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrices are multiplied
-        torch.use_deterministic_algorithms(True, warn_only=kind is Deterministic.warn)
+        torch.use_deterministic_algorithms(True, warn_only=kind is Deterministic.prefer)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module property unknown to its stub
 
 

@@ -47,7 +47,7 @@ def test_who_differs() -> None:
 
 
 def test_a_flipped_bit_is_found_before_it_is_saved(tmp_path: Path, config: dict[str, Any]) -> None:
-    guarded = changed(config, trainer={"check_replicas_interval": 2, "save_interval": 2, "deterministic": "refuse"})
+    guarded = changed(config, trainer={"check_replicas_interval": 2, "save_interval": 2, "deterministic": "require"})
     world = World(tmp_path, guarded, 3, script="flipped_bit")
     assert world.wait() == [1, 1, 1]
     assert world.log().count("step 4: rank 1 on node0 has other numbers than rank 0 on node0, in model/norm.weight\n") == 3
@@ -74,9 +74,9 @@ def test_deterministic_mode_refuses_what_is_not() -> None:
 
     with checks.explained(7):
         put()
-    runtime._be_deterministic(torch.device("cpu"), Deterministic.warn)
+    runtime._be_deterministic(torch.device("cpu"), Deterministic.prefer)
     put()
-    runtime._be_deterministic(torch.device("cpu"), Deterministic.refuse)
+    runtime._be_deterministic(torch.device("cpu"), Deterministic.require)
     with pytest.raises(TrainingError, match=r"step 7: .*does not have a deterministic implementation") as caught, checks.explained(7):
         put()
     assert caught.value.hint

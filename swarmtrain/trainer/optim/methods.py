@@ -41,23 +41,24 @@ class AdamW:
         self._counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
 
     def step(self, number: int, rate: float, decay: float) -> None:
+        counters = dict(zip(self._parameters, self._counters.fill_(number - 1).unbind(), strict=True))
         if self._config.state_precision is StatePrecision.float32:
-            self._fused(number, rate, decay)
+            self._step(list(self._parameters), self.moments, counters, rate, decay)
             return
-        for name in self._parameters:
-            self._coarse(name, number, rate, decay)
+        for name, parameter in self._parameters.items():
+            wide = {kind: {name: state[name].to(parameter.dtype)} for kind, state in self.moments.items()}
+            self._step([name], wide, counters, rate, decay)
+            for kind, state in self.moments.items():
+                state[name].copy_(wide[kind][name])
 
-    def _fused(self, number: int, rate: float, decay: float) -> None:
-        parameters: list[Tensor] = list(self._parameters.values())
-        means, squares = (list(state.values()) for state in self.moments.values())
-        counters = list(self._counters.fill_(number - 1).unbind())
+    def _step(self, names: list[str], moments: Mapping[str, State], counters: State, rate: float, decay: float) -> None:
         adamw(
-            parameters,
-            [gradient(parameter) for parameter in self._parameters.values()],
-            means,
-            squares,
+            [self._parameters[name] for name in names],
+            [gradient(self._parameters[name]) for name in names],
+            [moments["exp_avg"][name] for name in names],
+            [moments["exp_avg_sq"][name] for name in names],
             [],
-            counters,
+            [counters[name] for name in names],
             fused=True,
             amsgrad=False,
             maximize=False,
@@ -67,18 +68,6 @@ class AdamW:
             weight_decay=decay,
             eps=self._config.eps,
         )
-
-    def _coarse(self, name: str, number: int, rate: float, decay: float) -> None:
-        """Make one parameter's step, whose state is computed in the parameter's precision and kept in less."""
-        beta1, beta2 = self._config.beta1, self._config.beta2
-        parameter, (mean, square) = self._parameters[name], (state[name] for state in self.moments.values())
-        slope = gradient(parameter)
-        first = mean.to(parameter.dtype).lerp_(slope, 1 - beta1)
-        second = square.to(parameter.dtype).mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
-        mean.copy_(first)
-        square.copy_(second)
-        width = second.div_(1 - beta2**number).sqrt_().add_(self._config.eps)
-        parameter.mul_(1 - rate * decay).addcdiv_(first, width, value=-rate / (1 - beta1**number))
 
 
 class Sgd:
