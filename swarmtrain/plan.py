@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from swarmtrain.config import Config
+from swarmtrain.config import Config, pipeline
 from swarmtrain.config.base import twice
 from swarmtrain.config.files import Unreadable, read
 from swarmtrain.config.names import host_address, host_gpus, host_name, host_slots
 from swarmtrain.config.runner import GpuMode, RunnerType
+from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.wire import ROLE_NODE, ROLE_PROBE
 
@@ -167,8 +168,9 @@ class Plan:
                 f"run {self.run} by {runner.runner_type.value} on {self.origin}",
                 *table,
                 f"  {_count(len(self.nodes), 'node')} with {_count(self.world_size, 'rank')}; {elastic}",
-                f"  {_count(len(deal), 'replica')} of {_count(topology.tensor, 'rank')} (data x tensor parallel)",
+                f"  {_count(len(deal), 'replica')} of {_replica(topology)}",
                 f"  global batch {topology.global_batch} = {sum(deal)} micro batches of {topology.micro_batch}, {share}",
+                *_pipeline(self.config, deal),
                 *(f"  {note}" for note in self.notes),
             ]
         )
@@ -363,7 +365,7 @@ def _check_world(plan: Plan) -> None:
     try:
         topology.data_parallel(plan.world_size)
     except ValueError as error:
-        raise PlanError(str(error), place="config topology", hint="change the slots, the nodes, or model_parallel_size") from None
+        raise PlanError(str(error), place="config topology", hint="change the slots, the nodes, or the parallel sizes") from None
     elastic = plan.min_nodes < plan.max_nodes
     if topology.world_size and topology.world_size != plan.world_size and not elastic:
         raise PlanError(
@@ -371,6 +373,19 @@ def _check_world(plan: Plan) -> None:
             place="config topology.world_size",
             hint="leave it out and it follows from the nodes",
         )
+
+
+def _replica(topology: TopologyConfig) -> str:
+    ranks = _count(topology.tensor * topology.pipeline, "rank")
+    return f"{ranks} (data x tensor parallel)" if topology.pipeline == 1 else f"{ranks} (data x pipeline x tensor parallel)"
+
+
+def _pipeline(config: Config, deal: Sequence[int]) -> list[str]:
+    topology = config.topology
+    if topology.pipeline == 1:
+        return []
+    layers = ", ".join(str(len(part)) for part in pipeline.cuts(topology, config.transformer_architecture))
+    return [f"  pipeline of {topology.stages} stages with {layers} layers; idle {pipeline.idle(topology, deal[0]):.0%} of a step"]
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,9 +6,26 @@ accumulation belong to a *world*: they are derived when one forms, and again whe
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field, model_validator
 
 from swarmtrain.config.base import Section, check_multiple, wrong
+
+
+class PipePartitionMethod(StrEnum):
+    """Ways to cut the layers into stages."""
+
+    uniform = "uniform"
+    balanced = "balanced"
+
+
+class DataParallelType(StrEnum):
+    """What replicas have in common, and what each keeps for itself."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
 
 
 class TopologyConfig(Section):
@@ -16,11 +33,24 @@ class TopologyConfig(Section):
 
     world_size: int | None = Field(None, ge=1, description="Ranks in all. null: what the nodes' slots add up to.")
     model_parallel_size: int | None = Field(None, ge=1, description="Ranks that share each layer (tensor parallel). null: 1.")
+    sequence_parallel: bool = Field(False, description="Divide the sequence too, over the ranks that share each layer.")
     pipe_parallel_size: int | None = Field(None, ge=1, description="Ranks that share the layers in turn (pipeline parallel). null: 1.")
     data_parallel_size: int | None = Field(None, ge=1, description="Replicas of the model. null: what the world has room for.")
+    data_parallel_type: DataParallelType = Field(
+        DataParallelType.ddp, description="ddp: each replica keeps all. fsdp: they divide it. hsdp: groups of data_parallel_shard_size do."
+    )
+    data_parallel_shard_size: int | None = Field(None, ge=1, description="Ranks that divide the model among them; for hsdp only.")
     global_batch_size: int | None = Field(None, ge=1, description="Samples in one optimizer step, at every world size.")
     micro_batch_size: int | None = Field(None, ge=1, description="Samples in one forward pass on one rank.")
     gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches a replica adds up per step.")
+
+    pipe_partition_method: PipePartitionMethod = Field(
+        PipePartitionMethod.uniform, description="uniform: as many layers to each stage. balanced: as much work, the head's included."
+    )
+    pipe_partition_overwrite: tuple[int, ...] | None = Field(
+        None, description="First layer of each stage, beginning with 0. null: as pipe_partition_method says."
+    )
+    pipe_stages_per_rank: int = Field(1, ge=1, description="Stages on each rank of a pipeline. Over 1: interleaved 1F1B.")
 
     @model_validator(mode="after")
     def _derive(self) -> TopologyConfig:
@@ -30,6 +60,8 @@ class TopologyConfig(Section):
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        _check_shards(self.data_parallel_type, self.data_parallel_shard_size, self.data_parallel_size)
+        _check_pipeline(self)
         return self
 
     @property
@@ -43,6 +75,11 @@ class TopologyConfig(Section):
         return self.pipe_parallel_size or 1
 
     @property
+    def stages(self) -> int:
+        """Parts that the layers are cut into."""
+        return self.pipeline * self.pipe_stages_per_rank
+
+    @property
     def global_batch(self) -> int:
         """Samples in one optimizer step."""
         return self.global_batch_size or 1
@@ -51,6 +88,11 @@ class TopologyConfig(Section):
     def micro_batch(self) -> int:
         """Samples in one forward pass."""
         return self.micro_batch_size or 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches in one optimizer step, all replicas together."""
+        return self.global_batch // self.micro_batch
 
     def data_parallel(self, world_size: int) -> int:
         """Return the number of replicas in a world of `world_size` ranks.
@@ -62,7 +104,18 @@ class TopologyConfig(Section):
             raise ValueError(
                 f"{world_size} ranks are no multiple of model_parallel_size x pipe_parallel_size = {self.tensor} x {self.pipeline}"
             )
-        return world_size // replica
+        replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
+        if replicas % shard:
+            raise ValueError(f"{replicas} replicas are no multiple of data_parallel_shard_size {shard}")
+        return replicas
+
+    def shard_size(self, replicas: int, *, zero: bool) -> int:
+        """Return how many ranks divide the state of a model among them, of which there are `replicas`.
+
+        `zero`: ddp's optimizer state is to be divided too (optimizer.zero).
+        """
+        divided = zero or self.data_parallel_type is DataParallelType.fsdp
+        return self.data_parallel_shard_size or (replicas if divided else 1)
 
     def deal(self, world_size: int) -> tuple[int, ...]:
         """Return how many micro batches each replica takes in one step, largest first; they add up to the global batch.
@@ -71,21 +124,48 @@ class TopologyConfig(Section):
         Raises ValueError as `data_parallel` does.
         """
         replicas = self.data_parallel(world_size)
-        whole, rest = divmod(self.global_batch // self.micro_batch, replicas)
+        whole, rest = divmod(self.micro_batches, replicas)
         return tuple(whole + (index < rest) for index in range(replicas))
 
 
 def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None, data: int | None) -> dict[str, int | None]:
-    if pipeline not in (None, 1):
-        raise wrong("pipe_parallel_size", f"{pipeline}: pipeline parallelism is not built yet; use 1")
     if tensor is None:
-        tensor = check_multiple("world_size", world, "data_parallel_size", data) if world and data else 1
+        tensor = (
+            check_multiple("world_size", world, "data_parallel_size x pipe_parallel_size =", data * (pipeline or 1))
+            if world and data
+            else 1
+        )
+    if pipeline is None:
+        pipeline = world // (data * tensor) if world and data and world % (data * tensor) == 0 else 1
     if world and not data:
-        data = check_multiple("world_size", world, "model_parallel_size", tensor)
-    if world and data and world != data * tensor:
-        raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {tensor} x 1 x {data}")
-    world = data * tensor if data else None
-    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": 1, "data_parallel_size": data}
+        data = check_multiple("world_size", world, "model_parallel_size x pipe_parallel_size =", tensor * pipeline)
+    if world and data and world != data * tensor * pipeline:
+        product = f"{tensor} x {pipeline} x {data}"
+        raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {product}")
+    world = data * tensor * pipeline if data else None
+    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
+
+
+def _check_pipeline(topology: TopologyConfig) -> None:
+    """No world could fill a pipeline whose whole batch is too small for it. A replica's share may be: see config.pipeline.on_schedule."""
+    ranks, count = topology.pipeline, topology.micro_batches
+    if topology.pipe_stages_per_rank == 1 and count < ranks:
+        hint = f"{ranks * topology.micro_batch} would fit, or a smaller micro_batch_size"
+        raise wrong("global_batch_size", f"{count} micro batches a step are fewer than pipe_parallel_size {ranks}", hint)
+    if topology.pipe_stages_per_rank > 1 and ranks == 1:
+        raise wrong("pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1", "1 is for no pipeline")
+    if topology.pipe_stages_per_rank > 1 and count % ranks:
+        hint = f"{(count // ranks + 1) * ranks * topology.micro_batch} would fit"
+        raise wrong("global_batch_size", f"{count} micro batches a step do not divide into rounds of pipe_parallel_size {ranks}", hint)
+
+
+def _check_shards(kind: DataParallelType, shard: int | None, data: int | None) -> None:
+    if kind is DataParallelType.hsdp and shard is None:
+        raise wrong("data_parallel_type", "hsdp needs data_parallel_shard_size beside it", "as many as a node has GPUs is usual")
+    if kind is not DataParallelType.hsdp and shard is not None:
+        raise wrong("data_parallel_shard_size", f"is for hsdp, and data_parallel_type is {kind}")
+    if shard and data:
+        check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:

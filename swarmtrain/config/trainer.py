@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 from pydantic import Field
 
 from swarmtrain.config.base import Section
+
+
+class Deterministic(StrEnum):
+    """What becomes of operations whose result differs from run to run."""
+
+    ignore = "ignore"
+    prefer = "prefer"
+    require = "require"
 
 
 class TrainerConfig(Section):
@@ -21,4 +30,18 @@ class TrainerConfig(Section):
         None, ge=1, description="Steps between held-out losses. null: only before the first and after the last."
     )
     eval_iterations: int = Field(10, ge=1, description="Global batches in one held-out loss.")
+    check_replicas_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between checks that all replicas have the same parameters and optimizer state, bit for bit. null: none. "
+        "What divides save_interval keeps a difference out of checkpoints.",
+    )
+    detect_anomaly: bool = Field(
+        False, description="End the run at the operation whose gradient is no number, and show where it was called. Slow: for a search."
+    )
+    deterministic: Deterministic = Field(
+        Deterministic.prefer,
+        description="Operations that give the same result in every run. ignore: the fastest. prefer: these, on GPUs, where there are some. "
+        "require: nothing else.",
+    )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")

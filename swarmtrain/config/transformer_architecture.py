@@ -24,10 +24,12 @@ class MlpType(StrEnum):
 
 
 class Precision(StrEnum):
-    """Numbers in which matrices are multiplied. Parameters and optimizer state stay in float32."""
+    """Numbers in which matrices are multiplied. Parameters and optimizer state are float32 with bfloat16 too."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
 
 
 class TransformerArchitectureConfig(Section):
@@ -46,7 +48,7 @@ class TransformerArchitectureConfig(Section):
     mlp_type: MlpType = Field(MlpType.default, description="default (GELU) or swiglu.")
     mlp_factor: float = Field(4.0, gt=0, description="Width of the feed-forward block, in hidden sizes.")
     weight_tying: bool = Field(True, description="Use the embedding as output layer too.")
-    precision: Precision = Field(Precision.float32, description="float32, or bfloat16 by autocast.")
+    precision: Precision = Field(Precision.float32, description="float32; bfloat16 or float16 by autocast; float64 to prove things with.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TransformerArchitectureConfig:

@@ -4,9 +4,9 @@ runtime     this rank's surroundings: config, world, device
 data        token files, samples, their order
 model       a decoder-only transformer
 parallel    one mesh; tensor parallel within a replica, data parallel between them
-optim       AdamW, groups, schedules, clipping
+optim       AdamW, SGD, Muon, groups, schedules, clipping
 loop        train(): steps, held-out losses, checkpoints, leaving when asked
-checkpoint, metrics, guard      what the loop uses
+checkpoint, metrics, guard, checks, replicas      what the loop uses
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer import agreement
+from swarmtrain.trainer import agreement, checks, replicas
 from swarmtrain.trainer.checkpoint import Checkpoints, Progress
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
@@ -65,12 +65,15 @@ def train(
                 break
             profile.before_step()
             begun = time.monotonic()
-            made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
+            with checks.explained(progress.step + 1):
+                made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
             patience.step_took(time.monotonic() - begun)
             profile.after_step()
             progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
-            audit.write(made.number, made.samples, made.loss)
-            report.step(made.number, made.tokens, made.loss, made.gradient_norm, made.learning_rate)
+            audit.write(made)
+            report.step(made)
+            if _due(made.number, config.check_replicas_interval):
+                replicas.check(here, model, optimizer, made.number)
             if made.asked_to_leave and made.number < last:
                 _leave(checkpoints, progress, report, patience)
         report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})

@@ -32,6 +32,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.explain import explain
 from swarmtrain.config.files import reason
 from swarmtrain.config.load import load
+from swarmtrain.config.trainer import Deterministic
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
 from swarmtrain.trainer import agreement
 
@@ -123,7 +124,8 @@ def start(config: Config) -> Iterator[Runtime]:
     rank, size, local_rank = (int(environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     _log(config, rank)
     device = _device(local_rank)
-    _be_deterministic(device)
+    _be_deterministic(device, config.trainer.deterministic)
+    torch.autograd.set_detect_anomaly(config.trainer.detect_anomaly)
     here = Runtime(
         config,
         rank,
@@ -202,10 +204,11 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def _be_deterministic(device: torch.device) -> None:
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+def _be_deterministic(device: torch.device, kind: Deterministic) -> None:
+    # The CPU's operations are as they are wanted, but for some that no model here uses.
+    if kind is Deterministic.require or (kind is Deterministic.prefer and device.type == "cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrices are multiplied
+        torch.use_deterministic_algorithms(True, warn_only=kind is Deterministic.prefer)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module property unknown to its stub
 
 

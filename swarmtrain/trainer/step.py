@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer import agreement
+from swarmtrain.trainer import agreement, checks
 from swarmtrain.trainer.data.order import Ids
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import StopFlag
-from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.optim import Optimizer, Update
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.pipeline import Pipeline, Scaled
 from swarmtrain.trainer.runtime import Runtime, seed
+
+_NARROW = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
+Dealt = Sequence[tuple[int, Ids]]
+"""A replica's micro batches, with their numbers in the whole step."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,10 @@ class Step:
     learning_rate: float
     asked_to_leave: bool
     """True if any rank has been."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None without loss scaling."""
+    skipped: bool = False
+    """True if gradients overflowed at that scale, so that nothing was changed."""
 
 
 def make_step(
@@ -43,28 +54,19 @@ def make_step(
 ) -> Step:
     """Make optimizer step `number` with the global batch that begins at `position`.
 
-    Raises TrainingError if the loss is no longer a number.
+    Raises TrainingError if the loss or the gradient is no longer a number, unless loss scaling skips such a step.
     """
     topology, mesh = here.config.topology, model.mesh
     batch = data.batch(position, topology.global_batch)
     mine = batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch)
-    summed = torch.zeros((), dtype=torch.float64, device=here.device)
-    # A replica without a micro batch makes one empty pass: it has nothing to add, but the others' sums need its part.
-    passes: Sequence[tuple[int, Ids | None]] = mine or [(0, None)]
-    for micro, ids in passes:
-        seed(here.config.trainer.seed, number, micro)
-        with model.replicas.micro_batch(last=micro == passes[-1][0]):
-            loss = _loss(here, model.replicas, data, ids)
-            torch.autograd.backward(loss / batch.tokens)
-        summed += loss.detach()
-    gradient_norm, learning_rate = optimizer.step(number)
+    summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens))
+    update = optimizer.step(number)
     loss_sum, asked = _exchange(model, [float(summed)], stop)
     mean = loss_sum[0] / batch.tokens
-    if not mean < float("inf"):
-        hint = "lower learning_rate_scheduler.learning_rate; the newest checkpoint is from before this step"
-        raise TrainingError(f"the loss is {mean}", place=f"step {number}", hint=hint)
+    if not update.skipped:
+        _check(number, mean, update)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
-    return Step(number, samples, batch.tokens, mean, gradient_norm, learning_rate, asked)
+    return Step(number, samples, batch.tokens, mean, update.gradient_norm, update.learning_rate, asked, update.loss_scale, update.skipped)
 
 
 @torch.no_grad()
@@ -78,9 +80,7 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
     count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
     for position in range(0, count, topology.global_batch):
         batch = data.batch(position, topology.global_batch)
-        summed = torch.zeros((), dtype=torch.float64, device=here.device)
-        for _, ids in batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch):
-            summed += _loss(here, model.local, data, ids)
+        summed = _held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
         sums, asked = _exchange(model, [float(summed)], stop)
         if asked:
             return None
@@ -93,20 +93,68 @@ def asked_to_leave(stop: StopFlag) -> bool:
     return agreement.totals([stop.raised])[0] > 0
 
 
+def _check(number: int, loss: float, update: Update) -> None:
+    if math.isfinite(loss) and math.isfinite(update.gradient_norm):
+        return
+    hint = "lower learning_rate_scheduler.learning_rate, or set trainer.detect_anomaly; the newest checkpoint is from before this step"
+    raise TrainingError(f"the loss is {loss}; {checks.told(update.non_finite)}", place=f"step {number}", hint=hint)
+
+
 def _exchange(model: ParallelModel, values: list[float], stop: StopFlag | None) -> tuple[list[float], bool]:
     """Return the sums of `values` over replicas, and whether any rank has been asked to leave."""
-    counts = model.mesh.tensor_rank == 0  # ranks that share layers have the same loss
+    counts = model.mesh.has_loss  # ranks that share layers have the same loss, and stages before the last have none
     *sums, asked = agreement.totals([*(value * counts for value in values), bool(stop and stop.raised)])
     return sums, asked > 0
 
 
+def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, number: int, scaled: Scaled) -> Tensor:
+    """Make this rank's passes of step `number`: gradients of the loss, `scaled`. Return the loss, a sum."""
+    if isinstance(model.replicas, Pipeline):
+        first = dealt[0][0] if dealt else 0
+        return model.replicas.step(*_together(data, dealt), scaled, lambda index: _micro_batch(here, number, first + index))
+    summed = torch.zeros((), dtype=torch.float64, device=here.device)
+    passes = _filled(dealt, model.replicas.passes)
+    for index, (micro, ids) in enumerate(passes):
+        with model.replicas.micro_batch(last=index == len(passes) - 1):
+            with _micro_batch(here, number, micro):
+                loss = _loss(here, model.replicas, data, ids)
+            torch.autograd.backward(scaled(loss))
+        summed += loss.detach()
+    return summed
+
+
+def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
+    if isinstance(model.replicas, Pipeline):
+        return model.replicas.evaluate(*_together(data, dealt), lambda _: _autocast(here))
+    summed = torch.zeros((), dtype=torch.float64, device=here.device)
+    for _, ids in _filled(dealt, model.replicas.passes):
+        with _autocast(here):
+            summed += _loss(here, model.local, data, ids)
+    return summed
+
+
+def _filled(dealt: Dealt, passes: int) -> Sequence[tuple[int, Ids | None]]:
+    """Return the micro batches `dealt`, and as many empty ones as the other replicas need."""
+    return [*dealt, *[(0, None)] * (passes - len(dealt))]
+
+
+def _together(data: Samples, dealt: Dealt) -> tuple[Tensor, Tensor]:
+    return data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in dealt)]))
+
+
 def _loss(here: Runtime, model: Callable[[Tensor, Tensor], Tensor], data: Samples, ids: Ids | None) -> Tensor:
     inputs, targets = data.empty() if ids is None else data.load(ids)
+    return model(inputs.to(here.device, non_blocking=True), targets.to(here.device, non_blocking=True))
+
+
+@contextmanager
+def _micro_batch(here: Runtime, number: int, micro: int) -> Iterator[None]:
+    """The forward pass of micro batch `micro` of step `number` goes in the body."""
+    seed(here.config.trainer.seed, number, micro)
     with _autocast(here):
-        loss: Tensor = model(inputs.to(here.device, non_blocking=True), targets.to(here.device, non_blocking=True))
-    return loss
+        yield
 
 
 def _autocast(here: Runtime) -> AbstractContextManager[object]:
-    enabled = here.config.transformer_architecture.precision is Precision.bfloat16
-    return torch.autocast(here.device.type, torch.bfloat16, enabled=enabled)
+    narrow = _NARROW.get(here.config.transformer_architecture.precision)
+    return torch.autocast(here.device.type, narrow or torch.bfloat16, enabled=narrow is not None)

@@ -65,6 +65,19 @@ def test_out_of_range(answer: Answer) -> None:
     answer("swarmtrain plan config.yml", hint=False)
 
 
+def test_bad_training(answer: Answer) -> None:
+    """Ways to train that do not fit together
+
+    A setting of one schedule or one precision that another would pass over in silence.
+    """
+    answer.config("learning_rate_scheduler: {learning_rate_decay_style: cosine, learning_rate_decay_steps: 100}")
+    answer("swarmtrain plan config.yml")
+    answer.config("optimizer: {state_precision: bfloat16, beta2: 0.999}")
+    answer("swarmtrain plan config.yml")
+    answer.config("optimizer: {loss_scaler: {min_scale: 2, initial_scale: 1, factor: 1}}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
 def test_batch_sizes(answer: Answer) -> None:
     """Batch sizes that do not divide
 
@@ -89,11 +102,31 @@ def test_parallel_sizes(answer: Answer) -> None:
     for topology in (
         "{world_size: 6, model_parallel_size: 4, global_batch_size: 8, micro_batch_size: 1}",
         "{world_size: 6, model_parallel_size: 2, data_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
-        "{pipe_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
         "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
+        "{data_parallel_type: hsdp, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        topology: {model_parallel_size: 2, sequence_parallel: true, global_batch_size: 8, micro_batch_size: 1}
+        transformer_architecture: {sequence_length: 255}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_pipeline(answer: Answer) -> None:
+    """A pipeline that cannot be
+
+    Each stage has a layer at least, and each rank something to do: a step has as many micro batches as the pipeline has ranks.
+    """
+    for topology in (
+        "{pipe_parallel_size: 2, pipe_stages_per_rank: 3, global_batch_size: 8, micro_batch_size: 1}",
+        "{pipe_parallel_size: 2, pipe_partition_overwrite: [0, 1, 3], global_batch_size: 8, micro_batch_size: 1}",
+        "{pipe_parallel_size: 4, global_batch_size: 8, micro_batch_size: 4}",
+        "{pipe_parallel_size: 2, pipe_stages_per_rank: 2, global_batch_size: 3, micro_batch_size: 1}",
+    ):
+        answer.config(f"topology: {topology}")
+        answer("swarmtrain plan config.yml")
 
 
 def test_ranks_do_not_fit(answer: Answer) -> None:

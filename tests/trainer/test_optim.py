@@ -36,6 +36,22 @@ NAMES = ["embedding.weight", "blocks.0.attention.query.weight", "blocks.0.attent
         ({"learning_rate_decay_style": "linear", "learning_rate_decay_iters": 4}, {2: 0.5, 4: 0.0, 9: 0.0}),
         ({"learning_rate_decay_style": "linear", "learning_rate_decay_iters": 0}, {1: 0.0}),
         ({"learning_rate_decay_style": "linear", "learning_rate_warmup_steps": 10, "learning_rate_decay_iters": 10}, {5: 0.5, 10: 0.0}),
+        (
+            {"learning_rate_decay_style": "warmup_stable_decay", "learning_rate_warmup_steps": 2, "learning_rate_decay_steps": 4},
+            {1: 0.5, 2: 1.0, 6: 1.0, 7: 0.75, 9: 0.25, 10: 0.0, 11: 0.0},
+        ),
+        ({"learning_rate_decay_style": "warmup_stable_decay", "learning_rate_minimum": 0.2}, {1: 1.0, 8: 1.0, 9: 0.6, 10: 0.2, 99: 0.2}),
+        ({"learning_rate_decay_style": "warmup_stable_decay", "learning_rate_decay_iters": 20}, {16: 1.0, 18: 0.5, 20: 0.0}),
+        ({"learning_rate_decay_style": "warmup_stable_decay", "learning_rate_decay_steps": 0}, {9: 1.0, 10: 0.0}),
+        (
+            {
+                "learning_rate_decay_style": "warmup_stable_decay",
+                "learning_rate_warmup_steps": 4,
+                "learning_rate_warmup_delay_steps": 2,
+                "learning_rate_decay_steps": 8,
+            },
+            {2: 0.0, 3: 0.25, 6: 1.0, 8: 0.5, 10: 0.0},
+        ),
     ],
     ids=str,
 )
@@ -64,6 +80,17 @@ def test_groups_by_include_and_exclude() -> None:
     )
     assert [group.parameters for group in groups] == [(NAMES[2], NAMES[3]), (NAMES[0], NAMES[1])]
     assert [group.schedule.learning_rate for group in groups] == [0.5, 1e-3]
+
+
+def test_independent_weight_decay_is_the_same_at_every_learning_rate() -> None:
+    """At the height of the schedule a step takes exactly `weight_decay` off; a group that never moves loses nothing either."""
+    for rate, decay in ((0.5, 0.02), (0.25, 0.04), (0.0, 0.0)):
+        schedule = {"learning_rate": rate}
+        (group,) = divide(
+            NAMES,
+            config_with({"group_name": "all", "weight_decay": 0.01, "independent_weight_decay": True, "learning_rate_scheduler": schedule}),
+        )
+        assert group.weight_decay == decay
 
 
 @pytest.mark.parametrize(

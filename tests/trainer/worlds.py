@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import multiprocessing
 import os
@@ -31,13 +32,16 @@ CONFIG: dict[str, Any] = {
 class World:
     """`size` ranks that train `config` in `folder`, each with a log of its own."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], size: int, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], size: int, environ: Mapping[str, str] | None = None, script: str = "training_code"
+    ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
         port = _free_port()
         self.ranks = [
-            CONTEXT.Process(target=_rank, args=(str(folder), rank, size, port, dict(environ or {})), daemon=True) for rank in range(size)
+            CONTEXT.Process(target=_rank, args=(str(folder), script, (rank, size, port), dict(environ or {})), daemon=True)
+            for rank in range(size)
         ]
         for process in self.ranks:
             process.start()
@@ -100,6 +104,11 @@ def held_out(folder: Path) -> dict[int, float]:
     return {line["step"]: line["held_out_loss"] for line in _lines(folder / "run" / "metrics.jsonl") if "held_out_loss" in line}
 
 
+def gradient_norms(folder: Path) -> dict[int, float]:
+    """Return the norm of every step's gradient before clipping, from metrics.jsonl."""
+    return {line["step"]: line["gradient_norm"] for line in _lines(folder / "run" / "metrics.jsonl") if "gradient_norm" in line}
+
+
 def audit(folder: Path) -> list[dict[str, Any]]:
     """Return what all ranks have recorded."""
     return [line for path in sorted((folder / "audit").glob("*.jsonl")) for line in _lines(path)]
@@ -123,7 +132,8 @@ def deviation(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
 
 
-def _rank(folder: str, rank: int, size: int, port: int, environ: dict[str, str]) -> None:
+def _rank(folder: str, script: str, place: tuple[int, int, int], environ: dict[str, str]) -> None:
+    rank, size, port = place
     os.chdir(folder)
     log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -139,9 +149,7 @@ def _rank(folder: str, rank: int, size: int, port: int, environ: dict[str, str])
         **environ,
     )
     sys.argv = ["training_code.py"]
-    import training_code
-
-    training_code.main()
+    importlib.import_module(script).main()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

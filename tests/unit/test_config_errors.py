@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,8 +113,48 @@ def test_overrides_are_reported_like_the_rest() -> None:
         ({"global_batch_size": 10}, "topology: give two of"),
         ({"micro_batch_size": 1, "gradient_accumulation_steps": 2}, "topology.gradient_accumulation_steps: needs data_parallel_size"),
         (
-            {"pipe_parallel_size": 2, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_parallel_size: 2: pipeline parallelism is not built",
+            {"pipe_parallel_size": 4, "global_batch_size": 6, "micro_batch_size": 2},
+            "topology.global_batch_size: 3 micro batches a step are fewer than pipe_parallel_size 4",
+        ),
+        (
+            {"pipe_parallel_size": 2, "pipe_stages_per_rank": 2, "global_batch_size": 6, "micro_batch_size": 2},
+            "topology.global_batch_size: 3 micro batches a step do not divide into rounds of pipe_parallel_size 2",
+        ),
+        (
+            {"pipe_stages_per_rank": 2, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_stages_per_rank: 2 needs a pipe_parallel_size over 1",
+        ),
+        (
+            {"pipe_parallel_size": 5, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_parallel_size: 5 stages are more than transformer_architecture.num_layers 4",
+        ),
+        (
+            {"pipe_parallel_size": 2, "pipe_stages_per_rank": 3, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_parallel_size: 2 x 3 = 6 stages are more than transformer_architecture.num_layers 4",
+        ),
+        (
+            {"pipe_parallel_size": 2, "pipe_partition_overwrite": [0], "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_partition_overwrite: names 1 first layer, and there are 2 stages",
+        ),
+        (
+            {"pipe_parallel_size": 2, "pipe_partition_overwrite": [1, 2], "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_partition_overwrite: begins with layer 1: the first stage's first layer is 0",
+        ),
+        (
+            {"pipe_parallel_size": 3, "pipe_partition_overwrite": [0, 2, 2], "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_partition_overwrite: [0, 2, 2] does not rise: each stage begins after the one before",
+        ),
+        (
+            {"pipe_parallel_size": 2, "pipe_partition_overwrite": [0, 4], "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_partition_overwrite: begins a stage with layer 4: the last of 4 is 3",
+        ),
+        (
+            {"pipe_parallel_size": 2, "data_parallel_type": "fsdp", "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.pipe_parallel_size: a pipeline whose replicas divide its state (fsdp) is not built yet",
+        ),
+        (
+            {"world_size": 6, "pipe_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.world_size: 6 is no multiple of model_parallel_size x pipe_parallel_size = 4",
         ),
         (
             {"world_size": 6, "model_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},
@@ -127,9 +168,21 @@ def test_overrides_are_reported_like_the_rest() -> None:
             {"data_parallel_size": 2, "global_batch_size": 9, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
             "topology.global_batch_size: 9 is not micro_batch_size x",
         ),
+        ({"data_parallel_type": "hsdp", "global_batch_size": 8, "micro_batch_size": 1}, "topology.data_parallel_type: hsdp needs"),
+        ({"data_parallel_shard_size": 2, "global_batch_size": 8, "micro_batch_size": 1}, "topology.data_parallel_shard_size: is for hsdp"),
+        (
+            {
+                "data_parallel_type": "hsdp",
+                "data_parallel_shard_size": 2,
+                "data_parallel_size": 3,
+                "global_batch_size": 8,
+                "micro_batch_size": 1,
+            },
+            "topology.data_parallel_size: 3 is no multiple of data_parallel_shard_size 2",
+        ),
     ],
 )
-def test_sizes_that_do_not_fit(topology: dict[str, int], problem: str) -> None:
+def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
     found = problems(json.dumps({"topology": topology}))
     assert len(found) == 1
     assert found[0].replace(" (line 1)", "").startswith(f"config {problem}")

@@ -70,6 +70,14 @@ def test_uneven_shares_are_said() -> None:
     assert "12 micro batches of 2, 3 or 2 each" in str(plan(THREE, "runner.hosts=[a slots=5]"))
 
 
+def test_a_pipeline_says_its_cuts_and_what_it_wastes() -> None:
+    said = str(
+        plan(THREE, "runner.hosts=[a slots=4, b slots=2]", "topology.pipe_parallel_size=3", "topology.pipe_partition_overwrite=[0,1,3]")
+    )
+    assert "  2 replicas of 3 ranks (data x pipeline x tensor parallel)" in said
+    assert "  pipeline of 3 stages with 1, 2, 1 layers; idle 25% of a step" in said
+
+
 def test_ids_pin_by_id() -> None:
     machine = Machine("a", id=NODE_ID)
     assert plan(swarm(machine, Machine("a", id="other")), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
@@ -107,6 +115,8 @@ def test_what_the_cluster_cannot_hold_is_refused() -> None:
     assert refusal(swarm(Machine("a", unavailable="down")), "runner.hosts=[a]") == "node a: the node is down"
     assert "a is drained" in refusal(swarm(Machine("a", unavailable="drained")))
     assert refusal(THREE, "runner.nodes=3", "topology.model_parallel_size=2").startswith("config topology: 3 ranks are no multiple of")
+    pairs = ("topology.data_parallel_type=hsdp", "topology.data_parallel_shard_size=2")
+    assert refusal(THREE, "runner.nodes=3", *pairs).startswith("config topology: 3 replicas are no multiple of data_parallel_shard_size 2")
     assert refusal(THREE, "runner.nodes=3", "topology.world_size=4") == (
         "config topology.world_size: 4, but the slots of 3 nodes add up to 3 ranks"
     )

@@ -1,6 +1,7 @@
 """Checkpoints: save and restore model and optimizer, whole or not at all, in any world's topology.
 
 storage     tensor bytes, behind torch's distributed checkpoint
+fit         whether it is of this model and this optimizer
 manifest    everything else, as JSON, with hashes
 stage       written aside, moved in by rename; what stands in save_dir
 fence       one world at a time can commit
@@ -23,6 +24,7 @@ from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.checkpoint import fence, manifest, stage
+from swarmtrain.trainer.checkpoint.fit import names_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import Reader, Writer
 from swarmtrain.trainer.optim import Optimizer
@@ -70,7 +72,6 @@ class Checkpoints:
                 path, content = found
                 progress = self._progress(path, content, foreign=folder is not self.save_dir)
                 self._load(path, content)
-                self._optimizer.set_step(content.step)
                 self.saved = content.step if folder is self.save_dir else None
                 return progress, path
         return Progress(), None
@@ -111,7 +112,12 @@ class Checkpoints:
             loss_before=progress.loss_before,
             data=self._data,
             random={"seed": config.trainer.seed, "derived_from": ["seed", "step", "micro batch"]},
-            topology={"world_size": self._here.size, "data_parallel_size": mesh.data_size, "model_parallel_size": mesh.tensor_size},
+            topology={
+                "world_size": self._here.size,
+                "data_parallel_size": mesh.data_size,
+                "model_parallel_size": mesh.tensor_size,
+                "pipe_parallel_size": mesh.pipe_size,
+            },
             files={name: file for part in parts for name, file in part.items()},
             tensors=writer.tensors,
             config=config.model_dump(mode="json"),
@@ -151,17 +157,12 @@ class Checkpoints:
     def _load(self, path: Path, content: Manifest) -> None:
         tensors = self._tensors()
         found = {name: tuple(entry["size"]) for name, entry in content.tensors.items()}
-        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if different := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
-            name = min(different, key=lambda name: (not name.startswith("model/"), name))
-            there, here = found.get(name, "missing"), wanted.get(name, "missing")
-            raise ForeignCheckpoint(
-                f"is of another model: {name} is {there} there and {here} here; {len(different)} differ",
-                place=str(path),
-                hint="make transformer_architecture what it was, or choose another trainer.save_dir",
-            )
+        # What a rank has of the whole is for torch's planner to say; what stages of a pipeline have together is asked here.
+        shapes = agreement.gather({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        wanted = {name: shape for part in shapes for name, shape in part.items()}
+        known = {name: tensors[name] for name in names_to_load(found, wanted, str(path)) if name in tensors}
         try:
-            dcp.load(tensors, storage_reader=Reader(path, content.tensors))
+            dcp.load(known, storage_reader=Reader(path, content.tensors))
         except CheckpointException as error:  # a BaseException, so nobody else would catch it
             raise CheckpointError(_first_reason(error), place=str(path)) from None
 

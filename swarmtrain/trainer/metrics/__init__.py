@@ -9,11 +9,12 @@ from typing import Any
 
 from swarmtrain import wire
 from swarmtrain.trainer.metrics.board import Poster
-from swarmtrain.trainer.metrics.files import MetricsFile
+from swarmtrain.trainer.metrics.files import MetricsFile, finite
 from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.trainer.metrics.wandb_run import WandbRun
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.trainer.step import Step
 from swarmtrain.wire import Event
 
 LOG = logging.getLogger("swarmtrain")
@@ -59,27 +60,30 @@ class Report:
             self._sinks.append(WandbRun(self._here, folder or Path.cwd()))
         self._speed = Speed()
 
-    def step(self, step: int, tokens: int, loss: float, gradient_norm: float, learning_rate: float) -> None:
-        """An optimizer step is done."""
+    def step(self, made: Step) -> None:
+        """An optimizer step is done, or has been skipped."""
         if not self._here.first:
             return
-        self._speed.step(tokens)
+        step = made.number
+        self._speed.step(made.tokens)
         speed, eta = self._speed.tokens_per_second, self._speed.eta(self._steps - step)
-        values = {"loss": loss, "learning_rate": learning_rate, "tokens_per_second": round(speed, 1)}
-        self._write({"step": step, **values, "gradient_norm": gradient_norm})
+        values = {"loss": finite(made.loss), "learning_rate": made.learning_rate, "tokens_per_second": round(speed, 1)}
+        scaling = {} if made.loss_scale is None else {"loss_scale": made.loss_scale, "skipped": made.skipped}
+        self._write({"step": step, **values, "gradient_norm": finite(made.gradient_norm), **scaling})
         if self._poster:
             self._poster.progress(Event(wire.PROGRESS, {"step": step, "steps": self._steps, **values, "eta_seconds": round(eta, 1)}))
-        if step % self._here.config.logger.log_interval == 0 or step == self._steps:
+        if step % self._here.config.logger.log_interval == 0 or step == self._steps or made.skipped:
             LOG.info(
-                "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  eta %s",
+                "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  eta %s%s",
                 len(str(self._steps)),
                 step,
                 self._steps,
-                loss,
-                learning_rate,
-                gradient_norm,
+                made.loss,
+                made.learning_rate,
+                made.gradient_norm,
                 f"{speed:,.0f}",
                 timedelta(seconds=round(eta)),
+                f"  skipped: gradients overflow at loss scale {made.loss_scale:g}" if made.skipped else "",
             )
 
     def evaluated(self, step: int, loss: float) -> None:

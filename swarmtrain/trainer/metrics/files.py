@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from swarmtrain.config.files import reason
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.step import Step
 
 _WRITABLE = "the user that trains needs write access to it"
 
@@ -56,13 +57,20 @@ class AuditFile:
         except OSError as error:
             raise TrainingError(f"{error.filename}: {reason(error)}", place="config logger.audit_dir", hint=_WRITABLE) from None
 
-    def write(self, step: int, samples: Sequence[int], loss: float) -> None:
-        """Record that this rank has made `step` with `samples`, and that the whole batch's loss was `loss`."""
+    def write(self, made: Step) -> None:
+        """Record the samples that this rank had in a step, what the whole batch's loss was, and whether the step was skipped."""
         if self._file is None:
             return
-        self._file.write(json.dumps({**self._same, "step": step, "samples": list(samples), "loss": loss}) + "\n")
+        values = {"step": made.number, "samples": list(made.samples), "loss": finite(made.loss)}
+        skipped = {"skipped": True} if made.skipped else {}
+        self._file.write(json.dumps({**self._same, **values, **skipped}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def finite(value: float) -> float | None:
+    """Return `value`, or None if JSON has no word for it."""
+    return value if math.isfinite(value) else None
 
 
 def _lines(path: Path) -> list[str]:

@@ -29,19 +29,32 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.loss: nn.Module = Loss()
         if self.tied:
             self.head.weight = self.embedding.weight
         _initialise(self, shape, seed)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats."""
+        """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.
+
+        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary.
+        """
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         if targets is None:
             return logits
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
+        return loss
+
+
+class Loss(nn.Module):
+    """Maps logits (tokens, vocabulary) and targets (tokens) to the summed loss in nats."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 class Block(nn.Module):

@@ -1,70 +1,132 @@
-"""The optimizer: AdamW on this rank's plain tensors, with the gradient of the whole model clipped by its norm."""
+"""The optimizer: from the gradients at hand to a step, with the gradient of the whole model clipped by its norm.
+
+groups      which parameter is trained how
+schedule    learning rates, functions of the step
+methods     AdamW, SGD
+muon        Muon
+scale       loss scaling
+"""
 
 from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from swarmtrain.config import Config
-from swarmtrain.trainer.optim import groups
+from swarmtrain.config.optimizer import OptimizerMethod
+from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import checks
+from swarmtrain.trainer.optim import groups, scale
+from swarmtrain.trainer.optim.groups import Group
+from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd, gradient
+from swarmtrain.trainer.optim.muon import Muon
+from swarmtrain.trainer.optim.scale import LossScale
 from swarmtrain.trainer.optim.schedule import learning_rate
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parallel.tensor import norm
 
-METHODS = {"adamw": torch.optim.AdamW}
-MOMENTS = ("exp_avg", "exp_avg_sq")
+
+@dataclass(frozen=True)
+class Update:
+    """What has been made of one step's gradients; the same on every rank but for `non_finite`."""
+
+    gradient_norm: float
+    """Of the whole gradient, before clipping."""
+    learning_rate: float
+    """The first group's."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None without loss scaling."""
+    skipped: bool = False
+    """True if the scaled gradients overflowed: parameters and state are what they were."""
+    non_finite: Mapping[str, int] = field(default_factory=dict)
+    """Parameter to the number of values of its gradient, in this rank's part, that are infinite or no number."""
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101), its state in fp32, its rates functions of the step."""
+    """Makes the steps of all parameters, each by its group's method, rate and weight decay."""
 
     def __init__(self, model: ParallelModel, config: Config) -> None:
         """Raises TrainingError if training_groups do not fit the model's parameters."""
         self.parameters = model.parameters
-        self.groups = groups.divide(list(model.parameters), config)
+        self.groups = groups.divide(model.names, config)
         self._shards = model.shards
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
-        self._adamw = METHODS[config.optimizer.method](
-            [{"params": [self.parameters[name] for name in group.parameters], "weight_decay": group.weight_decay} for group in self.groups],
-            lr=0.0,
-            betas=(config.optimizer.beta1, config.optimizer.beta2),
-            eps=config.optimizer.eps,
-            fused=True,
-        )
-        self.set_step(0)
+        self._scale = scale.wanted(config)
+        self._methods = [(group, method) for group in self.groups for method in _methods(group, model, config)]
 
-    def step(self, number: int) -> tuple[float, float]:
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what to differentiate instead of `loss`: itself, or with loss scaling a multiple."""
+        return loss * self._scale.now.factor if self._scale else loss
+
+    @torch.no_grad()
+    def step(self, number: int) -> Update:
         """Make optimizer step `number` (the first is 1) with the gradients at hand, and clear them.
 
-        Return the norm of the whole gradient before clipping, and the first group's learning rate.
+        With loss scaling a step whose gradients are not finite is skipped, by all ranks, since all have the same norm.
+        Raises TrainingError if that happens at the lowest scale.
         """
-        gradients = {name: _gradient(name, parameter) for name, parameter in self.parameters.items()}
-        size = norm(gradients, self._shards)
-        if self._clipping:
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
-        for options, group in zip(self._adamw.param_groups, self.groups, strict=True):
-            options["lr"] = learning_rate(group.schedule, number, self._steps)
-        self._adamw.step()
-        self._adamw.zero_grad()
-        return float(size), float(self._adamw.param_groups[0]["lr"])
+        gradients = {name: gradient(parameter) for name, parameter in self.parameters.items()}
+        if self._scale:
+            scale.unscale(list(gradients.values()), self._scale)
+        size = self._shards.norm(gradients)
+        used = self._scale.now.factor if self._scale else None
+        skipped = self._scale is not None and not math.isfinite(size)
+        if not skipped:
+            self._clip(size)
+            for group, method in self._methods:
+                method.step(number, learning_rate(group.schedule, number, self._steps), group.weight_decay)
+        non_finite = {} if math.isfinite(size) else checks.non_finite(gradients)
+        if self._scale:
+            self._note(self._scale, number, non_finite, overflow=skipped)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return Update(float(size), learning_rate(self.groups[0].schedule, number, self._steps), used, skipped, non_finite)
 
     def moments(self) -> dict[str, Tensor]:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
-        return {
-            f"{moment}/{name}": self._adamw.state[parameter][moment] for name, parameter in self.parameters.items() for moment in MOMENTS
+        moments = {
+            f"{kind}/{name}": tensor
+            for _, method in self._methods
+            for kind, state in method.moments.items()
+            for name, tensor in state.items()
         }
+        return {**moments, "loss_scale/state": self._scale.state} if self._scale else moments
 
-    def set_step(self, number: int) -> None:
-        """Go to where `number` steps have been made. The moments are kept, or made as zeros."""
-        for parameter in self.parameters.values():
-            state = self._adamw.state[parameter]
-            for moment in MOMENTS:
-                state.setdefault(moment, torch.zeros_like(parameter, memory_format=torch.preserve_format))
-            state["step"] = torch.tensor(float(number), device=parameter.device)
+    def _clip(self, size: Tensor) -> None:
+        if self._clipping:
+            # A norm that is not finite leaves the gradients as they are, so that what is wrong with them can be told.
+            kept = torch.where(size.isfinite(), size, 0)
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, kept)
+
+    def _note(self, scaling: LossScale, number: int, non_finite: Mapping[str, int], *, overflow: bool) -> None:
+        if overflow and scaling.lowest:
+            raise TrainingError(
+                f"at the lowest loss scale {scaling.now.factor:g}, {checks.told(non_finite)}",
+                place=f"step {number}",
+                hint="lower learning_rate_scheduler.learning_rate, or train with transformer_architecture.precision: bfloat16",
+            )
+        scaling.note(overflow=overflow)
 
 
-def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        raise RuntimeError(f"parameter {name} took no part in the loss")
-    return parameter.grad
+def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[Method]:
+    parts: dict[OptimizerMethod, dict[str, nn.Parameter]] = defaultdict(dict)
+    for name in group.parameters:
+        if name not in model.parameters:
+            continue  # another stage of the pipeline has it
+        parameter = model.parameters[name]
+        parts[groups.method(group, name, parameter.dim(), config.optimizer.method)][name] = parameter
+    for method, parameters in parts.items():
+        match method:
+            case OptimizerMethod.adamw:
+                yield AdamW(parameters, config.optimizer)
+            case OptimizerMethod.sgd:
+                yield Sgd(parameters, config.optimizer)
+            case OptimizerMethod.muon:
+                exact = config.transformer_architecture.precision in (Precision.float32, Precision.float64)
+                yield Muon(parameters, config.optimizer, model.shards, model.mesh.replica_group, exact=exact)

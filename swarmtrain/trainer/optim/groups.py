@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from swarmtrain.config import Config
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.config.optimizer import OptimizerMethod
 from swarmtrain.config.training_groups import TrainingGroupConfig
 from swarmtrain.errors import TrainingError
 
 _SHOWN = 5
+_MATRIX = 2
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,10 @@ class Group:
 
     name: str
     parameters: tuple[str, ...]
+    method: OptimizerMethod | None
+    """What trains them; None: what `method` finds."""
     weight_decay: float
+    """What a step takes off, as a part of its learning rate."""
     schedule: LearningRateSchedulerConfig
 
 
@@ -34,10 +39,12 @@ def divide(names: Sequence[str], config: Config) -> list[Group]:
         Group(
             group.group_name,
             tuple(name for name in names if _matches(group, name)),
-            group.weight_decay,
-            group.learning_rate_scheduler or config.learning_rate_scheduler,
+            group.method,
+            _weight_decay(group, schedule),
+            schedule,
         )
         for group in wanted
+        for schedule in (group.learning_rate_scheduler or config.learning_rate_scheduler,)
     ]
     owners = {name: [group.name for group in groups if name in group.parameters] for name in names}
     if empty := [group.name for group in groups if not group.parameters]:
@@ -48,6 +55,32 @@ def divide(names: Sequence[str], config: Config) -> list[Group]:
     if lost := [name for name, inside in owners.items() if not inside]:
         raise _wrong(f"{_list(lost)}: in no group", names)
     return groups
+
+
+def _weight_decay(group: TrainingGroupConfig, schedule: LearningRateSchedulerConfig) -> float:
+    if not group.independent_weight_decay:
+        return group.weight_decay
+    # Wortsman et al. 2023 (arXiv 2309.14322): another learning rate is another speed, and no other weight decay.
+    return group.weight_decay / schedule.learning_rate if schedule.learning_rate else 0.0
+
+
+def method(group: Group, name: str, dimensions: int, usual: OptimizerMethod) -> OptimizerMethod:
+    """Return what trains the parameter `name` of `group`, where `usual` is the config's method.
+
+    Muon is for the matrices of blocks; embeddings, the output layer and norms are left to AdamW, unless the group says so.
+    Raises TrainingError if it says Muon of what is no matrix.
+    """
+    if group.method is OptimizerMethod.muon and dimensions != _MATRIX:
+        raise TrainingError(
+            f"{name} has {dimensions} dimensions, and Muon is for matrices",
+            place=f"config training_groups, group {group.name}",
+            hint="leave it to another group by parameters_exclude, or leave method out: norms then go to AdamW",
+        )
+    if group.method is not None:
+        return group.method
+    if usual is OptimizerMethod.muon and not (dimensions == _MATRIX and name.startswith("blocks.")):
+        return OptimizerMethod.adamw
+    return usual
 
 
 def _matches(group: TrainingGroupConfig, name: str) -> bool:

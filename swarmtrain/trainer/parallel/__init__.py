@@ -1,18 +1,25 @@
-"""How a model is divided: tensor parallel within a replica, data parallel between replicas, on one mesh."""
+"""How a model is divided: tensor and pipeline parallel within a replica, data parallel between replicas, on one mesh."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import mesh, tensor
+from swarmtrain.trainer.parallel import mesh, pipeline, tensor
 from swarmtrain.trainer.parallel.data import Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
-from swarmtrain.trainer.parallel.tensor import Shards
+from swarmtrain.trainer.parallel.pipeline import Pipeline
+from swarmtrain.trainer.parallel.sharded import ShardedReplicas
+from swarmtrain.trainer.parallel.shards import Shards
 from swarmtrain.trainer.runtime import Runtime
+
+_TIED = "embedding.weight"
+"""The name that a tied weight goes by, wherever it is used."""
 
 
 @dataclass(frozen=True)
@@ -21,22 +28,44 @@ class ParallelModel:
 
     mesh: Mesh
     local: Transformer
-    """This rank's part, which computes without data-parallel communication."""
-    replicas: Replicas
+    """This rank's part, whose forward pass leaves no gradients to add."""
+    replicas: Replicas | ShardedReplicas | Pipeline
     """The same, with gradients summed over replicas."""
     shards: Shards
     parameters: dict[str, nn.Parameter]
     """This rank's plain tensors, by the names of the undivided model."""
-    size: int
+    names: tuple[str, ...]
     """Parameters of the undivided model."""
+    size: int
+    """Numbers in them."""
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
-    layout = mesh.build(here)
-    model.to(here.device)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    shards = tensor.shard(model, layout.device_mesh["tensor"])
-    exact = here.config.transformer_architecture.precision is Precision.float32
-    replicas = Replicas(model, layout, here.device, exact=exact)
-    return ParallelModel(layout, model, replicas, shards, tensor.named_parameters(model), size)
+    config, layout = here.config, mesh.build(here)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    piped, exact = layout.pipe_size > 1, config.transformer_architecture.precision is Precision.float32
+    tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
+    twin = tied and layout.pipe_rank > 0
+    if piped:
+        pipeline.cut(model, config, layout)
+    model.to(here.device, torch.float64 if config.transformer_architecture.precision is Precision.float64 else None)
+    by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
+    names, by_data = list(tensor.named_parameters(model)), []
+    parameters = list(model.parameters())
+    if twin:
+        names = [_TIED if name == "head.weight" else name for name in names]
+        by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
+    if piped:
+        ends = dict(zip(names, parameters, strict=True))[_TIED] if tied else None
+        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
+    elif config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:
+        replicas = Replicas(model, layout, here.device, exact=exact)
+    else:
+        keep = config.topology.data_parallel_type is DataParallelType.ddp
+        replicas = ShardedReplicas(model, layout, exact=exact, keep=keep)
+        parameters, by_data = replicas.parameters, names
+    pipe = layout.pipe_group if piped else None
+    shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, frozenset(by_data), {_TIED} if twin else (), pipe)
+    size = sum(shape.numel() for shape in shapes.values())
+    return ParallelModel(layout, model, replicas, shards, dict(zip(names, parameters, strict=True)), tuple(shapes), size)

@@ -25,6 +25,9 @@ from swarmtrain.trainer.parallel.mesh import Mesh
 class Replicas:
     """A model, and copies of it on the other ranks of the data group, as one."""
 
+    passes = 1
+    """Passes that every rank makes in a step, empty ones too: the others' sums need its part."""
+
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, exact: bool) -> None:
         """`exact`: add gradients in fp64."""
         self._model, self._exact = model, exact
@@ -35,7 +38,7 @@ class Replicas:
         # DDP groups gradients anew, in the order in which they come, when its second pass begins. That changes the order
         # of additions: a resumed run's first step would differ in the last bits from that of a run that was never
         # stopped. So there is one pass before the first, with nothing in it.
-        nothing = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        nothing = torch.zeros((1, mesh.tensor_size), dtype=torch.int64, device=device)
         torch.autograd.backward(self(nothing, torch.full_like(nothing, IGNORE)))
         self._ddp.zero_grad()
 

@@ -1,11 +1,12 @@
-"""The one DeviceMesh: who shares layers with whom (tensor), and who holds the same parameters (data)."""
+"""The one DeviceMesh: who has the layers after, who shares layers with whom, who keeps which part of the state, who holds the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from swarmtrain.errors import WorldError
 from swarmtrain.trainer.runtime import Runtime
@@ -13,9 +14,14 @@ from swarmtrain.trainer.runtime import Runtime
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks as a rectangle, data x tensor, tensor innermost so that neighbours share layers."""
+    """Ranks as a box, pipe x tensor x replica x shard. Ranks of neighbouring numbers share layers, then state.
+
+    The last two together are the data dimension: each of its ranks takes micro batches of its own.
+    """
 
     device_mesh: DeviceMesh
+    pipe_rank: int
+    pipe_size: int
     data_rank: int
     data_size: int
     tensor_rank: int
@@ -24,9 +30,24 @@ class Mesh:
     """Micro batches that each replica takes in a step."""
 
     @property
+    def pipe_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the stages of this rank's pipeline, in order."""
+        return self.device_mesh.get_group("pipe")
+
+    @property
+    def has_loss(self) -> bool:
+        """True on one rank of each replica: one of those that have the last layer."""
+        return self.pipe_rank == self.pipe_size - 1 and self.tensor_rank == 0
+
+    @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same parameters as this one."""
+        """Ranks that compute the same as this one, each with samples of its own."""
         return self.device_mesh.get_group("data")
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part of the same parameters as this one."""
+        return self.device_mesh.get_group("replica")
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -36,7 +57,7 @@ class Mesh:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups in use."""
-        return dist.distributed_c10d._get_default_group(), self.data_group, self.tensor_group
+        return dist.distributed_c10d._get_default_group(), self.data_group, *self.device_mesh.get_all_groups()
 
 
 def build(here: Runtime) -> Mesh:
@@ -46,6 +67,10 @@ def build(here: Runtime) -> Mesh:
         shares = topology.deal(here.size)
     except ValueError as error:
         raise WorldError(str(error), place="config topology", hint="add or remove ranks until it is") from None
-    shape = (len(shares), topology.tensor)
-    device_mesh = init_device_mesh(here.device.type, shape, mesh_dim_names=("data", "tensor"))
-    return Mesh(device_mesh, device_mesh.get_local_rank("data"), shape[0], device_mesh.get_local_rank("tensor"), shape[1], shares)
+    shard = topology.shard_size(len(shares), zero=here.config.optimizer.zero)
+    # Tensor comes first, since what it has divided is divided again over shard: DTensor reads dimensions in that order.
+    ranks = torch.arange(here.size).view(topology.pipeline, len(shares) // shard, shard, topology.tensor).permute(0, 3, 1, 2)
+    device_mesh = DeviceMesh(here.device.type, ranks, mesh_dim_names=("pipe", "tensor", "replica", "shard"))
+    data = device_mesh["replica", "shard"]._flatten("data")
+    pipe, tensor = (device_mesh.get_local_rank(name) for name in ("pipe", "tensor"))
+    return Mesh(device_mesh, pipe, topology.pipeline, data.get_local_rank(), data.size(), tensor, topology.tensor, shares)

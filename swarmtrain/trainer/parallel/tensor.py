@@ -2,35 +2,26 @@
 
 parallelize_module leaves DTensor parameters behind, which DistributedDataParallel cannot reduce and some optimizers
 do not know. So each of them is re-registered as its local shard, with a parametrization that shows the layer the DTensor.
-Whoever handles parameters (DDP, AdamW, clipping) sees plain tensors; whoever needs the whole (checkpoints) asks `Shards`.
+Whoever handles parameters (DDP, fully_shard, AdamW, clipping) sees plain tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.transformer import Transformer
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Which parameters are sharded over the tensor mesh, and how."""
-
-    mesh: DeviceMesh
-    placements: dict[str, Placement]
-
-    def whole(self, name: str, local: Tensor) -> Tensor:
-        """Return `local`, a tensor laid out like parameter `name`, as a DTensor that shares its memory."""
-        if name not in self.placements:
-            return local
-        return DTensor.from_local(local, self.mesh, [self.placements[name]], run_check=False)
+from swarmtrain.trainer.parallel.loss import VocabularyParallelLoss
 
 
 class _Whole(nn.Module):
@@ -45,24 +36,29 @@ class _Whole(nn.Module):
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False)
 
 
-def shard(model: Transformer, mesh: DeviceMesh) -> Shards:
-    """Shard `model` in place over `mesh`, which has one dimension."""
+def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, Placement]:
+    """Shard `model` in place over `mesh`, which has one dimension. Return how, by the names of parameters that are divided.
+
+    `sequence`: between attention and feed-forward blocks each rank has a part of the sequence, which must be a multiple of ranks.
+    """
     if mesh.size() == 1:
-        return Shards(mesh, {})
-    parallelize_module(model, mesh, _plan(model), src_data_rank=None)
-    placements = {}
+        return {}
+    parallelize_module(model, mesh, _plan(model, sequence=sequence), src_data_rank=None)
+    model.loss = VocabularyParallelLoss(mesh.get_group())
+    placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
         parameter = module._parameters.get("weight")
         if isinstance(parameter, DTensor):
             placement = parameter.placements[0]
-            placements[f"{name}.weight"] = placement
+            if placement.is_shard():
+                placements[f"{name}.weight"] = placement
             module.weight = nn.Parameter(parameter.to_local().clone())
             parametrize.register_parametrization(module, "weight", _Whole(mesh, placement), unsafe=True)
     if model.tied:
         head, embedding = model.head.get_submodule("parametrizations.weight"), model.embedding.get_submodule("parametrizations.weight")
         head.original = embedding.original
         placements.pop("head.weight")
-    return Shards(mesh, placements)
+    return placements
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,29 +66,22 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("parametrizations.", "").removesuffix(".original"): parameter for name, parameter in model.named_parameters()}
 
 
-def _plan(model: Transformer) -> dict[str, ParallelStyle]:
-    by_row, by_column = RowwiseParallel(), ColwiseParallel()
+def _plan(model: Transformer, *, sequence: bool) -> dict[str, ParallelStyle]:
+    between: Placement = Shard(1) if sequence else Replicate()
+    by_row, by_column = RowwiseParallel(output_layouts=between), ColwiseParallel()
     plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between),
     }
-    for index, block in enumerate(model.blocks):
-        for name, _ in block.named_modules():
-            last = name.rpartition(".")[2]
-            if last in ("query", "key", "value", "up", "gate"):
-                plan[f"blocks.{index}.{name}"] = by_column
-            elif last in ("output", "down"):
-                plan[f"blocks.{index}.{name}"] = by_row
-    return plan
-
-
-def norm(gradients: dict[str, Tensor], shards: Shards) -> Tensor:
-    """Return the 2-norm of the whole gradient, of which this rank holds `gradients`: shards and whole tensors."""
-    sharded = [gradient for name, gradient in gradients.items() if name in shards.placements]
-    whole = [gradient for name, gradient in gradients.items() if name not in shards.placements]
-    square = nn.utils.get_total_norm(whole) ** 2 if whole else torch.zeros(())
-    if sharded:
-        part = nn.utils.get_total_norm(sharded) ** 2
-        torch.distributed.all_reduce(part, group=shards.mesh.get_group())
-        square = square + part
-    return square.sqrt()
+    for name, _ in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("query", "key", "value", "up", "gate"):
+            plan[name] = by_column
+        elif last in ("output", "down"):
+            plan[name] = by_row
+        elif sequence and last in ("attention_norm", "mlp_norm", "norm"):
+            plan[name] = SequenceParallel()
+        elif sequence and last in ("attention", "mlp"):
+            plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    # What another stage of a pipeline holds is not here to be divided.
+    return {name: style for name, style in plan.items() if next(model.get_submodule(name).parameters(), None) is not None}

@@ -1,0 +1,210 @@
+"""Pipeline parallelism: torch's stages and schedules over the mesh's pipe group, on parts of one Transformer.
+
+Whatever a rank does not hold is taken out of the model and something that hands its input on is put in. So what is left
+keeps its names, and a stage's forward pass is the model's own: hidden states go in where tokens went, hidden states come
+out where there is no head, and a loss where there is one.
+
+Gradients are summed over replicas after the last backward pass, not during it: a rank of a pipeline has time then, while
+the stages before it drain. As between replicas (see data.py) they are added in fp64 when the run is to be exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from swarmtrain.config import Config
+from swarmtrain.config.pipeline import cuts, on_schedule
+from swarmtrain.config.topology import TopologyConfig
+from swarmtrain.config.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.trainer.model.transformer import IGNORE, Transformer
+from swarmtrain.trainer.parallel.mesh import Mesh
+
+Around = Callable[[int], AbstractContextManager[object]]
+"""What the forward pass of a replica's micro batch, by its number there, is made in."""
+Scaled = Callable[[Tensor], Tensor]
+"""Makes of a summed loss what is differentiated."""
+
+
+def cut(model: Transformer, config: Config, mesh: Mesh) -> None:
+    """Take out of `model`, in place, what other ranks of the pipeline hold."""
+    stages = cuts(config.topology, config.transformer_architecture)
+    mine = stages[mesh.pipe_rank :: mesh.pipe_size]
+    _keep(model, {layer for layers in mine for layer in layers})
+
+
+class Pipeline:
+    """This rank's stages of one pipeline, as one model whose gradients are summed over its replicas."""
+
+    def __init__(self, model: Transformer, config: Config, mesh: Mesh, device: torch.device, *, tied: nn.Parameter | None) -> None:
+        """`model` is cut; `tied` is the parameter of which the pipeline's other end holds a copy, if there is one."""
+        self._mesh, self._device, self._tied = mesh, device, tied
+        topology, shape = config.topology, config.transformer_architecture
+        count = on_schedule(topology, mesh.shares[mesh.data_rank])
+        self._rows = count * topology.micro_batch, shape.sequence_length
+        self._sums = _Sums(exact=shape.precision is Precision.float32)
+        self._parameters = list(model.parameters())
+        self._stages = [
+            _stage(_view(model, layers), index, topology, shape, mesh=mesh, device=device)
+            for index, layers in list(enumerate(cuts(topology, shape)))[mesh.pipe_rank :: mesh.pipe_size]
+        ]
+        for stage in self._stages:
+            stage.after_backward = self._sums.set_aside
+        if len(self._stages) == 1:
+            self._schedule: Any = Schedule1F1B(self._stages[0], count, self._differentiated, scale_grads=False)
+        else:
+            self._schedule = ScheduleInterleaved1F1B(list(self._stages), count, self._differentiated, scale_grads=False)
+        self._scaled: Scaled = _unscaled
+        self._losses: list[Tensor] = []
+
+    def step(self, inputs: Tensor, targets: Tensor, scaled: Scaled, around: Around) -> Tensor:
+        """Make the forward and backward passes of the samples `inputs`, `targets`: this replica's in one step.
+
+        Return their summed loss in fp64, zero on a rank without the last stage. Every rank then has the gradient of the
+        sum over all replicas, `scaled`.
+        """
+        loss = self._run(self._schedule.step, inputs, targets, scaled, around)
+        self._sums.reduce(self._parameters, self._mesh.data_group)
+        if self._tied is not None:
+            self._sums.add_twin(self._tied, self._mesh)
+        self._sums.give_back()
+        return loss
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, around: Around) -> Tensor:
+        """Return the summed loss of the samples in fp64, zero on a rank without the last stage."""
+        return self._run(self._schedule.eval, inputs, targets, _unscaled, around)
+
+    def _run(self, run: Callable[..., object], inputs: Tensor, targets: Tensor, scaled: Scaled, around: Around) -> Tensor:
+        self._scaled, self._losses = scaled, []
+        for stage in self._stages:
+            stage.around = around
+        given = (self._filled(inputs, 0),) if self._stages[0].is_first else ()
+        wanted = self._filled(targets, IGNORE)
+        named = {"target": wanted, "targets": wanted} if self._stages[-1].is_last else {}
+        try:
+            run(*given, return_outputs=False, **named)
+        except RuntimeError as error:  # torch tells of the stage and its arguments; what happened is the cause
+            raise error.__cause__ or error from None
+        return torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def _filled(self, rows: Tensor, value: int) -> Tensor:
+        """Return `rows` and as many empty samples as the schedule wants beside them."""
+        filled = torch.full(self._rows, value, dtype=rows.dtype, device=self._device)
+        filled[: len(rows)] = rows
+        return filled
+
+    def _differentiated(self, loss: Tensor, _targets: Tensor) -> Tensor:
+        self._losses.append(loss.detach())
+        return self._scaled(loss)
+
+
+class _Stage(PipelineStage):
+    """A stage that knows when a micro batch begins, and when its gradients are there."""
+
+    around: Around
+    after_backward: Callable[[Iterable[nn.Parameter]], None]
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
+    ) -> Any:
+        with self.around(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else None, save_forward_output)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> None:
+        super().backward_one_chunk(*args, **options)
+        self.after_backward(self.submod.parameters())
+
+
+class _Sums:
+    """Gradients on their way: over micro batches, over replicas, over the two copies of a tied weight."""
+
+    def __init__(self, *, exact: bool) -> None:
+        """`exact`: add in fp64."""
+        self._exact = exact
+        self._aside: dict[nn.Parameter, Tensor] = {}
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the gradients of one micro batch to the sums. In fp32 autograd does that."""
+        for parameter in parameters if self._exact else ():
+            if parameter.grad is None:
+                continue
+            if parameter in self._aside:
+                self._aside[parameter] += parameter.grad
+            else:
+                self._aside[parameter] = parameter.grad.double()
+            parameter.grad = None
+
+    def reduce(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Add the sums of all ranks of `group`."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._aside[parameter], parameter.grad = parameter.grad, None
+        if group.size() > 1:
+            for work in [dist.all_reduce(total, group=group, async_op=True) for total in self._aside.values()]:
+                work.wait()
+
+    def add_twin(self, tied: nn.Parameter, mesh: Mesh) -> None:
+        """Add what the pipeline's other end has for its copy of `tied`. Both do, so the copies stay equal to the last bit."""
+        mine = self._aside[tied].contiguous()
+        theirs = torch.empty_like(mine)
+        group = mesh.pipe_group
+        peer = dist.get_global_rank(group, mesh.pipe_size - 1 - mesh.pipe_rank)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]):
+            work.wait()
+        self._aside[tied] = mine + theirs
+
+    def give_back(self) -> None:
+        """Make the sums the gradients."""
+        for parameter, total in self._aside.items():
+            parameter.grad = total.to(parameter.dtype)
+        self._aside.clear()
+
+
+class _Elsewhere(nn.Module):
+    """Stands where a part of the model is that another rank holds."""
+
+    def forward(self, hidden: Tensor, *_: object, **__: object) -> Tensor:
+        return hidden
+
+
+def _unscaled(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _keep(model: Transformer, layers: Collection[int]) -> None:
+    """Leave in `model` only `layers`, with the embedding before the first of all and the head after the last."""
+    first, last = 0 in layers, len(model.blocks) - 1 in layers
+    absent = [f"blocks.{layer}" for layer in range(len(model.blocks)) if layer not in layers]
+    absent += [] if first else ["embedding"]
+    absent += [] if last else ["norm", "head"]
+    for name in absent:
+        model.set_submodule(name, _Elsewhere())
+    model.tied = model.tied and first and last
+
+
+def _view(model: Transformer, layers: Collection[int]) -> Transformer:
+    """Return `model` showing only `layers`, and sharing them with it."""
+    view = copy.copy(model)
+    view._modules = {**model._modules, "blocks": nn.ModuleList(model.blocks)}
+    _keep(view, layers)
+    return view
+
+
+def _stage(
+    part: Transformer, index: int, topology: TopologyConfig, shape: TransformerArchitectureConfig, *, mesh: Mesh, device: torch.device
+) -> _Stage:
+    """Return stage number `index`. What goes in and out is told rather than found out by a pass that nobody asked for."""
+    rows, length = topology.micro_batch, shape.sequence_length
+    tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
+    between = length // topology.tensor if topology.sequence_parallel else length
+    hidden = torch.empty((rows, between, shape.hidden_size), dtype=next(part.parameters()).dtype, device="meta", requires_grad=True)
+    loss = torch.empty((), device="meta", requires_grad=True)
+    given, made = tokens if index == 0 else hidden, loss if index == topology.stages - 1 else hidden
+    return _Stage(part, index, topology.stages, device, input_args=given, output_args=made, group=mesh.pipe_group)

@@ -1,0 +1,77 @@
+"""Data parallelism that divides the state: `fully_shard`, one group a block, summing instead of averaging.
+
+Each rank keeps a part of every parameter, its gradient and its optimizer state, and gathers what a block needs when it
+needs it. In fp32 gradients are kept in fp64 until they are summed (see data.py), so the losses are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.mesh import Mesh
+
+
+class ShardedReplicas:
+    """A model of which every rank of the shard dimension keeps a part, as one."""
+
+    def __init__(self, model: Transformer, mesh: Mesh, *, exact: bool, keep: bool) -> None:
+        """`exact`: add gradients in fp64. `keep`: gather parameters once a step and hold them until its end."""
+        self._model, self._keep = model, keep
+        self.passes = max(mesh.shares)
+        """Passes that every rank makes in a step, empty ones too: those of the others need its parts."""
+        dimensions = ("replica", "shard") if mesh.device_mesh["replica"].size() > 1 else ("shard",)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if exact else None)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh.device_mesh[dimensions], mp_policy=policy, reshard_after_forward=False if keep else None)
+            _sum(module)
+        self._divided = list(model.parameters())
+        self._parts = [nn.Parameter(_part(parameter)) for parameter in self._divided]
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
+        loss: Tensor = self._model(tokens, targets)
+        return loss
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parts as plain tensors, in the order of the model's parameters."""
+        return self._parts
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Forward and backward pass of one micro batch go in the body. After a step's last one this rank has its part of the sum of all."""
+        model = _sharded(self._model)
+        model.set_requires_gradient_sync(last)
+        if self._keep:
+            model.set_reshard_after_backward(last)
+        yield
+        if last:
+            for parameter, part in zip(self._divided, self._parts, strict=True):
+                part.grad = None if parameter.grad is None else _part(parameter.grad)
+                parameter.grad = None
+
+
+def _part(divided: Tensor) -> Tensor:
+    if not isinstance(divided, DTensor):
+        raise TypeError(f"fully_shard left a {type(divided).__name__}")
+    part: Tensor = divided.to_local().detach()
+    return part
+
+
+def _sum(module: nn.Module) -> None:
+    sharded = _sharded(module)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)  # else a factor of one becomes an operation that gloo does not have
+
+
+def _sharded(module: nn.Module) -> FSDPModule:
+    if not isinstance(module, FSDPModule):
+        raise TypeError(f"{type(module).__name__} is not sharded")
+    return module

@@ -1,0 +1,212 @@
+"""AdamW, SGD and Muon against torch's own and against formulas; what a checkpoint of another one is answered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from worlds import World, changed, deviation, manifest, train
+
+from swarmtrain.config import Config
+from swarmtrain.config.optimizer import OptimizerConfig, OptimizerMethod
+from swarmtrain.errors import ForeignCheckpoint, TrainingError
+from swarmtrain.trainer import runtime
+from swarmtrain.trainer.checkpoint.fit import names_to_load
+from swarmtrain.trainer.optim.groups import divide, method
+from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd
+from swarmtrain.trainer.optim.muon import Muon, deal, orthogonal
+from swarmtrain.trainer.parallel.shards import Shards
+
+RATES = [0.1, 0.05, 0.2, 0.0, 0.1]
+DECAY = 0.03
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[DeviceMesh]:
+    """The mesh of a world of one."""
+    with runtime.start(Config()):
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",))
+
+
+def config(**options: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate_json(json.dumps(options))
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    random = torch.Generator().manual_seed(5)
+    return {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in (("wide", (6, 24)), ("tall", (40, 8)))}
+
+
+def run(parameters: Mapping[str, nn.Parameter], step: Callable[[int, float], object], mesh: DeviceMesh | None = None) -> list[Any]:
+    """Make five steps with the gradients of a made-up run, and return what becomes of the parameters."""
+    random = torch.Generator().manual_seed(6)
+    for number, rate in enumerate(RATES, start=1):
+        for parameter in parameters.values():
+            slope = torch.randn(parameter.shape, generator=random)
+            parameter.grad = distribute_tensor(slope, mesh, [Shard(0)]) if mesh else slope
+        with torch.no_grad():
+            step(number, rate)
+    return [parameter.detach() for parameter in parameters.values()]
+
+
+def ours(make: Callable[[Mapping[str, nn.Parameter]], Method], decay: float = DECAY) -> list[Tensor]:
+    mine = parameters()
+    made = make(mine)
+    return run(mine, lambda number, rate: made.step(number, rate, decay))
+
+
+def torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[Tensor]:
+    mine = parameters()
+    made = make(list(mine.values()))
+
+    def step(number: int, rate: float) -> None:
+        made.param_groups[0]["lr"] = rate
+        made.step()
+
+    return run(mine, step)
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def test_adamw_is_torchs() -> None:
+    options = config(beta1=0.8, beta2=0.9, eps=1e-6)
+    theirs = torchs(lambda mine: torch.optim.AdamW(mine, betas=(0.8, 0.9), eps=1e-6, weight_decay=DECAY, fused=True))
+    assert same(ours(lambda mine: AdamW(mine, options)), theirs)
+    assert not same(ours(lambda mine: AdamW(mine, options), decay=0.0), theirs)
+
+
+def test_adamw_with_bfloat16_state_computes_in_float32_and_rounds_what_it_keeps() -> None:
+    exact, coarse = parameters(), parameters()
+    fine, rounded = AdamW(exact, config()), AdamW(coarse, config(state_precision="bfloat16"))
+    for mine, made in ((exact, fine), (coarse, rounded)):
+        mine["wide"].grad, mine["tall"].grad = torch.full((6, 24), 0.3), torch.full((40, 8), -0.01)
+        with torch.no_grad():
+            made.step(1, 0.1, DECAY)
+    assert all(torch.equal(exact[name], coarse[name]) for name in exact), "the first step starts from no state"
+    for kind, state in rounded.moments.items():
+        assert all(torch.equal(kept, fine.moments[kind][name].bfloat16()) for name, kept in state.items())
+    later = [ours(lambda mine, options=options: AdamW(mine, options)) for options in (config(), config(state_precision="bfloat16"))]
+    worst = max(float((left - right).abs().max()) for left, right in zip(*later, strict=True))
+    assert 0 < worst < 0.01 * sum(RATES)
+
+
+def test_sgd_is_torchs_but_for_its_decay() -> None:
+    theirs = torchs(lambda mine: torch.optim.SGD(mine, momentum=0.8))
+    assert same(ours(lambda mine: Sgd(mine, config(momentum=0.8)), decay=0.0), theirs)
+    plain = ours(lambda mine: Sgd(mine, config(momentum=0.0)))
+    by_hand = run(mine := parameters(), lambda number, rate: [p.mul_(1 - rate * DECAY).sub_(rate * p.grad) for p in mine.values()])
+    assert all(torch.allclose(left, right, atol=1e-6) for left, right in zip(plain, by_hand, strict=True))
+
+
+def test_muon_is_torchs(alone: DeviceMesh) -> None:
+    """In bfloat16, in which torch's always makes orthogonal."""
+    theirs = torchs(lambda mine: torch.optim.Muon(mine, momentum=0.9, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
+    mine, finer = (
+        ours(lambda mine, exact=exact: Muon(mine, config(momentum=0.9), Shards(alone, {}, {}, ()), exact=exact)) for exact in (False, True)
+    )
+    assert same(mine, theirs)
+    assert not same(finer, theirs)
+    assert all(torch.allclose(left, right, atol=0.05) for left, right in zip(finer, theirs, strict=True))
+
+
+METHODS: dict[str, Callable[[Mapping[str, nn.Parameter], DeviceMesh], Method]] = {
+    "adamw": lambda mine, mesh: AdamW(mine, config()),
+    "adamw with bfloat16 state": lambda mine, mesh: AdamW(mine, config(state_precision="bfloat16")),
+    "sgd": lambda mine, mesh: Sgd(mine, config()),
+    "muon": lambda mine, mesh: Muon(mine, config(), Shards(mesh, {}, {}, ()), exact=True),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_may_be_distributed_tensors(alone: DeviceMesh, name: str) -> None:
+    """As FSDP makes them: gradients, state and steps are laid out like their parameters."""
+    make = METHODS[name]
+    mine = {key: nn.Parameter(distribute_tensor(parameter.detach(), alone, [Shard(0)])) for key, parameter in parameters().items()}
+    made = make(mine, alone)
+
+    def step(number: int, rate: float) -> None:
+        made.step(number, rate, DECAY)
+
+    divided = run(mine, step, alone)
+    assert all(isinstance(tensor, DTensor) for state in made.moments.values() for tensor in state.values())
+    assert same([tensor.to_local() for tensor in divided], ours(lambda mine: make(mine, alone)))
+
+
+def test_orthogonal_keeps_the_directions_and_evens_the_lengths() -> None:
+    matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(7))
+    left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
+    made = orthogonal(matrix)
+    inside = left.T @ made @ right.T
+    assert lengths.max() / lengths.min() > 3
+    assert torch.allclose(inside, torch.diag(inside.diagonal()), atol=1e-4)
+    assert inside.diagonal().min() > 0.6
+    assert inside.diagonal().max() < 1.3
+    assert torch.allclose(orthogonal(matrix.T), made.T, atol=1e-5)
+
+
+def test_matrices_are_dealt_evenly_and_alike_on_all_ranks() -> None:
+    costs = {"a": 5, "b": 3, "c": 3, "d": 2, "e": 1}
+    assert deal(costs, 1) == dict.fromkeys(costs, 0)
+    assert deal(costs, 2) == deal(dict(reversed(costs.items())), 2) == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
+    assert sorted(deal(costs, 9).values()) == [0, 1, 2, 3, 4]
+
+
+def test_muon_is_for_the_matrices_of_blocks_and_groups_may_say_otherwise() -> None:
+    groups = [
+        {"group_name": "tables", "parameters_include": ["embedding", "head"], "method": "sgd"},
+        {"group_name": "rest", "parameters_exclude": ["embedding", "head"]},
+    ]
+    names = {"embedding.weight": 2, "head.weight": 2, "blocks.0.mlp.up.weight": 2, "blocks.0.mlp_norm.weight": 1, "norm.weight": 1}
+
+    def chosen(groups: list[dict[str, Any]]) -> list[str]:
+        parts = divide(list(names), Config.model_validate_json(json.dumps({"training_groups": groups})))
+        owner = {name: part for part in parts for name in part.parameters}
+        return [method(owner[name], name, dimensions, OptimizerMethod.muon) for name, dimensions in names.items()]
+
+    assert chosen([]) == ["adamw", "adamw", "muon", "adamw", "adamw"]
+    assert chosen(groups) == ["sgd", "sgd", "muon", "adamw", "adamw"]
+    with pytest.raises(TrainingError) as caught:
+        chosen([groups[0], {**groups[1], "method": "muon"}])
+    assert str(caught.value) == "config training_groups, group rest: blocks.0.mlp_norm.weight has 1 dimensions, and Muon is for matrices"
+
+
+def test_what_of_a_checkpoint_is_loaded() -> None:
+    model = {"model/a": (2, 3), "model/b": (4,)}
+    adam = {f"optimizer/{kind}/{name}": size for kind in ("exp_avg", "exp_avg_sq") for name, size in (("a", (2, 3)), ("b", (4,)))}
+    scale = {"optimizer/loss_scale/state": (3,)}
+    assert names_to_load({**model, **adam}, {**model, **adam}, "here") == [*model, *adam]
+    assert names_to_load(model, {**model, **adam}, "here") == list(model), "there was no state to lose"
+    assert names_to_load({**model, **adam}, {**model, **adam, **scale}, "here") == [*model, *adam]
+    assert names_to_load({**model, **adam, **scale}, {**model, **adam}, "here") == [*model, *adam]
+    muon = {"optimizer/muon_momentum/a": (2, 3), "optimizer/exp_avg/b": (4,), "optimizer/exp_avg_sq/b": (4,)}
+    for found, wanted in ((adam, muon), (muon, adam)):
+        with pytest.raises(ForeignCheckpoint, match="has another optimizer's state: of a it has "):
+            names_to_load({**model, **found}, {**model, **wanted}, "here")
+
+
+def test_muon_is_the_same_in_every_topology_and_over_checkpoints(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Untied, gated, fewer keys than queries: matrices of every shape, divided by rows and by columns."""
+    shape = {"mlp_type": "swiglu", "attention_num_kv_heads": 2, "weight_tying": False}
+    base = changed(config, optimizer={"method": "muon"}, trainer={"save_interval": 6}, transformer_architecture=shape)
+    one = train(tmp_path / "one", base)
+    assert one[12] < 0.9 * one[1], "a model that learns nothing is equal to anything"
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "run" / "step-00000012")
+    moved = train(tmp_path / "moved", changed(base, topology={"model_parallel_size": 2}, trainer={"check_replicas_interval": 1}), 4)
+    assert deviation(one, moved) < 1e-6
+    saved = manifest(tmp_path / "moved", 12)["tensors"]
+    assert "optimizer/muon_momentum/blocks.0.mlp.gate.weight" in saved
+    assert "optimizer/exp_avg/head.weight" in saved
+    world = World(tmp_path / "moved", changed(base, optimizer={"method": "adamw"}, trainer={"train_iterations": 13}), 1)
+    assert world.wait() == [1]
+    assert "has another optimizer's state: of blocks.0.attention.key.weight it has muon_momentum, and" in world.log()

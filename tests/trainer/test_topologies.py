@@ -1,0 +1,105 @@
+"""Every way to divide a run is the same run: each takes over from the one before, and no loss shows where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import changed, deviation, held_out, losses, manifest, train
+
+BATCH = 16
+FSDP = {"data_parallel_type": "fsdp"}
+HSDP = {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2}
+TENSOR = {"model_parallel_size": 2}
+
+# topology, ranks, optimizer, ranks that divide the embedding among them
+TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
+    "fsdp": (FSDP, 2, {}, 2),
+    "tensor": (TENSOR, 2, {}, 2),
+    "ddp": ({}, 2, {}, 1),
+    "tensor x fsdp": ({**TENSOR, **FSDP}, 4, {}, 4),
+    "tensor and sequence": ({**TENSOR, "sequence_parallel": True}, 2, {}, 2),
+    "zero": ({}, 2, {"zero": True}, 2),
+    "hsdp": (HSDP, 4, {}, 2),
+}
+TIED = {"precision": "float32"}
+UNTIED = {
+    "weight_tying": False,
+    "mlp_type": "swiglu",
+    "norm_type": "rms",
+    "attention_num_kv_heads": 2,
+    "precision": "float64",
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "accumulation", "names"),
+    [(TIED, 4, list(TOPOLOGIES)), (UNTIED, 1, list(TOPOLOGIES)[::-1])],
+    ids=["fp32, tied, accumulation 4", "fp64, untied, accumulation 1"],
+)
+def test_each_takes_over_from_the_other(
+    tmp_path: Path, config: dict[str, Any], shape: dict[str, Any], accumulation: int, names: list[str]
+) -> None:
+    base = changed(
+        config,
+        transformer_architecture=shape,
+        topology={"global_batch_size": BATCH},
+        learning_rate_scheduler={"learning_rate_decay_iters": 20},
+    )
+    last = 2 * len(names)
+    for number, name in enumerate(names, start=1):
+        topology, size, optimizer, parts = TOPOLOGIES[name]
+        replicas = size // topology.get("model_parallel_size", 1)
+        one = changed(
+            base,
+            topology={**topology, "micro_batch_size": BATCH // (replicas * accumulation)},
+            optimizer=optimizer,
+            trainer={"train_iterations": 2 * number, "eval_interval": last},
+            profiler={"profile_steps": int(name == "fsdp"), "profile_start_at_step": 1},
+        )
+        train(tmp_path / "many", one, size)
+        chunks = manifest(tmp_path / "many", 2 * number)["tensors"]
+        assert {len(chunks[f"{part}/embedding.weight"]["chunks"]) for part in ("model", "optimizer/exp_avg")} == {parts}
+        if name == "fsdp":
+            groups = 2 + 1
+            assert collectives(tmp_path / "many", "reduce_scatter") == groups, (
+                "one a block and one for the rest, however many micro batches"
+            )
+    bound = {"float32": 1e-6, "float64": 1e-12}[shape["precision"]]
+    micro = {"micro_batch_size": BATCH // accumulation}
+    together = train(tmp_path / "one", changed(base, topology=micro, trainer={"train_iterations": last, "eval_interval": last}))
+    assert deviation(together, losses(tmp_path / "many")) < bound
+    assert deviation(held_out(tmp_path / "one"), held_out(tmp_path / "many")) < bound
+    assert together[last] < 0.95 * together[1], "a model that learns nothing is equal to anything"
+
+
+@pytest.fixture(scope="module")
+def six_steps(config: dict[str, Any]) -> dict[str, Any]:
+    """Two micro batches a step, so that on more than two ranks some have none."""
+    return changed(config, topology={"global_batch_size": 4}, trainer={"train_iterations": 6, "eval_interval": 3})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, six_steps: dict[str, Any]) -> Path:
+    """That run on one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, six_steps)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "zero"])
+def test_divided_state_is_one_process_bit_for_bit(tmp_path: Path, six_steps: dict[str, Any], alone: Path, name: str) -> None:
+    """With idle ranks, and interrupted after three steps."""
+    topology, _, optimizer, _ = TOPOLOGIES[name]
+    divided, size = changed(six_steps, topology=topology, optimizer=optimizer), 4 if name == "hsdp" else 3
+    train(tmp_path, changed(divided, trainer={"train_iterations": 3}), size)
+    assert train(tmp_path, divided, size) == losses(alone)
+    assert held_out(tmp_path) == held_out(alone)
+
+
+def collectives(folder: Path, name: str) -> int:
+    """Return how many collectives called `name` the traced step has started."""
+    events = json.loads((folder / "run" / "profile.json").read_text())["traceEvents"]
+    return sum(name in event.get("name", "") and event["name"].startswith("c10d::") for event in events)
