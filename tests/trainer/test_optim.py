@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from worlds import World, changed, deviation, train
 
 from swarmtrain.config import Config
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import Optimizer, Transformer, parallelize, runtime
 from swarmtrain.trainer.optim.groups import divide
 from swarmtrain.trainer.optim.schedule import learning_rate
 
@@ -121,8 +123,33 @@ def test_groups_reach_the_optimizer(tmp_path: Path, config: dict[str, Any]) -> N
     assert deviation(train(tmp_path / "frozen", {**config, "training_groups": frozen}), plain) > 1e-3
 
 
+def test_the_norm_is_told_as_it_was_before_clipping() -> None:
+    sections = {
+        "optimizer": {"method": "sgd", "momentum": 0.0, "gradient_clipping": 0.5},
+        "learning_rate_scheduler": {"learning_rate": 1.0, "learning_rate_decay_style": "constant"},
+        "training_groups": [{"group_name": "all", "weight_decay": 0.0}],
+        "transformer_architecture": {"hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 8},
+    }
+    config = Config.model_validate_json(json.dumps(sections))
+    with runtime.start(config) as here:
+        model = parallelize(Transformer(config.transformer_architecture, 1), here)
+        optimizer = Optimizer(model, config)
+        before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+        slopes = {name: torch.randn_like(parameter) for name, parameter in before.items()}
+        for name, parameter in model.parameters.items():
+            parameter.grad = slopes[name].clone()
+        made = optimizer.step(1)
+    size = sum(float((slope.double() ** 2).sum()) for slope in slopes.values()) ** 0.5
+    assert made.gradient_norm == pytest.approx(size, rel=1e-6)
+    assert made.learning_rate == 1.0
+    for name, parameter in model.parameters.items():
+        assert torch.allclose(parameter, before[name] - slopes[name] * 0.5 / size, atol=1e-6)
+        assert parameter.grad is None
+
+
 def test_loss_that_is_no_number_ends_the_run(tmp_path: Path, config: dict[str, Any]) -> None:
     wild = changed(config, learning_rate_scheduler={"learning_rate": 1e30}, trainer={"save_interval": 1})
     world = World(tmp_path, wild, 2)
     assert world.wait() == [1, 1]
-    assert "the loss is" in world.log()
+    assert "the loss is nan; " in world.log()
+    assert "values of rank 0's gradients are not finite, in embedding.weight, " in world.log()
