@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from worlds import World, changed, deviation, train
 
 from swarmtrain.config import Config
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.optim import fused
 from swarmtrain.trainer.optim.groups import divide
 from swarmtrain.trainer.optim.schedule import learning_rate
 
@@ -83,6 +85,26 @@ def test_groups_that_do_not_fit(groups: list[dict[str, Any]], message: str) -> N
     assert caught.value.message == message
     assert caught.value.hint
     assert "embedding.weight" in caught.value.hint
+
+
+@pytest.mark.parametrize("shape", [(128,), (50, 32), (64, 20)], ids=str)
+def test_an_update_is_the_same_however_rows_are_divided(shape: tuple[int, ...]) -> None:
+    cpu = torch.device("cpu")
+    random = torch.Generator().manual_seed(1)
+    before, gradients = torch.randn(shape, generator=random), torch.randn((50, *shape), generator=random)
+
+    def after(parts: int) -> torch.Tensor:
+        updated = []
+        for part, slopes in zip(before.chunk(parts), gradients.chunk(parts, dim=1), strict=True):
+            parameter = torch.nn.Parameter(part.clone())
+            adamw = torch.optim.AdamW([parameter], fused=fused(before.shape, cpu))
+            for slope in slopes:
+                parameter.grad = slope.clone()
+                adamw.step()
+            updated.append(parameter.detach())
+        return torch.cat(updated)
+
+    assert all(torch.equal(after(1), after(parts)) for parts in (2, 3, 5))
 
 
 def test_groups_reach_the_optimizer(tmp_path: Path, config: dict[str, Any]) -> None:

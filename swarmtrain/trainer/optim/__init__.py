@@ -12,6 +12,8 @@ from swarmtrain.trainer.parallel import ParallelModel
 
 METHODS = {"adamw": torch.optim.AdamW}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_VECTOR = 16
+"""Numbers in the widest vector of any CPU: 512 bits of float32."""
 
 
 class Optimizer:
@@ -25,11 +27,15 @@ class Optimizer:
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
         self._adamw = METHODS[config.optimizer.method](
-            [{"params": [self.parameters[name] for name in group.parameters], "weight_decay": group.weight_decay} for group in self.groups],
+            [
+                {"params": parameters, "fused": fused, "weight_decay": group.weight_decay, "schedule": group.schedule}
+                for group in self.groups
+                for fused in (True, False)
+                if (parameters := [self.parameters[name] for name in group.parameters if self._fused(name) == fused])
+            ],
             lr=0.0,
             betas=(config.optimizer.beta1, config.optimizer.beta2),
             eps=config.optimizer.eps,
-            fused=True,
         )
         self.set_step(0)
 
@@ -42,11 +48,14 @@ class Optimizer:
         size = self._shards.norm(gradients)
         if self._clipping:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
-        for options, group in zip(self._adamw.param_groups, self.groups, strict=True):
-            options["lr"] = learning_rate(group.schedule, number, self._steps)
+        for options in self._adamw.param_groups:
+            options["lr"] = learning_rate(options["schedule"], number, self._steps)
         self._adamw.step()
         self._adamw.zero_grad()
         return float(size), float(self._adamw.param_groups[0]["lr"])
+
+    def _fused(self, name: str) -> bool:
+        return fused(self._shards.shapes[name], self.parameters[name].device)
 
     def moments(self) -> dict[str, Tensor]:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
@@ -61,6 +70,14 @@ class Optimizer:
             for moment in MOMENTS:
                 state.setdefault(moment, torch.zeros_like(parameter, memory_format=torch.preserve_format))
             state["step"] = torch.tensor(float(number), device=parameter.device)
+
+
+def fused(shape: torch.Size, device: torch.device) -> bool:
+    """Return whether the fused kernel updates a parameter of `shape` alike however its rows are divided over ranks.
+
+    On a CPU it rounds what is left over after its last whole vector in another way, so parts must be made of whole vectors.
+    """
+    return device.type != "cpu" or (len(shape) > 1 and shape[1:].numel() % _VECTOR == 0)
 
 
 def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
