@@ -42,7 +42,7 @@ def config(**options: object) -> OptimizerConfig:
 
 def parameters() -> dict[str, nn.Parameter]:
     random = torch.Generator().manual_seed(5)
-    return {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in (("wide", (6, 24)), ("tall", (40, 8)))}
+    return {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in (("wide", (6, 32)), ("tall", (40, 8)))}
 
 
 def run(parameters: Mapping[str, nn.Parameter], step: Callable[[int, float], object], mesh: DeviceMesh | None = None) -> list[Any]:
@@ -68,10 +68,15 @@ def torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[
     made = make(list(mine.values()))
 
     def step(number: int, rate: float) -> None:
-        made.param_groups[0]["lr"] = rate
+        for group in made.param_groups:
+            group["lr"] = rate
         made.step()
 
     return run(mine, step)
+
+
+def adamw(mine: Mapping[str, nn.Parameter], **options: object) -> AdamW:
+    return AdamW(mine, config(**options), {name: parameter.shape for name, parameter in mine.items()})
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -79,23 +84,48 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def test_adamw_is_torchs() -> None:
-    options = config(beta1=0.8, beta2=0.9, eps=1e-6)
-    theirs = torchs(lambda mine: torch.optim.AdamW(mine, betas=(0.8, 0.9), eps=1e-6, weight_decay=DECAY, fused=True))
-    assert same(ours(lambda mine: AdamW(mine, options)), theirs)
-    assert not same(ours(lambda mine: AdamW(mine, options), decay=0.0), theirs)
+    """With its fused kernel where that is the same for any division of rows, and without elsewhere."""
+
+    def theirs(mine: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": [parameter], "fused": fused} for parameter, fused in zip(mine, (True, False), strict=True)]
+        return torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, weight_decay=DECAY)
+
+    options = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    assert same(ours(lambda mine: adamw(mine, **options)), torchs(theirs))
+    assert not same(ours(lambda mine: adamw(mine, **options), decay=0.0), torchs(theirs))
+
+
+@pytest.mark.parametrize("shape", [(128,), (50, 32), (64, 20)], ids=str)
+def test_an_update_is_the_same_however_rows_are_divided(shape: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(1)
+    before, slopes = torch.randn(shape, generator=random), torch.randn((50, *shape), generator=random)
+
+    def after(parts: int) -> Tensor:
+        return torch.cat([updated(*each) for each in zip(before.chunk(parts), slopes.chunk(parts, dim=1), strict=True)])
+
+    def updated(part: Tensor, slopes: Tensor) -> Tensor:
+        parameter = nn.Parameter(part.clone())
+        made = AdamW({"it": parameter}, config(), {"it": before.shape})
+        for number, slope in enumerate(slopes, start=1):
+            parameter.grad = slope.clone()
+            with torch.no_grad():
+                made.step(number, 1e-3, DECAY)
+        return parameter.detach()
+
+    assert all(torch.equal(after(1), after(parts)) for parts in (2, 3, 5))
 
 
 def test_adamw_with_bfloat16_state_computes_in_float32_and_rounds_what_it_keeps() -> None:
     exact, coarse = parameters(), parameters()
-    fine, rounded = AdamW(exact, config()), AdamW(coarse, config(state_precision="bfloat16"))
+    fine, rounded = adamw(exact), adamw(coarse, state_precision="bfloat16")
     for mine, made in ((exact, fine), (coarse, rounded)):
-        mine["wide"].grad, mine["tall"].grad = torch.full((6, 24), 0.3), torch.full((40, 8), -0.01)
+        mine["wide"].grad, mine["tall"].grad = torch.full((6, 32), 0.3), torch.full((40, 8), -0.01)
         with torch.no_grad():
             made.step(1, 0.1, DECAY)
     assert all(torch.equal(exact[name], coarse[name]) for name in exact), "the first step starts from no state"
     for kind, state in rounded.moments.items():
         assert all(torch.equal(kept, fine.moments[kind][name].bfloat16()) for name, kept in state.items())
-    later = [ours(lambda mine, options=options: AdamW(mine, options)) for options in (config(), config(state_precision="bfloat16"))]
+    later = [ours(lambda mine, kept=kept: adamw(mine, state_precision=kept)) for kept in ("float32", "bfloat16")]
     worst = max(float((left - right).abs().max()) for left, right in zip(*later, strict=True))
     assert 0 < worst < 0.01 * sum(RATES)
 
@@ -120,8 +150,8 @@ def test_muon_is_torchs(alone: DeviceMesh) -> None:
 
 
 METHODS: dict[str, Callable[[Mapping[str, nn.Parameter], DeviceMesh], Method]] = {
-    "adamw": lambda mine, mesh: AdamW(mine, config()),
-    "adamw with bfloat16 state": lambda mine, mesh: AdamW(mine, config(state_precision="bfloat16")),
+    "adamw": lambda mine, mesh: adamw(mine),
+    "adamw with bfloat16 state": lambda mine, mesh: adamw(mine, state_precision="bfloat16"),
     "sgd": lambda mine, mesh: Sgd(mine, config()),
     "muon": lambda mine, mesh: Muon(mine, config(), Shards(mesh, {}, {}, ()), exact=True),
 }

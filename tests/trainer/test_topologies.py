@@ -76,25 +76,30 @@ def test_each_takes_over_from_the_other(
 
 
 @pytest.fixture(scope="module")
-def six_steps(config: dict[str, Any]) -> dict[str, Any]:
+def idle(config: dict[str, Any]) -> dict[str, Any]:
     """Two micro batches a step, so that on more than two ranks some have none."""
-    return changed(config, topology={"global_batch_size": 4}, trainer={"train_iterations": 6, "eval_interval": 3})
+    return changed(
+        config,
+        topology={"global_batch_size": 4},
+        trainer={"train_iterations": 40, "eval_interval": 20},
+        transformer_architecture={"num_layers": 1},
+    )
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, six_steps: dict[str, Any]) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory, idle: dict[str, Any]) -> Path:
     """That run on one rank."""
     folder = tmp_path_factory.mktemp("alone")
-    train(folder, six_steps)
+    train(folder, idle)
     return folder
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "zero"])
-def test_divided_state_is_one_process_bit_for_bit(tmp_path: Path, six_steps: dict[str, Any], alone: Path, name: str) -> None:
-    """With idle ranks, and interrupted after three steps."""
+def test_divided_state_is_one_process_bit_for_bit(tmp_path: Path, idle: dict[str, Any], alone: Path, name: str) -> None:
+    """With idle ranks, interrupted half-way, and long enough for a last bit to show."""
     topology, _, optimizer, _ = TOPOLOGIES[name]
-    divided, size = changed(six_steps, topology=topology, optimizer=optimizer), 4 if name == "hsdp" else 3
-    train(tmp_path, changed(divided, trainer={"train_iterations": 3}), size)
+    divided, size = changed(idle, topology=topology, optimizer=optimizer), 4 if name == "hsdp" else 3
+    train(tmp_path, changed(divided, trainer={"train_iterations": 20}), size)
     assert train(tmp_path, divided, size) == losses(alone)
     assert held_out(tmp_path) == held_out(alone)
 

@@ -124,7 +124,7 @@ def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[Met
     for method, parameters in parts.items():
         match method:
             case OptimizerMethod.adamw:
-                yield AdamW(parameters, config.optimizer)
+                yield AdamW(parameters, config.optimizer, model.shards.shapes)
             case OptimizerMethod.sgd:
                 yield Sgd(parameters, config.optimizer)
             case OptimizerMethod.muon:

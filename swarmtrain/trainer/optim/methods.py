@@ -7,7 +7,8 @@ their parameters, which may be DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +20,9 @@ from swarmtrain.config.optimizer import OptimizerConfig, StatePrecision
 Parameters = Mapping[str, nn.Parameter]
 State = dict[str, Tensor]
 """Tensors by the names of their parameters."""
+
+_VECTOR = 16
+"""Numbers in the widest vector of any CPU: 512 bits of float32."""
 
 
 class Method(Protocol):
@@ -34,10 +38,12 @@ class Method(Protocol):
 class AdamW:
     """Loshchilov and Hutter 2017 (arXiv 1711.05101)."""
 
-    def __init__(self, parameters: Parameters, config: OptimizerConfig) -> None:
+    def __init__(self, parameters: Parameters, config: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+        """`shapes` are those of the undivided parameters, by name."""
         self._parameters, self._config = parameters, config
+        self._fused = {name for name, parameter in parameters.items() if fusible(shapes[name], parameter.device)}
         self.moments = {kind: zeros(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
-        # One counter a parameter, since the fused kernel raises each; it is set before every step, and so needs no saving.
+        # One counter a parameter, since torch raises each; it is set before every step, and so needs no saving.
         self._counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
 
     def step(self, number: int, rate: float, decay: float) -> None:
@@ -52,6 +58,11 @@ class AdamW:
                 state[name].copy_(wide[kind][name])
 
     def _step(self, names: list[str], moments: Mapping[str, State], counters: State, rate: float, decay: float) -> None:
+        for fused in (True, False):
+            if some := [name for name in names if (name in self._fused) is fused]:
+                self._kernel(some, moments, counters, rate, decay, fused=fused)
+
+    def _kernel(self, names: list[str], moments: Mapping[str, State], counters: State, rate: float, decay: float, *, fused: bool) -> None:
         adamw(
             [self._parameters[name] for name in names],
             [gradient(self._parameters[name]) for name in names],
@@ -59,7 +70,8 @@ class AdamW:
             [moments["exp_avg_sq"][name] for name in names],
             [],
             [counters[name] for name in names],
-            fused=True,
+            fused=fused,
+            foreach=False,
             amsgrad=False,
             maximize=False,
             beta1=self._config.beta1,
@@ -83,6 +95,14 @@ class Sgd:
             total = kept.to(parameter.dtype).mul_(self._momentum).add_(gradient(parameter))
             kept.copy_(total)
             parameter.mul_(1 - rate * decay).add_(total, alpha=-rate)
+
+
+def fusible(shape: Sequence[int], device: torch.device) -> bool:
+    """Return whether the fused kernel updates a parameter of `shape` alike however its rows are divided over ranks.
+
+    On a CPU it rounds what is left over after its last whole vector in another way, so parts must be made of whole vectors.
+    """
+    return device.type != "cpu" or (len(shape) > 1 and math.prod(shape[1:]) % _VECTOR == 0)
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
