@@ -24,6 +24,7 @@ BENCHMARKS = (
     Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", commands.generate_many),
     Benchmark("lab-up-4", "four engines up and joined", labs.lab_up),
     Benchmark("first-step", "deploy to the first optimizer step", runs.first_step),
+    Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", runs.doctor),
     Benchmark("services-100", "a hundred services up and down", services.hundred),
     Benchmark("status-100", "status and plan of a run of a hundred services", services.status_and_plan),
     Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.hundred_streams),

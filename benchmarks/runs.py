@@ -1,4 +1,4 @@
-"""A run of three nodes from the command to its first optimizer step, by swarmtrain and by plain Docker from the same file."""
+"""A run of three nodes from the command to its first optimizer step, by swarmtrain and by plain Docker; a doctor's look at four."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from benchmarks.labs import lab
-from benchmarks.measure import BUILD, ROOT, SWARMTRAIN, Row, in_turns, say, until
+from benchmarks.measure import BUILD, ROOT, SWARMTRAIN, Row, in_turns, say, until, wall_seconds
 from swarmtrain import images, process, wire
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import REGISTRY, Lab
@@ -59,6 +59,16 @@ def first_step() -> Iterator[Row]:
     note = "; ".join(f"{whose}, seconds after the command: {_told(found[1:])}" for whose, found in phases.items())
     what = "`swarmtrain deploy examples/quickstart.yml` to the first optimizer step: 3 nodes on one machine, image there"
     yield Row("first-step", what, "s", mine, theirs, "`docker stack deploy` of the file that `generate` writes", limit=25, note=note)
+
+
+def doctor() -> Iterator[Row]:
+    """All that doctor asks and probes, on a lab whose nodes have the image already."""
+    with lab(4) as place:
+        _distribute(place)
+        argv = [*SWARMTRAIN, "doctor", "examples/quickstart.yml", "-o", "runner.nodes=4", *_OPTIONS]
+        [ours] = in_turns(_RUNS, lambda: wall_seconds(argv, env=place.env()))
+    what = "`swarmtrain doctor examples/quickstart.yml`: a probe of 4 nodes on one machine and all their links, image there"
+    yield Row("doctor-4", what, "s", ours, limit=20)
 
 
 def _distribute(place: Lab) -> None:
