@@ -75,6 +75,20 @@ def _anywhere(store: Store, rank: int, size: int, broken: str) -> str:
 
 def _all_reduce(backend: str, store: Store, rank: int, size: int) -> dict[str, float]:
     """Return the seconds to form the group, and those of an all-reduce of 4 MiB (the median of some, after a first)."""
+    import torch.distributed as dist
+
+    over = f"{backend} is over/"
+    try:
+        found = _measured(backend, store, rank, size)
+    finally:
+        store.set(f"{over}{rank}", "")
+    # Who leaves takes along what he has sent and a slow link has not carried yet.
+    store.wait([f"{over}{each}" for each in range(size)])
+    dist.destroy_process_group()
+    return found
+
+
+def _measured(backend: str, store: Store, rank: int, size: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
@@ -89,5 +103,4 @@ def _all_reduce(backend: str, store: Store, rank: int, size: int) -> dict[str, f
         if backend == "nccl":
             torch.cuda.synchronize()
         times.append(time.monotonic() - begun)
-    dist.destroy_process_group()
     return {"formed": formed, "seconds": statistics.median(times), "bytes": float(4 * _NUMBERS)}
