@@ -20,6 +20,7 @@ from reader import Fill, Reader, Shell
 
 from swarmtrain.lab import REGISTRY, Lab
 from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import SwarmLauncher
 
 OWN_MACHINES = page.read("docs/how-to/own-machines.md")
 LEAVE = next(number for number, step in enumerate(OWN_MACHINES) if step.heading == "Leave")
@@ -88,6 +89,15 @@ def swarm(machines: Machines) -> Machines:
     return machines
 
 
+@pytest.fixture
+def cleared(swarm: Machines) -> Iterator[None]:
+    """What a page leaves that fails is taken away, so that the next one does not stumble over it."""
+    yield
+    launcher = SwarmLauncher(swarm.lab.docker_host("node0"))
+    for run in launcher.runs():
+        launcher.down(run, print)
+
+
 def test_own_machines(swarm: Machines) -> None:
     states = {node["Description"]["Hostname"]: node["Status"]["State"] for node in Engine(swarm.lab.docker_host("node0")).get("/nodes")}
     assert states == dict.fromkeys(NODES, "ready")
@@ -109,7 +119,7 @@ def test_own_machines(swarm: Machines) -> None:
         "docs/how-to/air-gapped.md",
     ],
 )
-def test_a_page_on_machines_that_are_set_up(swarm: Machines, name: str) -> None:
+def test_a_page_on_machines_that_are_set_up(swarm: Machines, cleared: None, name: str) -> None:
     swarm.follow(page.read(name))
     left = subprocess.run(
         ["docker", "-H", swarm.lab.docker_host("node0"), "service", "ls", "-q"], check=True, capture_output=True, text=True
