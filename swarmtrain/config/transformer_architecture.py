@@ -24,7 +24,7 @@ class MlpType(StrEnum):
 
 
 class Precision(StrEnum):
-    """Numbers in which matrices are multiplied. Parameters and optimizer state are float32 with bfloat16 too."""
+    """Numbers in which matrices are multiplied. Parameters and optimizer state are float32 with the narrow ones too."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"

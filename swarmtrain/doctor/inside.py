@@ -127,7 +127,7 @@ def _unwritable(seen: Probed, name: str, mount: Facts) -> Finding:
     owner, user, host = mount.get("owner", ""), seen.nodes[name].get("user", ""), seen.place(name).partition(" on ")[2]
     message, why = f"{mount['target']} cannot be written: {mount.get('refused', '')}".rstrip(": "), "all nodes write checkpoints together"
     if not owner or not user or owner == user:
-        return Finding(seen.place(name), message, f"mount {host} shows whether it is mounted to be written", why=why)
+        return Finding(seen.place(name), message, f"mount, on {host}, shows whether it may be written at all", why=why)
     source = next((source for source, target in seen.plan.config.runner.docker_config.docker_mounts if target == mount["target"]), "")
     theirs = f"runner.docker_config.user: {owner}"
     ours = f"chown -R {user} {source}, on {host}"

@@ -3,7 +3,7 @@
 runtime     this rank's surroundings: config, world, device
 data        token files, samples, their order
 model       a decoder-only transformer
-parallel    one mesh; tensor parallel within a replica, data parallel between them
+parallel    one mesh; tensor and pipeline parallel within a replica, data parallel between them
 optim       AdamW, SGD, Muon, groups, schedules, clipping
 loop        train(): steps, held-out losses, checkpoints, leaving when asked
 checkpoint, metrics, guard, checks, replicas      what the loop uses
