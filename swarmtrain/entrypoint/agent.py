@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
 _DEATHS = "torch.distributed.elastic.multiprocessing.api"
-_AS_WE_WISH = ("death signal", "Terminating process")  # what torch warns of, and what we asked it to do
+_ENDS = "torch.multiprocessing.spawn"
+_ENDED_BY_TORCH = "Terminating process"
+_AS_WE_WISH = ("death signal", _ENDED_BY_TORCH)  # what torch warns of, and what we asked it to do
 _FOR_EVER = 1_000_000
 _RENDEZVOUS = {
     "is_host": 0,  # the store is a service of its own; guessed by host name it would be wrong behind a service name
@@ -126,9 +129,9 @@ def _log_plainly(deaths: DeathReporter) -> None:
         logger = logging.getLogger(name)
         logger.handlers[:] = [_Lines()]
         logger.propagate = False
-    logger = logging.getLogger(_DEATHS)
-    logger.handlers[:] = [deaths]
-    logger.propagate = False  # the rank has printed its traceback already
+    for name in (_DEATHS, _ENDS):
+        logging.getLogger(name).addHandler(deaths)
+    logging.getLogger(_DEATHS).propagate = False  # the rank has printed its traceback already
 
 
 class _Lines(logging.StreamHandler[TextIO]):
@@ -154,21 +157,30 @@ class _Lines(logging.StreamHandler[TextIO]):
 class DeathReporter(logging.Handler):
     """Posts the ranks' deaths that torch's agent logs: one killed by a signal cannot say so itself.
 
-    The board drops what the rank had already said better.
+    The board drops what the rank had already said better. Of ranks that are dead by the time that torch looks, it logs but
+    one, often a peer that stumbled over the death of another: so all are posted that had not to be ended by torch.
     """
 
     def __init__(self, node: NodeEnv, logs: Any) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self.node = node
         self.logs = logs
         self.cgroup = own_cgroup()
         self.oom_kills = self.cgroup.oom_kills() if self.cgroup else 0
+        self.ended: set[int] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not str(record.msg).startswith("failed (exitcode") or not isinstance(record.args, tuple):
+        if not isinstance(record.args, tuple):
             return
-        code, local_rank = record.args[0], record.args[1]
-        if not isinstance(code, int) or not isinstance(local_rank, int) or code == EXIT_PLANNED:
+        if str(record.msg).startswith(_ENDED_BY_TORCH) and isinstance(record.args[0], int):
+            self.ended.add(record.args[0])
+        if str(record.msg).startswith("failed (exitcode"):
+            for local_rank, code in _deaths(record, self.ended).items():
+                self._tell(local_rank, code)
+            self.ended.clear()
+
+    def _tell(self, local_rank: int, code: int) -> None:
+        if code in (0, EXIT_PLANNED):
             return
         environ = self.logs.ranks[local_rank]
         facts = {"node": self.node.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": rank.world_key(environ)}
@@ -177,6 +189,19 @@ class DeathReporter(logging.Handler):
             self.oom_kills = self.cgroup.oom_kills()
             cause |= out_of_memory(self.cgroup.memory_limit())
         _post(self.node, Event(FAILURE, {**facts, **cause}))
+
+
+def _deaths(record: logging.LogRecord, ended: Container[int]) -> dict[int, int]:
+    """Return local rank → exit code of the rank that torch logs, and of all others that are dead and not `ended` by it."""
+    found = {}
+    if record.exc_info and record.exc_info[2]:
+        # torch's own account of its processes is not to be had otherwise; without it, there is what it logs.
+        context = getattr(record.exc_info[2].tb_frame.f_locals.get("self"), "_pc", None)
+        found = {number: process.exitcode for number, process in enumerate(getattr(context, "processes", ())) if process.pid not in ended}
+    match record.args:
+        case (int(code), int(local_rank), *_):
+            found[local_rank] = code
+    return {local_rank: code for local_rank, code in found.items() if code is not None}
 
 
 def out_of_memory(limit: int | None) -> dict[str, Any]:

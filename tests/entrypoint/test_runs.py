@@ -10,7 +10,7 @@ from typing import Any
 
 from swarmtrain.wire import EXIT_PLANNED
 
-Gone = Callable[[list[int]], None]
+Gone = Callable[..., None]
 
 
 def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_verdict(small_run: Any) -> None:
@@ -41,16 +41,20 @@ def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_verdic
         assert f"[rank {rank}] atexit ran\n" in small_run.output()
 
 
-def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any) -> None:
+def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any, gone: Gone) -> None:
     small_run.start_board()
     for number in (0, 1):
         small_run.train(number)
     small_run.until("progress")
-    # The first of its node: when two have died by the time that torch looks, it tells of that one.
-    os.kill(small_run.ranks(1)[0], signal.SIGKILL)
+    first, second = small_run.ranks(1)
+    # By the time that torch looks, the other one has died of the lost connection; torch tells of the first that is dead.
+    os.kill(small_run.agent(1), signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    gone([first, second], 30)
+    os.kill(small_run.agent(1), signal.SIGCONT)
     failure = small_run.until("failure", where=lambda event: "signal" in event.data).data
-    assert (failure["node"], failure["local_rank"], failure["signal"]) == ("node1", 0, "SIGKILL")
-    assert failure["rank"] == small_run.events("world")[0].data["ranks"]["node1"][0]
+    assert (failure["node"], failure["local_rank"], failure["signal"]) == ("node1", 1, "SIGKILL")
+    assert failure["rank"] == small_run.events("world")[0].data["ranks"]["node1"][1]
     assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
     assert len(small_run.events("world")) == 2
     assert small_run.events("verdict")[0].data["status"] == "done"

@@ -83,7 +83,7 @@ def test_a_manager_that_is_lost_and_found_costs_no_line_and_no_event(
         watch.until(step_after(watch, "node1", 2))
     assert watch.notes() == []
     wire.cut()
-    time.sleep(6)
+    time.sleep(8)
     wire.heal()
     for node in ("node0", "node1"):
         watch.until(step_after(watch, node, 30))

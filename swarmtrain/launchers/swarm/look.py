@@ -12,7 +12,7 @@ from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.observe import Service, Task
 
 # A manager that does not answer for so many seconds is told of.
-SILENCE = 3.0
+SILENCE = 5.0
 _POLL = 1.0
 
 
