@@ -13,6 +13,8 @@ COPY requirements/image.txt requirements/image.lock build/wheels* /wheels/
 # torch has other files under the same version for each CUDA, so that its version alone is pinned.
 RUN /opt/venv/bin/pip install --no-compile ${PIP_ARGS} ${HASHES} -r /wheels/image.lock \
     && /opt/venv/bin/pip install --no-compile ${PIP_ARGS} -c /wheels/image.txt torch
+# A tenth of the image: torch's tests of its own C++, which nobody runs.
+RUN cd /opt/venv/lib/python3*/site-packages/torch && rm -rf test bin/test_* bin/*Test
 # Compiled once here, by all processors, and not checked against the source at each start; not what is only for tests.
 RUN /opt/venv/bin/python -m compileall -qq -j 0 -x '/tests/|/testing/_internal/' --invalidation-mode unchecked-hash /opt/venv/lib
 
