@@ -206,8 +206,8 @@ def test_a_killed_container_changes_nothing(
 
 
 def test_scaling_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], engine: Engine) -> None:
-    argv = ["deploy", "examples/quickstart.yml", "--name", "scale", *options(image, "scale", "runner.nodes=2", f"trainer.train_iterations={STEPS}")]
-    deploy = swarmtrain(*argv)
+    more = options(image, "scale", "runner.nodes=2", f"trainer.train_iterations={STEPS}")
+    deploy = swarmtrain("deploy", "examples/quickstart.yml", "--name", "scale", *more)
     wait_for_run(launcher, "scale")
     wait_for(launcher, "scale", past_the_middle)
     before = {task["ID"] for task in engine.listing("/tasks", label="com.docker.stack.namespace=scale")}
