@@ -34,9 +34,10 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
         _initialise(self, shape, seed)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.
 
+        `documents` (batch, sequence) has the number of each token's document, where the model is to tell them apart.
         If the head is divided over ranks, the logits are those of this rank's part of the vocabulary.
         """
         hidden = self.embedding(tokens)
