@@ -34,9 +34,9 @@ class ShardedReplicas:
         self._divided = list(model.parameters())
         self._parts = [nn.Parameter(_part(parameter)) for parameter in self._divided]
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
-        loss: Tensor = self._model(tokens, targets)
+        loss: Tensor = self._model(tokens, targets, documents)
         return loss
 
     @property
