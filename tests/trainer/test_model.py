@@ -18,7 +18,7 @@ TOKENS = torch.arange(16).reshape(1, 16)
 
 
 def made(seed: int = 0, **changes: object) -> Transformer:
-    return Transformer(TransformerArchitectureConfig(**{**SHAPE, **changes}), seed)
+    return Transformer(TransformerArchitectureConfig(**{**SHAPE, **changes}), seed).fill()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import dropout, initial, masks
+from swarmtrain.trainer.model import dropout, masks
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.dropout import Dropout
+from swarmtrain.trainer.model.initial import Initial, fill
 from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import feed_forward
 from swarmtrain.trainer.model.norm import norm
@@ -43,26 +44,37 @@ class Around(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """Maps tokens (batch, sequence) to logits (batch, sequence, vocabulary)."""
+    """Maps tokens (batch, sequence) to logits (batch, sequence, vocabulary).
+
+    It is made without values, on torch's device `meta`; `parallelize` gives each rank those of its part, `fill` all of them.
+    """
 
     def __init__(self, shape: TransformerArchitectureConfig, seed: int) -> None:
         super().__init__()
         self.shape = shape
+        self.initial = Initial(shape, seed)
         self.tied = shape.weight_tying
         self.sequence_part = (0, 1)
         """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
         self.place = (0, 0)
         """This rank's first layer and its number among those that share its layers."""
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
         self.rotary = Rotary(shape)
-        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
-        self.norm = norm(shape.hidden_size, shape)
-        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+            self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+            self.norm = norm(shape.hidden_size, shape)
+            self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self.loss: nn.Module = Loss()
         if self.tied:
             self.head.weight = self.embedding.weight
-        initial.fill(self, shape, seed)
+
+    def fill(self, device: torch.device | None = None) -> Transformer:
+        """Give all parameters their values, on `device`, and return this model."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        sizes = {name: parameter.shape for parameter, name in names.items()}
+        fill(self, names, lambda name: self.initial(name, sizes[name]), device or torch.device("cpu"))
+        return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.

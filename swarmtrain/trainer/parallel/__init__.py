@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.trainer.model import initial
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import mesh, pipeline, tensor
 from swarmtrain.trainer.parallel.data import Replicas
@@ -44,28 +47,41 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    piped, exact = layout.pipe_size > 1, config.transformer_architecture.precision is Precision.float32
+    piped, precision = layout.pipe_size > 1, config.transformer_architecture.precision
+    exact = precision is Precision.float32
     tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
     if piped:
         pipeline.cut(model, config, layout)
-    model.to(here.device, torch.float64 if config.transformer_architecture.precision is Precision.float64 else None)
     by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
-    names, by_data = list(tensor.named_parameters(model)), []
-    parameters = list(model.parameters())
+    local = tensor.named_parameters(model)
     if twin:
-        names = [_TIED if name == "head.weight" else name for name in names]
+        local = {_TIED if name == "head.weight" else name: parameter for name, parameter in local.items()}
         by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
-    if piped:
-        ends = dict(zip(names, parameters, strict=True))[_TIED] if tied else None
-        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
-    elif config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:
-        replicas = Replicas(model, layout, here.device, exact=exact)
+    names = {parameter: name for name, parameter in local.items()}
+    by_data: Collection[str] = ()
+
+    def value(name: str) -> Tensor:
+        whole = model.initial(name, shapes[name]).to(torch.float64 if precision is Precision.float64 else torch.float32)
+        how = by_tensor.get(name)
+        return whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank].clone() if isinstance(how, Shard) else whole
+
+    def fill(module: nn.Module) -> None:
+        initial.fill(module, names, value, here.device)
+
+    if config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:
+        fill(model)
+        parameters = list(model.parameters())
+        if piped:
+            ends = dict(zip(local, parameters, strict=True))[_TIED] if tied else None
+            replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
+        else:
+            replicas = Replicas(model, layout, here.device, exact=exact)
     else:
         keep = config.topology.data_parallel_type is DataParallelType.ddp
-        replicas = ShardedReplicas(model, layout, exact=exact, keep=keep)
-        parameters, by_data = replicas.parameters, names
+        replicas = ShardedReplicas(model, layout, fill, exact=exact, keep=keep)
+        parameters, by_data = replicas.parameters, local
     pipe = layout.pipe_group if piped else None
     shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, frozenset(by_data), {_TIED} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
-    return ParallelModel(layout, model, replicas, shards, dict(zip(names, parameters, strict=True)), tuple(shapes), size)
+    return ParallelModel(layout, model, replicas, shards, dict(zip(local, parameters, strict=True)), tuple(shapes), size)

@@ -6,7 +6,7 @@ needs it. In fp32 gradients are kept in fp64 until they are summed (see data.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,14 +21,18 @@ from swarmtrain.trainer.parallel.mesh import Mesh
 class ShardedReplicas:
     """A model of which every rank of the shard dimension keeps a part, as one."""
 
-    def __init__(self, model: Transformer, mesh: Mesh, *, exact: bool, keep: bool) -> None:
-        """`exact`: add gradients in fp64. `keep`: gather parameters once a step and hold them until its end."""
+    def __init__(self, model: Transformer, mesh: Mesh, fill: Callable[[nn.Module], None], *, exact: bool, keep: bool) -> None:
+        """`fill` gives a module's parameters their values: of what is divided later, nothing is there before.
+
+        `exact`: add gradients in fp64. `keep`: gather parameters once a step and hold them until its end.
+        """
         self._model, self._keep = model, keep
         self.passes = max(mesh.shares)
         """Passes that every rank makes in a step, empty ones too: those of the others need its parts."""
         dimensions = ("replica", "shard") if mesh.device_mesh["replica"].size() > 1 else ("shard",)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if exact else None)
         for module in (*model.blocks, model):
+            fill(module)
             fully_shard(module, mesh=mesh.device_mesh[dimensions], mp_policy=policy, reshard_after_forward=False if keep else None)
             _sum(module)
         self._divided = list(model.parameters())
