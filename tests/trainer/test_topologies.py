@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import changed, deviation, held_out, losses, manifest, train
+from worlds import World, changed, deviation, held_out, losses, manifest, train
 
 BATCH = 16
 FSDP = {"data_parallel_type": "fsdp"}
@@ -117,3 +118,16 @@ def collectives(folder: Path, name: str) -> int:
     """Return how many collectives called `name` the traced step has started."""
     events = json.loads((folder / "run" / "profile.json").read_text())["traceEvents"]
     return sum(name in event.get("name", "") and event["name"].startswith("c10d::") for event in events)
+
+
+def test_no_rank_has_the_whole_model_even_while_it_is_drawn(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Two ranks that divide it, and two stages of a pipeline: half of it each, and the block or parameter at hand."""
+    shape = {"hidden_size": 64, "num_layers": 8, "weight_tying": False}
+    whole = 4 * (8 * (4 * 64 * 64 + 2 * 4 * 64 * 64 + 2 * 64) + 2 * 64 * 64 + 64)
+    for name, topology in (("fsdp", {"data_parallel_type": "fsdp"}), ("pipeline", {"pipe_parallel_size": 2})):
+        deep = changed(config, topology=topology, transformer_architecture=shape, trainer={"train_iterations": 0, "save_dir": None})
+        world = World(tmp_path / name, deep, 2, script="weighed")
+        assert world.wait() == [0, 0], world.log()
+        most = [int(found) for found in re.findall(r"most while drawing: (\d+) bytes", world.log())]
+        assert len(most) == 2
+        assert 0.4 * whole < max(most) < 0.75 * whole
