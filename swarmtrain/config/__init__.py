@@ -62,7 +62,7 @@ class Config(Section):
             check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
         if self.topology.sequence_parallel:
             check_multiple("transformer_architecture.sequence_length", shape.sequence_length, "topology.model_parallel_size", tensor)
-        if int(shape.hidden_size * shape.mlp_factor) % tensor:
+        if shape.mlp_width % tensor:
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )

@@ -30,9 +30,18 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "pipe x hsdp": ({**PIPE, **HSDP}, 8, {}, 2),
     "pipe x tensor x fsdp": ({**PIPE, **TENSOR, **FSDP}, 8, {}, 4),
 }
-TIED = {"precision": "float32", "num_layers": 4}
+DROPOUT = {"dropout_embedding": 0.1, "dropout_after_attention": 0.1, "dropout_after_mlp": 0.1}
+DEEP = {"num_layers": 4, **DROPOUT}
+TIED = {"precision": "float32", "attention_bias": True, "mlp_bias": True, "layernorm": {"layernorm_bias": True}, **DEEP}
 UNTIED = {
-    "num_layers": 4,
+    **DEEP,
+    "attention_bias": True,
+    "key_query_norm": True,
+    "num_local_attention_heads": 2,
+    "local_attention_window_size": 5,
+    "rotary_percentage": 0.5,
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
     "weight_tying": False,
     "mlp_type": "swiglu",
     "norm_type": "rms",

@@ -43,9 +43,9 @@ class Replicas:
         torch.autograd.backward(self(nothing, torch.full_like(nothing, IGNORE)))
         self._ddp.zero_grad()
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
-        loss: Tensor = self._ddp(tokens, targets)
+        loss: Tensor = self._ddp(tokens, targets, documents)
         return loss
 
     @contextmanager

@@ -26,6 +26,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.pipeline import cuts, on_schedule
 from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.model.transformer import IGNORE, Transformer
 from swarmtrain.trainer.parallel import recompute
 from swarmtrain.trainer.parallel.mesh import Mesh
@@ -76,29 +77,30 @@ class Pipeline:
         """What this rank keeps of each parameter, in the order of the model's."""
         return self._state.parameters
 
-    def step(self, inputs: Tensor, targets: Tensor, scaled: Scaled, around: Around) -> Tensor:
-        """Make the forward and backward passes of the samples `inputs`, `targets`: this replica's in one step.
+    def step(self, rows: Rows, scaled: Scaled, around: Around) -> Tensor:
+        """Make the forward and backward passes of `rows`: this replica's in one step.
 
         Return their summed loss in fp64, zero on a rank without the last stage. Every rank then has the gradient of the
         sum over all replicas, `scaled`.
         """
-        loss = self._run(self._schedule.step, inputs, targets, scaled, around)
+        loss = self._run(self._schedule.step, rows, scaled, around)
         self._state.take_gradients()
         if self._tied is not None and self._tied.grad is not None:
             self._tied.grad = _with_twin(self._tied.grad, self._mesh)
         return loss
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, around: Around) -> Tensor:
-        """Return the summed loss of the samples in fp64, zero on a rank without the last stage."""
-        return self._run(self._schedule.eval, inputs, targets, _unscaled, around)
+    def evaluate(self, rows: Rows, around: Around) -> Tensor:
+        """Return the summed loss of `rows` in fp64, zero on a rank without the last stage."""
+        return self._run(self._schedule.eval, rows, _unscaled, around)
 
-    def _run(self, run: Callable[..., object], inputs: Tensor, targets: Tensor, scaled: Scaled, around: Around) -> Tensor:
+    def _run(self, run: Callable[..., object], rows: Rows, scaled: Scaled, around: Around) -> Tensor:
         self._scaled, self._losses = scaled, []
         for stage in self._stages:
             stage.around = around
-        given = (self._filled(inputs, 0),) if self._stages[0].is_first else ()
-        wanted = self._filled(targets, IGNORE)
-        named = {"target": wanted, "targets": wanted} if self._stages[-1].is_last else {}
+        given = (self._filled(rows.inputs, 0),) if self._stages[0].is_first else ()
+        named = {} if rows.documents is None else {"documents": self._filled(rows.documents, 0)}
+        if self._stages[-1].is_last:
+            named["target"] = named["targets"] = self._filled(rows.targets, IGNORE)
         try:
             run(*given, return_outputs=False, **named)
         except RuntimeError as error:  # torch tells of the stage and its arguments; what happened is the cause
@@ -127,7 +129,11 @@ class _Stage(PipelineStage):
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
         with self.around(fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else None, save_forward_output)
+            return super().forward_one_chunk(fwd_chunk_id, args, self._own(kwargs or {}), save_forward_output)
+
+    def _own(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Of a rank's several stages only the last one has a loss to make."""
+        return {name: value for name, value in named.items() if self.is_last or name != "targets"}
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
         super().backward_one_chunk(*args, **options)
@@ -198,11 +204,12 @@ def _keep(model: Transformer, layers: Collection[int]) -> None:
     """Leave in `model` only `layers`, with the embedding before the first of all and the head after the last."""
     first, last = 0 in layers, len(model.blocks) - 1 in layers
     absent = [f"blocks.{layer}" for layer in range(len(model.blocks)) if layer not in layers]
-    absent += [] if first else ["embedding"]
+    absent += [] if first else ["embedding", "embedding_dropout"]
     absent += [] if last else ["norm", "head"]
     for name in absent:
         model.set_submodule(name, _Elsewhere())
     model.tied = model.tied and first and last
+    model.place = min(layers), model.place[1]
 
 
 def _view(model: Transformer, layers: Collection[int]) -> Transformer:

@@ -6,6 +6,7 @@ forward method and not around the module: so names stay what they are, and the h
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from functools import partial, wraps
 from typing import Any
 
@@ -52,20 +53,23 @@ def layers(model: Transformer, kind: ActivationCheckpointing) -> None:
 
 def stage(part: Transformer, kind: ActivationCheckpointing) -> None:
     """Let `part`, a stage of a pipeline, keep only what goes in, if `kind` says so."""
-    if kind is ActivationCheckpointing.every_pipe_stage:
-        # To the end, also where all that is needed is there before: what fully_shard does after a block must be done.
-        _wrap(part, noop_context_fn, stop_early=False)
-
-
-def _wrap(module: nn.Module, contexts: Any, *, stop_early: bool = True) -> None:
-    passes = module.forward
+    if kind is not ActivationCheckpointing.every_pipe_stage:
+        return
+    passes = part.forward
 
     @wraps(passes)
     def forward(*args: Any, **options: Any) -> Any:
-        with set_checkpoint_early_stop(stop_early):
-            return checkpoint(passes, *args, use_reentrant=False, context_fn=contexts, **options)
+        # The backward pass may come when what was set for the micro batch is no longer, or in a thread that never knew.
+        around = copy_context()
+        # To the end, also where all that is needed is there before: what fully_shard does after a block must be done.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(partial(around.run, passes), *args, use_reentrant=False, **options)
 
-    module.forward = forward
+    part.forward = forward
+
+
+def _wrap(module: nn.Module, contexts: Any) -> None:
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:

@@ -54,9 +54,9 @@ class ShardedReplicas:
         """Passes that every rank makes in a step, empty ones too: those of the others need its parts."""
         self._divided = Divided(model, [model], mesh, exact=exact, hold=keep)
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
-        loss: Tensor = self._model(tokens, targets)
+        loss: Tensor = self._model(tokens, targets, documents)
         return loss
 
     @property
