@@ -20,7 +20,7 @@ from swarmtrain.config.optimizer import OptimizerConfig
 from swarmtrain.config.pipeline import cuts
 from swarmtrain.config.profiler import ProfilerConfig
 from swarmtrain.config.runner import RunnerConfig
-from swarmtrain.config.topology import DataParallelType, TopologyConfig
+from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.config.trainer import TrainerConfig
 from swarmtrain.config.training_groups import TrainingGroupConfig
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
@@ -67,9 +67,6 @@ class Config(Section):
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )
         cuts(self.topology, shape)
-        if self.topology.pipeline > 1 and (self.optimizer.zero or self.topology.data_parallel_type is not DataParallelType.ddp):
-            kind = "optimizer.zero" if self.optimizer.zero else self.topology.data_parallel_type
-            raise wrong("topology.pipe_parallel_size", f"a pipeline whose replicas divide its state ({kind}) is not built yet", "use ddp")
         return self
 
     def to_json(self) -> str:

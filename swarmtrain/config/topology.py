@@ -28,6 +28,15 @@ class DataParallelType(StrEnum):
     hsdp = "hsdp"
 
 
+class ActivationCheckpointing(StrEnum):
+    """What a forward pass leaves out, for the backward pass to compute again."""
+
+    disabled = "disabled"
+    selective = "selective"
+    every_layer = "every_layer"
+    every_pipe_stage = "every_pipe_stage"
+
+
 class TopologyConfig(Section):
     """Sizes of the parallel groups and of the batch. Any three of the first four give the fourth, any two of the last three the third."""
 
@@ -51,6 +60,10 @@ class TopologyConfig(Section):
         None, description="First layer of each stage, beginning with 0. null: as pipe_partition_method says."
     )
     pipe_stages_per_rank: int = Field(1, ge=1, description="Stages on each rank of a pipeline. Over 1: interleaved 1F1B.")
+    activation_checkpointing_type: ActivationCheckpointing = Field(
+        ActivationCheckpointing.disabled,
+        description="What is computed again in the backward pass. selective: all but matrix products. every_layer, every_pipe_stage: all.",
+    )
 
     @model_validator(mode="after")
     def _derive(self) -> TopologyConfig:
@@ -152,6 +165,10 @@ def _check_pipeline(topology: TopologyConfig) -> None:
     if topology.pipe_stages_per_rank == 1 and count < ranks:
         hint = f"{ranks * topology.micro_batch} would fit, or a smaller micro_batch_size"
         raise wrong("global_batch_size", f"{count} micro batches a step are fewer than pipe_parallel_size {ranks}", hint)
+    if topology.activation_checkpointing_type is ActivationCheckpointing.every_pipe_stage and ranks == 1:
+        raise wrong(
+            "activation_checkpointing_type", "every_pipe_stage needs a pipe_parallel_size over 1", "every_layer saves memory without"
+        )
     if topology.pipe_stages_per_rank > 1 and ranks == 1:
         raise wrong("pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1", "1 is for no pipeline")
     if topology.pipe_stages_per_rank > 1 and count % ranks:

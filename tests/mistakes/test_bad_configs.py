@@ -146,6 +146,7 @@ def test_pipeline(answer: Answer) -> None:
         "{pipe_parallel_size: 2, pipe_partition_overwrite: [0, 1, 3], global_batch_size: 8, micro_batch_size: 1}",
         "{pipe_parallel_size: 4, global_batch_size: 8, micro_batch_size: 4}",
         "{pipe_parallel_size: 2, pipe_stages_per_rank: 2, global_batch_size: 3, micro_batch_size: 1}",
+        "{activation_checkpointing_type: every_pipe_stage, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml")

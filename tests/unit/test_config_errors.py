@@ -149,8 +149,8 @@ def test_overrides_are_reported_like_the_rest() -> None:
             "topology.pipe_partition_overwrite: begins a stage with layer 4: the last of 4 is 3",
         ),
         (
-            {"pipe_parallel_size": 2, "data_parallel_type": "fsdp", "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_parallel_size: a pipeline whose replicas divide its state (fsdp) is not built yet",
+            {"activation_checkpointing_type": "every_pipe_stage", "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.activation_checkpointing_type: every_pipe_stage needs a pipe_parallel_size over 1",
         ),
         (
             {"world_size": 6, "pipe_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},

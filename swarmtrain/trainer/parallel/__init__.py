@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model import initial
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import mesh, pipeline, tensor
+from swarmtrain.trainer.parallel import mesh, pipeline, recompute, tensor
 from swarmtrain.trainer.parallel.data import Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
@@ -54,34 +54,34 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     if piped:
         pipeline.cut(model, config, layout)
     by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
+    recompute.layers(model, config.topology.activation_checkpointing_type)
     local = tensor.named_parameters(model)
     if twin:
         local = {_TIED if name == "head.weight" else name: parameter for name, parameter in local.items()}
         by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
-    names = {parameter: name for name, parameter in local.items()}
-    by_data: Collection[str] = ()
+    names = list(local)
 
     def value(name: str) -> Tensor:
         whole = model.initial(name, shapes[name]).to(torch.float64 if precision is Precision.float64 else torch.float32)
         how = by_tensor.get(name)
         return whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank].clone() if isinstance(how, Shard) else whole
 
-    def fill(module: nn.Module) -> None:
-        initial.fill(module, names, value, here.device)
-
-    if config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:
+    fill = partial(initial.fill, names={parameter: name for name, parameter in local.items()}, value=value, device=here.device)
+    copies = config.topology.data_parallel_type is DataParallelType.ddp
+    divided = config.optimizer.zero or not copies
+    if not divided:
         fill(model)
-        parameters = list(model.parameters())
-        if piped:
-            ends = dict(zip(local, parameters, strict=True))[_TIED] if tied else None
-            replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
-        else:
-            replicas = Replicas(model, layout, here.device, exact=exact)
+    if piped:
+        place = names.index(_TIED) if tied else None
+        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(
+            model, config, layout, here.device, divided=fill if divided else None, tied=place
+        )
+    elif divided:
+        replicas = ShardedReplicas(model, layout, fill, exact=exact, keep=copies)
     else:
-        keep = config.topology.data_parallel_type is DataParallelType.ddp
-        replicas = ShardedReplicas(model, layout, fill, exact=exact, keep=keep)
-        parameters, by_data = replicas.parameters, local
+        replicas = Replicas(model, layout, here.device, exact=exact)
+    by_data = frozenset(names if divided else ())
     pipe = layout.pipe_group if piped else None
-    shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, frozenset(by_data), {_TIED} if twin else (), pipe)
+    shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
-    return ParallelModel(layout, model, replicas, shards, dict(zip(local, parameters, strict=True)), tuple(shapes), size)
+    return ParallelModel(layout, model, replicas, shards, dict(zip(names, replicas.parameters, strict=True)), tuple(shapes), size)

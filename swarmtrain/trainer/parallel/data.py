@@ -30,7 +30,8 @@ class Replicas:
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, exact: bool) -> None:
         """`exact`: add gradients in fp64."""
-        self._model, self._exact = model, exact
+        self._exact = exact
+        self.parameters = list(model.parameters())
         self._aside: dict[Tensor, Tensor] = {}
         self._group = mesh.data_group
         self._ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, gradient_as_bucket_view=True)
@@ -59,7 +60,7 @@ class Replicas:
             self._set_aside()
 
     def _set_aside(self) -> None:
-        for parameter in self._model.parameters():
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 gradient = parameter.grad.reshape(-1)
                 if parameter in self._aside:

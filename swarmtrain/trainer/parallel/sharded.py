@@ -6,7 +6,7 @@ needs it. In fp32 gradients are kept in fp64 until they are summed (see data.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,26 +17,47 @@ from torch.distributed.tensor import DTensor
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
 
+Fill = Callable[[nn.Module], None]
+"""Gives a module's parameters their values."""
+
+
+class Divided:
+    """What this rank keeps of a model of which every rank of the shard dimension keeps a part: plain tensors."""
+
+    def __init__(self, model: Transformer, stages: Sequence[Transformer], mesh: Mesh, fill: Fill, *, exact: bool, hold: bool) -> None:
+        """Divide `model`, in place. `stages` are what passes are made of: the model itself, or views that show parts of it.
+
+        It has no values yet: a block gets its own with `fill` when it is about to be divided, and is never there whole with another.
+        `exact`: add gradients in fp64. `hold`: what a forward pass has gathered stays until a backward pass that says otherwise.
+        """
+        dimensions = ("replica", "shard") if mesh.device_mesh["replica"].size() > 1 else ("shard",)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if exact else None)
+        for stage in stages:
+            blocks = [block for block in stage.blocks if next(block.parameters(), None) is not None]
+            for module in (*blocks, stage):
+                fill(module)
+                fully_shard(module, mesh=mesh.device_mesh[dimensions], mp_policy=policy, reshard_after_forward=False if hold else None)
+                _sum(module)
+        self._divided = list(model.parameters())
+        self.parameters = [nn.Parameter(_part(parameter)) for parameter in self._divided]
+        """This rank's parts, in the order of the model's parameters."""
+
+    def take_gradients(self) -> None:
+        """Hand the gradients that fully_shard has summed to the parts."""
+        for parameter, part in zip(self._divided, self.parameters, strict=True):
+            part.grad = None if parameter.grad is None else _part(parameter.grad)
+            parameter.grad = None
+
 
 class ShardedReplicas:
     """A model of which every rank of the shard dimension keeps a part, as one."""
 
-    def __init__(self, model: Transformer, mesh: Mesh, fill: Callable[[nn.Module], None], *, exact: bool, keep: bool) -> None:
-        """`fill` gives a module's parameters their values: of what is divided later, nothing is there before.
-
-        `exact`: add gradients in fp64. `keep`: gather parameters once a step and hold them until its end.
-        """
+    def __init__(self, model: Transformer, mesh: Mesh, fill: Fill, *, exact: bool, keep: bool) -> None:
+        """`exact`: add gradients in fp64. `keep`: gather parameters once a step and hold them until its end."""
         self._model, self._keep = model, keep
         self.passes = max(mesh.shares)
         """Passes that every rank makes in a step, empty ones too: those of the others need its parts."""
-        dimensions = ("replica", "shard") if mesh.device_mesh["replica"].size() > 1 else ("shard",)
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if exact else None)
-        for module in (*model.blocks, model):
-            fill(module)
-            fully_shard(module, mesh=mesh.device_mesh[dimensions], mp_policy=policy, reshard_after_forward=False if keep else None)
-            _sum(module)
-        self._divided = list(model.parameters())
-        self._parts = [nn.Parameter(_part(parameter)) for parameter in self._divided]
+        self._divided = Divided(model, [model], mesh, fill, exact=exact, hold=keep)
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
@@ -46,7 +67,7 @@ class ShardedReplicas:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parts as plain tensors, in the order of the model's parameters."""
-        return self._parts
+        return self._divided.parameters
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -57,9 +78,7 @@ class ShardedReplicas:
             model.set_reshard_after_backward(last)
         yield
         if last:
-            for parameter, part in zip(self._divided, self._parts, strict=True):
-                part.grad = None if parameter.grad is None else _part(parameter.grad)
-                parameter.grad = None
+            self._divided.take_gradients()
 
 
 def _part(divided: Tensor) -> Tensor:
