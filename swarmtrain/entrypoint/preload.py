@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 from swarmtrain.process import die_with_parent_now
+from swarmtrain.wire import NodeEnv
 
 die_with_parent_now()
 
@@ -26,6 +29,17 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 sys.excepthook = _tell
 
-for _module in ("torch", "torch.distributed", "swarmtrain.entrypoint.rank", "swarmtrain.trainer"):
+
+def _modules() -> tuple[str, ...]:
+    """The trainer takes longer to import than torch: a script that does not know it is not made to wait."""
+    always = "torch", "torch.distributed", "swarmtrain.entrypoint.rank"
+    try:
+        known = b"swarmtrain" in Path(NodeEnv.from_env(os.environ).script).read_bytes()
+    except OSError:
+        known = False  # the rank says what is wrong with it
+    return (*always, "swarmtrain.trainer") if known else always
+
+
+for _module in _modules():
     with contextlib.suppress(ImportError):  # the rank that needs it will say so, with the user's own traceback
         importlib.import_module(_module)
