@@ -42,7 +42,7 @@ class Made(TorchDispatchMode):
 
 def passes(kind: ActivationCheckpointing) -> tuple[list[Tensor], int]:
     """Return the loss, all gradients and a random number drawn after them, and the bytes that the forward pass has left behind."""
-    model = Transformer(SHAPE, seed=1)
+    model = Transformer(SHAPE, seed=1).fill()
     for block in model.blocks:
         block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.5))
     recompute.layers(model, kind)

@@ -19,7 +19,8 @@ _DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class Initial:
-    """What the parameters of a model of this shape begin with: matrices with noise, norms with one, biases with zero."""
+    """What the parameters of a model of this shape begin with: matrices with noise, of deviation one with u-muP,
+    norms with one, biases with zero."""
 
     shape: TransformerArchitectureConfig
     seed: int
@@ -29,6 +30,8 @@ class Initial:
         if len(size) < 2:
             return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
         generator = torch.Generator().manual_seed(derived_seed(self.seed, name))
+        if self.shape.umup.enable:
+            return torch.empty(size).normal_(generator=generator)
         into_stream = name.endswith(("attention.output.weight", "mlp.down.weight"))
         # Each block adds twice to the residual stream; scaled so, its variance does not grow with depth (GPT-2).
         deviation = _DEVIATION / (2 * self.shape.num_layers) ** 0.5 if into_stream else _DEVIATION
