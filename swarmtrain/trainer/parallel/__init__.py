@@ -56,17 +56,16 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     if twin:
         names = [_TIED if name == "head.weight" else name for name in names]
         by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
-    copies = config.topology.data_parallel_type is DataParallelType.ddp
-    divided = config.optimizer.zero or not copies
+    divided = config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
     if piped:
         place = names.index(_TIED) if tied else None
         replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, divided=divided, tied=place)
     elif divided:
-        replicas = ShardedReplicas(model, layout, exact=exact, keep=copies)
+        replicas = ShardedReplicas(model, config, layout)
     else:
         replicas = Replicas(model, layout, here.device, exact=exact)
     by_data = frozenset(names if divided else ())
     pipe = layout.pipe_group if piped else None
-    shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
+    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
     return ParallelModel(layout, model, replicas, shards, dict(zip(names, replicas.parameters, strict=True)), tuple(shapes), size)
