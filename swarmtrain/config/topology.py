@@ -49,6 +49,12 @@ class TopologyConfig(Section):
         DataParallelType.ddp, description="ddp: each replica keeps all. fsdp: they divide it. hsdp: groups of data_parallel_shard_size do."
     )
     data_parallel_shard_size: int | None = Field(None, ge=1, description="Ranks that divide the model among them; for hsdp only.")
+    cpu_offload: bool = Field(
+        False, description="Keep parts of parameters and optimizer state in the node's memory, and step there. For fsdp and hsdp only."
+    )
+    reduce_every_micro_batch: bool = Field(
+        False, description="Divide gradients after each micro batch, not once a step: less memory, more traffic. For fsdp and hsdp only."
+    )
     global_batch_size: int | None = Field(None, ge=1, description="Samples in one optimizer step, at every world size.")
     micro_batch_size: int | None = Field(None, ge=1, description="Samples in one forward pass on one rank.")
     gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches a replica adds up per step.")
@@ -75,6 +81,7 @@ class TopologyConfig(Section):
             object.__setattr__(self, name, value)
         _check_shards(self.data_parallel_type, self.data_parallel_shard_size, self.data_parallel_size)
         _check_pipeline(self)
+        _check_parts(self)
         return self
 
     @property
@@ -183,6 +190,17 @@ def _check_shards(kind: DataParallelType, shard: int | None, data: int | None) -
         raise wrong("data_parallel_shard_size", f"is for hsdp, and data_parallel_type is {kind}")
     if shard and data:
         check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
+
+
+def _check_parts(topology: TopologyConfig) -> None:
+    """Refuse what is for parts of a state where there are none."""
+    copies = topology.data_parallel_type is DataParallelType.ddp
+    for name in ("cpu_offload", "reduce_every_micro_batch"):
+        if copies and getattr(topology, name):
+            raise wrong(name, "is for fsdp and hsdp, and data_parallel_type is ddp", "data_parallel_type: fsdp divides what ddp copies")
+    if topology.reduce_every_micro_batch and topology.pipeline > 1:
+        reason = "is not for a pipeline, which sums gradients once a step"
+        raise wrong("reduce_every_micro_batch", reason, "leave it out, or pipe_parallel_size")
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:

@@ -104,6 +104,7 @@ def test_parallel_sizes(answer: Answer) -> None:
         "{world_size: 6, model_parallel_size: 2, data_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
         "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
         "{data_parallel_type: hsdp, global_batch_size: 8, micro_batch_size: 1}",
+        "{cpu_offload: true, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
@@ -149,6 +150,7 @@ def test_pipeline(answer: Answer) -> None:
         "{pipe_parallel_size: 4, global_batch_size: 8, micro_batch_size: 4}",
         "{pipe_parallel_size: 2, pipe_stages_per_rank: 2, global_batch_size: 3, micro_batch_size: 1}",
         "{activation_checkpointing_type: every_pipe_stage, global_batch_size: 8, micro_batch_size: 1}",
+        "{pipe_parallel_size: 2, data_parallel_type: fsdp, reduce_every_micro_batch: true, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml")

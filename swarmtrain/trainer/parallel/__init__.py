@@ -67,8 +67,7 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
         return whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank].clone() if isinstance(how, Shard) else whole
 
     fill = partial(initial.fill, names={parameter: name for name, parameter in local.items()}, value=value, device=here.device)
-    copies = config.topology.data_parallel_type is DataParallelType.ddp
-    divided = config.optimizer.zero or not copies
+    divided = config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
     if not divided:
         fill(model)
     if piped:
@@ -77,11 +76,11 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
             model, config, layout, here.device, divided=fill if divided else None, tied=place
         )
     elif divided:
-        replicas = ShardedReplicas(model, layout, fill, exact=exact, keep=copies)
+        replicas = ShardedReplicas(model, config, layout, fill)
     else:
         replicas = Replicas(model, layout, here.device, exact=exact)
     by_data = frozenset(names if divided else ())
     pipe = layout.pipe_group if piped else None
-    shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
+    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
     return ParallelModel(layout, model, replicas, shards, dict(zip(names, replicas.parameters, strict=True)), tuple(shapes), size)

@@ -20,6 +20,8 @@ class Mesh:
     """
 
     device_mesh: DeviceMesh
+    state_mesh: DeviceMesh
+    """The same, of the devices where parameters and optimizer state are kept."""
     pipe_rank: int
     pipe_size: int
     data_rank: int
@@ -57,7 +59,8 @@ class Mesh:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups in use."""
-        return dist.distributed_c10d._get_default_group(), self.data_group, *self.device_mesh.get_all_groups()
+        meshes = {id(mesh): mesh for mesh in (self.device_mesh, self.state_mesh)}.values()
+        return dist.distributed_c10d._get_default_group(), self.data_group, *(group for mesh in meshes for group in mesh.get_all_groups())
 
 
 def build(here: Runtime) -> Mesh:
@@ -70,7 +73,10 @@ def build(here: Runtime) -> Mesh:
     shard = topology.shard_size(len(shares), zero=here.config.optimizer.zero)
     # Tensor comes first, since what it has divided is divided again over shard: DTensor reads dimensions in that order.
     ranks = torch.arange(here.size).view(topology.pipeline, len(shares) // shard, shard, topology.tensor).permute(0, 3, 1, 2)
-    device_mesh = DeviceMesh(here.device.type, ranks, mesh_dim_names=("pipe", "tensor", "replica", "shard"))
+    names = "pipe", "tensor", "replica", "shard"
+    device_mesh = DeviceMesh(here.device.type, ranks, mesh_dim_names=names)
+    elsewhere = topology.cpu_offload and here.device.type != "cpu"
+    state_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names) if elsewhere else device_mesh
     data = device_mesh["replica", "shard"]._flatten("data")
     pipe, tensor = (device_mesh.get_local_rank(name) for name in ("pipe", "tensor"))
-    return Mesh(device_mesh, pipe, topology.pipeline, data.get_local_rank(), data.size(), tensor, topology.tensor, shares)
+    return Mesh(device_mesh, state_mesh, pipe, topology.pipeline, data.get_local_rank(), data.size(), tensor, topology.tensor, shares)

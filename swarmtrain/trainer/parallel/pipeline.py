@@ -61,9 +61,7 @@ class Pipeline:
         self._rows = count * topology.micro_batch, shape.sequence_length
         places = list(enumerate(cuts(topology, shape)))[mesh.pipe_rank :: mesh.pipe_size]
         views = [_view(model, layers) for _, layers in places]
-        self._state = (
-            Divided(model, views, mesh, divided, exact=exact, hold=True) if divided else _Copies(model, mesh, exact=exact, tied=tied)
-        )
+        self._state = Divided(model, views, config, mesh, divided, hold=True) if divided else _Copies(model, mesh, exact=exact, tied=tied)
         self._tied = self._state.parameters[tied] if divided and tied is not None else None
         for view in views:
             recompute.stage(view, topology.activation_checkpointing_type)

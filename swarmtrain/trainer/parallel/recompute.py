@@ -63,9 +63,9 @@ def stage(part: Transformer, kind: ActivationCheckpointing) -> None:
         around = copy_context()
         # To the end, also where all that is needed is there before: what fully_shard does after a block must be done.
         with set_checkpoint_early_stop(False):
-            return checkpoint(partial(around.run, passes), *args, use_reentrant=False, **options)
+            return checkpoint(lambda *given, **named: around.run(passes, *given, **named), *args, use_reentrant=False, **options)
 
-    part.forward = forward
+    part.forward = forward  # type: ignore[method-assign]  # what it computes, with the hooks around it left as they are
 
 
 def _wrap(module: nn.Module, contexts: Any) -> None:
