@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from swarmtrain.config.base import Section
+from swarmtrain.config.base import Patterns, Section
 
 
 class Deterministic(StrEnum):
@@ -28,13 +28,13 @@ class TrainerConfig(Section):
     load_dir: Path | None = Field(None, description="Directory to start from if save_dir has no checkpoint yet.")
     load_optimizer_states: bool = Field(True, description="Take the optimizer's state from load_dir too. false: parameters alone.")
     load_context: bool = Field(True, description="Take step and place in the data from load_dir too. false: begin at step 0.")
-    ignore_keys_in_checkpoint: tuple[str, ...] = Field(
+    ignore_keys_in_checkpoint: Patterns = Field(
         (), description="Regular expressions searched in parameter names: what they match is not taken from load_dir."
     )
-    allowed_missing_keys_in_checkpoint: tuple[str, ...] = Field(
+    allowed_missing_keys_in_checkpoint: Patterns = Field(
         (), description="Regular expressions: parameters that load_dir may lack. They begin as in a new run."
     )
-    allowed_unexpected_keys_in_checkpoint: tuple[str, ...] = Field(
+    allowed_unexpected_keys_in_checkpoint: Patterns = Field(
         (), description="Regular expressions: parameters that load_dir may have and the model has not."
     )
     eval_interval: int | None = Field(
@@ -56,8 +56,3 @@ class TrainerConfig(Section):
         "require: nothing else.",
     )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")
-
-    @field_validator("ignore_keys_in_checkpoint", "allowed_missing_keys_in_checkpoint", "allowed_unexpected_keys_in_checkpoint")
-    @classmethod
-    def _patterns_compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(pattern, patterns))
