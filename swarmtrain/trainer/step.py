@@ -18,13 +18,14 @@ from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import StopFlag
+from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer, Update
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.data import Replicas
 from swarmtrain.trainer.parallel.pipeline import Pipeline, Scaled
 from swarmtrain.trainer.parallel.sharded import ShardedReplicas
-from swarmtrain.trainer.runtime import Runtime, seed
+from swarmtrain.trainer.runtime import Runtime, derived_seed, seed
 
 _NARROW = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 Dealt = Sequence[tuple[int, Ids]]
@@ -86,7 +87,9 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
     count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
     for position in range(0, count, topology.global_batch):
         batch = data.batch(position, topology.global_batch)
+        model.local.eval()
         summed = _held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
+        model.local.train()
         sums, asked = _exchange(model, [float(summed)], stop)
         if asked:
             return None
@@ -158,7 +161,7 @@ def _loss(here: Runtime, model: Replicas | ShardedReplicas | Transformer, data: 
 def _micro_batch(here: Runtime, number: int, micro: int) -> Iterator[None]:
     """The forward pass of micro batch `micro` of step `number` goes in the body."""
     seed(here.config.trainer.seed, number, micro)
-    with _autocast(here):
+    with _autocast(here), dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch):
         yield
 
 

@@ -114,6 +114,30 @@ def test_parallel_sizes(answer: Answer) -> None:
     answer("swarmtrain plan config.yml", hint=False)
 
 
+def test_bad_shapes(answer: Answer) -> None:
+    """Shapes that no model has
+
+    Heads share keys, rotate and look back in ways that must fit each other, and the ranks that divide them.
+    """
+    for shape in (
+        "{num_attention_heads: 8, attention_num_kv_heads: 2, num_local_attention_heads: 6, local_attention_window_size: 64}",
+        "{num_local_attention_heads: 2}",
+        "{local_attention_window_size: 64}",
+        "{num_local_attention_heads: 8, local_attention_window_size: 64}",
+        "{rotary_percentage: 0.3}",
+        "{norm_type: rms, layernorm: {layernorm_bias: true}}",
+        "{umup: {enable: true}}",
+        "{weight_tying: false, umup: {enable: true}}",
+    ):
+        answer.config(f"transformer_architecture: {shape}")
+        answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        topology: {model_parallel_size: 4, global_batch_size: 8, micro_batch_size: 1}
+        transformer_architecture: {num_attention_heads: 8, attention_num_kv_heads: 2}
+        """)
+    answer("swarmtrain plan config.yml")
+
+
 def test_pipeline(answer: Answer) -> None:
     """A pipeline that cannot be
 

@@ -24,8 +24,17 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "zero": ({}, 2, {"zero": True}, 2),
     "hsdp": (HSDP, 4, {}, 2),
 }
-TIED = {"precision": "float32"}
+DROPOUT = {"dropout_embedding": 0.1, "dropout_after_attention": 0.1, "dropout_after_mlp": 0.1}
+TIED = {"precision": "float32", "attention_bias": True, "mlp_bias": True, "layernorm": {"layernorm_bias": True}, **DROPOUT}
 UNTIED = {
+    **DROPOUT,
+    "attention_bias": True,
+    "key_query_norm": True,
+    "num_local_attention_heads": 2,
+    "local_attention_window_size": 5,
+    "rotary_percentage": 0.5,
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
     "weight_tying": False,
     "mlp_type": "swiglu",
     "norm_type": "rms",

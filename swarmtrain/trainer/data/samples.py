@@ -78,7 +78,7 @@ class Samples:
                 "names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files"
             )
         self.sequence_length, self.vocab_size, self.seed = shape.sequence_length, shape.vocab_size, seed
-        self._numbered = getattr(shape, "reset_attention_mask", False) or getattr(shape, "reset_position_ids", False)
+        self._numbered = shape.tells_documents_apart
         self.maps = [MemoryMap(prefix).part(*part) for prefix in prefixes]
         self._cuts: list[Cut] = [_KINDS[packing](file, self.sequence_length) for file in self.maps]
         for file, cut in zip(self.maps, self._cuts, strict=True):

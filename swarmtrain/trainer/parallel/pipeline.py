@@ -188,11 +188,12 @@ def _keep(model: Transformer, layers: Collection[int]) -> None:
     """Leave in `model` only `layers`, with the embedding before the first of all and the head after the last."""
     first, last = 0 in layers, len(model.blocks) - 1 in layers
     absent = [f"blocks.{layer}" for layer in range(len(model.blocks)) if layer not in layers]
-    absent += [] if first else ["embedding"]
+    absent += [] if first else ["embedding", "embedding_dropout"]
     absent += [] if last else ["norm", "head"]
     for name in absent:
         model.set_submodule(name, _Elsewhere())
     model.tied = model.tied and first and last
+    model.place = min(layers), model.place[1]
 
 
 def _view(model: Transformer, layers: Collection[int]) -> Transformer:

@@ -1,0 +1,58 @@
+"""Feed-forward blocks: two matrices with a GELU between them, or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarmtrain.config.transformer_architecture import MlpType, TransformerArchitectureConfig
+from swarmtrain.trainer.model import umup
+
+
+def feed_forward(shape: TransformerArchitectureConfig) -> nn.Module:
+    """Return the feed-forward block that `shape` says."""
+    return SwiGlu(shape) if shape.mlp_type is MlpType.swiglu else Mlp(shape)
+
+
+class Mlp(nn.Module):
+    """Two matrices with a GELU between them."""
+
+    def __init__(self, shape: TransformerArchitectureConfig) -> None:
+        super().__init__()
+        self.act_mult = shape.umup.act_mult if shape.umup.enable else None
+        self.up = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
+        self.down = umup.linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        up = self.up(hidden)
+        between = functional.gelu(up) if self.act_mult is None else _unit_gelu(up, self.act_mult)
+        projected: Tensor = self.down(between)
+        return projected
+
+
+class SwiGlu(nn.Module):
+    """A gated feed-forward network: three matrices."""
+
+    def __init__(self, shape: TransformerArchitectureConfig) -> None:
+        super().__init__()
+        self.act_mult = shape.umup.act_mult if shape.umup.enable else None
+        self.gate = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
+        self.up = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
+        self.down = umup.linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate(hidden), self.up(hidden)
+        between = functional.silu(gate) * up if self.act_mult is None else _unit_swiglu(gate, up, self.act_mult)
+        projected: Tensor = self.down(between)
+        return projected
+
+
+def _unit_gelu(up: Tensor, multiplier: float) -> Tensor:
+    scale = umup.gelu_scale(multiplier)
+    return umup.scaled(functional.gelu(multiplier * umup.scaled(up, 1.0, scale)) / multiplier, scale)
+
+
+def _unit_swiglu(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
+    scale = umup.swiglu_scale(multiplier)
+    gate, up = (umup.scaled(part, 1.0, scale) for part in (gate, up))
+    return umup.scaled(functional.silu(multiplier * gate) * up / multiplier, scale)
