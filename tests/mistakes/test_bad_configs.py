@@ -105,9 +105,15 @@ def test_parallel_sizes(answer: Answer) -> None:
         "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
         "{data_parallel_type: hsdp, global_batch_size: 8, micro_batch_size: 1}",
         "{cpu_offload: true, global_batch_size: 8, micro_batch_size: 1}",
+        "{context_parallel_size: 2, pipe_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        topology: {context_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}
+        transformer_architecture: {sequence_length: 254}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
     answer.config("""\
         topology: {model_parallel_size: 2, sequence_parallel: true, global_batch_size: 8, micro_batch_size: 1}
         transformer_architecture: {sequence_length: 255}

@@ -22,6 +22,7 @@ from torch.nn import functional
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import dropout, initial, masks
 from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.context import Context
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import feed_forward
@@ -53,6 +54,8 @@ class Transformer(nn.Module):
         """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
         self.place = (0, 0)
         """This rank's first layer and its number among those that share its layers."""
+        self.context: Context | None = None
+        """Who shares each sequence with this rank."""
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
         self.rotary = Rotary(shape)
@@ -68,9 +71,14 @@ class Transformer(nn.Module):
         """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.
 
         `documents` (batch, sequence) has the number of each token's document, where the model is to tell them apart.
-        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary.
+        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
+        logits and loss are those of this rank's part of them.
         """
-        around = self._around(tokens, documents)
+        places = None
+        if self.context is not None:
+            places = self.context.places(tokens.shape[1], tokens.device)
+            tokens, targets = tokens[:, places], None if targets is None else targets[:, places]
+        around = self._around(tokens, documents, places)
         hidden = self.embedding_dropout(self.embedding(tokens), around.noise)
         for block in self.blocks:
             hidden = block(hidden, around=around)
@@ -81,17 +89,26 @@ class Transformer(nn.Module):
         loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return loss
 
-    def _around(self, given: Tensor, documents: Tensor | None) -> Around:
-        """Return what the layers share. `given` is tokens, or what a pipeline's stage before has made of them."""
+    def _around(self, given: Tensor, documents: Tensor | None, places: Tensor | None) -> Around:
+        """Return what the layers share. `given` is tokens, or what a pipeline's stage before has made of them.
+
+        `places`: those of the tokens in their sequences; None if this rank has whole sequences.
+        """
         part, parts = self.sequence_part
-        length = given.shape[1] * (1 if given.dim() == 2 else parts)  # tokens come whole
+        here = given.shape[1] * (1 if given.dim() == 2 else parts)  # tokens come whole
+        length = here * (self.context.size if self.context else 1)
         apart = documents if self.shape.reset_attention_mask else None
         first = starts(documents) if documents is not None and self.shape.reset_position_ids else None
-        mine = range(part * (length // parts), (part + 1) * (length // parts))
-        noise = dropout.noise(given.shape[0], mine, given.device) if self.shape.drops else None
+        rotation = self.rotary(length, first)
+        if rotation is not None and places is not None:
+            rotation = rotation[0][..., places, :], rotation[1][..., places, :]
+        noise = None
+        if self.shape.drops:
+            mine = torch.arange(here, device=given.device) if places is None else places
+            noise = dropout.noise(given.shape[0], mine[part * (here // parts) : (part + 1) * (here // parts)])
         if self.shape.dropout_attention_probs:
             torch.manual_seed(derived_seed(torch.initial_seed(), *self.place))
-        return Around(self.rotary(length, first), masks.build(self.shape, given.shape[0], length, apart, given.device), noise)
+        return Around(rotation, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
 
 
 class Loss(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import mesh, pipeline, recompute, tensor
+from swarmtrain.trainer.parallel import context, mesh, pipeline, recompute, tensor
 from swarmtrain.trainer.parallel.data import Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
@@ -51,6 +51,8 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
         pipeline.cut(model, config, layout)
     model.to(here.device, torch.float64 if config.transformer_architecture.precision is Precision.float64 else None)
     by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
+    if layout.context_mesh:
+        context.share(model, layout.context_mesh)
     recompute.layers(model, config.topology.activation_checkpointing_type)
     names = list(tensor.named_parameters(model))
     if twin:

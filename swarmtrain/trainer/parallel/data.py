@@ -39,7 +39,8 @@ class Replicas:
         # DDP groups gradients anew, in the order in which they come, when its second pass begins. That changes the order
         # of additions: a resumed run's first step would differ in the last bits from that of a run that was never
         # stopped. So there is one pass before the first, with nothing in it.
-        nothing = torch.zeros((1, mesh.tensor_size), dtype=torch.int64, device=device)
+        length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
+        nothing = torch.zeros((1, length), dtype=torch.int64, device=device)
         torch.autograd.backward(self(nothing, torch.full_like(nothing, IGNORE)))
         self._ddp.zero_grad()
 
