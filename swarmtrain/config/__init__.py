@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -16,7 +17,7 @@ from swarmtrain.config.base import Section, check_multiple, twice, wrong
 from swarmtrain.config.data import DataConfig
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.logger import LoggerConfig
-from swarmtrain.config.optimizer import OptimizerConfig
+from swarmtrain.config.optimizer import OptimizerConfig, OptimizerMethod
 from swarmtrain.config.pipeline import cuts
 from swarmtrain.config.profiler import ProfilerConfig
 from swarmtrain.config.runner import RunnerConfig
@@ -72,6 +73,8 @@ class Config(Section):
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )
         cuts(self.topology, shape)
+        if shape.umup.enable:
+            _check_umup(self.optimizer, self.training_groups)
         return self
 
     def to_json(self) -> str:
@@ -97,3 +100,14 @@ class Config(Section):
     def digest(self) -> str:
         """First 10 hexadecimal digits of the SHA-256 of `to_json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+
+
+def _check_umup(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
+    """Its rates are AdamW's, and its gradients are of one size each, so that the norm of all grows with the model."""
+    others = {optimizer.method, *(group.method for group in groups)} - {None, OptimizerMethod.adamw}
+    if others:
+        place = "optimizer.method" if optimizer.method in others else "training_groups"
+        raise wrong(place, f"transformer_architecture.umup has rates for adamw alone, not for {', '.join(sorted(map(str, others)))}")
+    if optimizer.gradient_clipping:
+        reason = f"{optimizer.gradient_clipping:g} would cut most steps: with transformer_architecture.umup gradients have another scale"
+        raise wrong("optimizer.gradient_clipping", reason, "0 is for no clipping")

@@ -133,6 +133,8 @@ def test_bad_shapes(answer: Answer) -> None:
         "{num_local_attention_heads: 8, local_attention_window_size: 64}",
         "{rotary_percentage: 0.3}",
         "{norm_type: rms, layernorm: {layernorm_bias: true}}",
+        "{umup: {enable: true}}",
+        "{weight_tying: false, umup: {enable: true}}",
     ):
         answer.config(f"transformer_architecture: {shape}")
         answer("swarmtrain plan config.yml", hint=False)

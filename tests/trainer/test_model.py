@@ -140,7 +140,7 @@ def test_flex_attention_sees_what_a_mask_of_truth_values_shows() -> None:
     for seen in (masks.sees(documents, None), masks.sees(documents, 20), masks.sees(None, 20)):
         blocks = create_block_mask(seen, 2, None, 256, 256, device="cpu")
         flex = flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
-        shown = masks.mix(query, key, value, masks.truth(seen, 2, (256, 256), torch.device("cpu")), 0.0)
+        shown = masks.mix(query, key, value, masks.truth(seen, 2, (256, 256), torch.device("cpu")))
         assert torch.allclose(flex, shown, atol=1e-5)
 
 

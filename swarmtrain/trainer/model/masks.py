@@ -36,6 +36,18 @@ class Masks(NamedTuple):
     """Local heads."""
 
 
+class Mixing(NamedTuple):
+    """How values are weighted."""
+
+    dropout: float = 0.0
+    """Part of the weights that is dropped."""
+    scale: float | None = None
+    """What products of queries and keys are multiplied by; None: one over the root of a head's size."""
+
+
+_USUAL = Mixing()
+
+
 def build(
     shape: TransformerArchitectureConfig,
     batch: int,
@@ -90,17 +102,17 @@ def _moved(seen: Sees, places: Tensor | None) -> Sees:
     return lambda sample, head, query, key: seen(sample, head, places[query], key)
 
 
-def mix(query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: float) -> Tensor:
+def mix(query: Tensor, key: Tensor, value: Tensor, mask: Mask, how: Mixing = _USUAL) -> Tensor:
     """Return the values that each query sees, weighted: (batch, head, sequence, dimension) like `query`."""
     shared = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):
-        mixed: Tensor = _compiled(flex_attention)(query, key, value, block_mask=mask, enable_gqa=shared)
+        mixed: Tensor = _compiled(flex_attention)(query, key, value, block_mask=mask, scale=how.scale, enable_gqa=shared)
         return mixed
     if shared and not _takes_groups(query, mask):
         repeats = query.shape[1] // key.shape[1]
         key, value, shared = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1), False
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared
+        query, key, value, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale, enable_gqa=shared
     )
 
 

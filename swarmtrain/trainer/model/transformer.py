@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import dropout, initial, masks
+from swarmtrain.trainer.model import dropout, initial, masks, umup
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.context import Context
 from swarmtrain.trainer.model.dropout import Dropout
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         self.rotary = Rotary(shape)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
         self.norm = norm(shape.hidden_size, shape)
-        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.head = umup.head(shape)
         self.loss: nn.Module = Loss()
         if self.tied:
             self.head.weight = self.embedding.weight
@@ -129,10 +129,23 @@ class Block(nn.Module):
         self.mlp_norm = norm(shape.hidden_size, shape)
         self.mlp = feed_forward(shape)
         self.mlp_dropout = Dropout(shape.dropout_after_mlp, f"{layer} mlp")
+        self.scales = umup.residual_scales(shape, layer) if shape.umup.enable else None
 
     def forward(self, hidden: Tensor, *, around: Around) -> Tensor:
+        if self.scales is None:
+            hidden = hidden + self._attended(hidden, around)
+            return hidden + self._transformed(hidden, around)
+        (branch, stream), (branch_after, stream_after) = self.scales
+        # A branch's factor comes at its end on the way there and at its beginning on the way back: within it is unit scale.
+        hidden = hidden * stream + umup.scaled(self._attended(umup.scaled(hidden, 1.0, branch), around), branch)
+        return hidden * stream_after + umup.scaled(self._transformed(umup.scaled(hidden, 1.0, branch_after), around), branch_after)
+
+    def _attended(self, hidden: Tensor, around: Around) -> Tensor:
         # By keyword: tensor parallelism changes what comes by place.
         mixed = self.attention(self.attention_norm(hidden), rotation=around.rotation, masks=around.masks)
-        hidden = hidden + self.attention_dropout(mixed, around.noise)
-        made: Tensor = hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), around.noise)
-        return made
+        dropped: Tensor = self.attention_dropout(mixed, around.noise)
+        return dropped
+
+    def _transformed(self, hidden: Tensor, around: Around) -> Tensor:
+        dropped: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), around.noise)
+        return dropped
