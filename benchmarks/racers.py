@@ -61,7 +61,7 @@ class _Rank:
         (orders, self._orders), (self._answers, answers) = os.pipe(), os.pipe()
         argv = [loop.python, "-m", f"benchmarks.loops.{loop.name}", loop.config]
         env = {**environment, pace.VARIABLE: f"{orders} {answers}", "PYTHONPATH": str(ROOT)}
-        with log.open("a") as output:
+        with log.open("ab") as output:
             self._program = process.start(argv, env=env, cwd=ROOT, stdout=output, stderr=output, pass_fds=(orders, answers))
         os.close(orders)
         os.close(answers)

@@ -11,7 +11,7 @@ from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import mesh, pipeline, tensor
-from swarmtrain.trainer.parallel.data import Replicas
+from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
 from swarmtrain.trainer.parallel.sharded import ShardedReplicas
@@ -29,7 +29,7 @@ class ParallelModel:
     mesh: Mesh
     local: Transformer
     """This rank's part, whose forward pass leaves no gradients to add."""
-    replicas: Replicas | ShardedReplicas | Pipeline
+    replicas: Alone | Replicas | ShardedReplicas | Pipeline
     """The same, with gradients summed over replicas."""
     shards: Shards
     parameters: dict[str, nn.Parameter]
@@ -44,7 +44,9 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    piped, exact = layout.pipe_size > 1, config.transformer_architecture.precision is Precision.float32
+    # A sum of two numbers is rounded once, however it is made.
+    exact = config.transformer_architecture.precision is Precision.float32 and config.topology.micro_batches > 2
+    piped = layout.pipe_size > 1
     tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
     if piped:
@@ -58,9 +60,10 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
         by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
     if piped:
         ends = dict(zip(names, parameters, strict=True))[_TIED] if tied else None
-        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
+        replicas: Alone | Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
     elif config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:
-        replicas = Replicas(model, layout, here.device, exact=exact)
+        alone = layout.data_size == 1
+        replicas = Alone(model, exact=exact) if alone else Replicas(model, layout, here.device, exact=exact)
     else:
         keep = config.topology.data_parallel_type is DataParallelType.ddp
         replicas = ShardedReplicas(model, layout, exact=exact, keep=keep)
