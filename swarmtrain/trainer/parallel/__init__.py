@@ -11,7 +11,7 @@ from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import context, mesh, pipeline, recompute, tensor
-from swarmtrain.trainer.parallel.data import Replicas
+from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
 from swarmtrain.trainer.parallel.sharded import ShardedReplicas
@@ -29,7 +29,7 @@ class ParallelModel:
     mesh: Mesh
     local: Transformer
     """This rank's part, whose forward pass leaves no gradients to add."""
-    replicas: Replicas | ShardedReplicas | Pipeline
+    replicas: Alone | Replicas | ShardedReplicas | Pipeline
     """The same, with gradients summed over replicas."""
     shards: Shards
     parameters: dict[str, nn.Parameter]
@@ -44,7 +44,9 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    piped, exact = layout.pipe_size > 1, config.transformer_architecture.precision is Precision.float32
+    # A sum of two numbers is rounded once, however it is made.
+    exact = config.transformer_architecture.precision is Precision.float32 and config.topology.micro_batches > 2
+    piped = layout.pipe_size > 1
     tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
     if piped:
@@ -61,9 +63,11 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     divided = config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
     if piped:
         place = names.index(_TIED) if tied else None
-        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, divided=divided, tied=place)
+        replicas: Alone | Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, divided=divided, tied=place)
     elif divided:
         replicas = ShardedReplicas(model, config, layout)
+    elif layout.data_group.size() == 1:
+        replicas = Alone(model, exact=exact)
     else:
         replicas = Replicas(model, layout, here.device, exact=exact)
     by_data = frozenset(names if divided else ())
