@@ -22,7 +22,9 @@ CONTEXT = {"context_parallel_size": 2}
 # topology, ranks, optimizer, ranks that divide the embedding among them
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "fsdp": ({**FSDP, **RECOMPUTED}, 2, {}, 2),
+    "pipe x fsdp": ({**PIPE, **FSDP, "activation_checkpointing_type": "every_pipe_stage"}, 4, {}, 2),
     "tensor": (TENSOR, 2, {}, 2),
+    "one": ({}, 1, {}, 1),
     "ddp": ({}, 2, {}, 1),
     "tensor x fsdp": ({**TENSOR, **FSDP, "cpu_offload": True}, 4, {}, 4),
     "tensor and sequence": ({**TENSOR, "sequence_parallel": True, "activation_checkpointing_type": "selective"}, 2, {}, 2),
@@ -32,7 +34,6 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "context x hsdp": ({**CONTEXT, **HSDP, **RECOMPUTED}, 4, {}, 2),
     "context x tensor x fsdp": ({**CONTEXT, **TENSOR, **FSDP, "sequence_parallel": True}, 4, {}, 4),
     "pipe": (PIPE, 2, {}, 1),
-    "pipe x fsdp": ({**PIPE, **FSDP, "activation_checkpointing_type": "every_pipe_stage"}, 4, {}, 2),
     "pipe x zero, interleaved": ({**PIPE, "pipe_stages_per_rank": 2, **RECOMPUTED}, 4, {"zero": True}, 2),
     "pipe x hsdp": ({**PIPE, **HSDP}, 8, {}, 2),
     "pipe x tensor x fsdp": ({**PIPE, **TENSOR, **FSDP}, 8, {}, 4),
