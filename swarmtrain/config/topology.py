@@ -205,8 +205,6 @@ def _check_parts(topology: TopologyConfig) -> None:
     for name in ("cpu_offload", "reduce_every_micro_batch"):
         if copies and getattr(topology, name):
             raise wrong(name, "is for fsdp and hsdp, and data_parallel_type is ddp", "data_parallel_type: fsdp divides what ddp copies")
-    if topology.context_parallel_size > 1 and topology.pipeline > 1:
-        raise wrong("context_parallel_size", "is not for a pipeline: a stage has whole sequences", "leave it out, or pipe_parallel_size")
     if topology.reduce_every_micro_batch and topology.pipeline > 1:
         reason = "is not for a pipeline, which sums gradients once a step"
         raise wrong("reduce_every_micro_batch", reason, "leave it out, or pipe_parallel_size")

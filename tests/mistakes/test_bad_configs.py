@@ -105,7 +105,6 @@ def test_parallel_sizes(answer: Answer) -> None:
         "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
         "{data_parallel_type: hsdp, global_batch_size: 8, micro_batch_size: 1}",
         "{cpu_offload: true, global_batch_size: 8, micro_batch_size: 1}",
-        "{context_parallel_size: 2, pipe_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)

@@ -35,6 +35,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "context x tensor x fsdp": ({**CONTEXT, **TENSOR, **FSDP, "sequence_parallel": True}, 4, {}, 4),
     "pipe": (PIPE, 2, {}, 1),
     "pipe x zero, interleaved": ({**PIPE, "pipe_stages_per_rank": 2, **RECOMPUTED}, 4, {"zero": True}, 2),
+    "pipe x context x fsdp": ({**PIPE, **CONTEXT, **FSDP, "pipe_stages_per_rank": 2}, 4, {}, 2),
     "pipe x hsdp": ({**PIPE, **HSDP}, 8, {}, 2),
     "pipe x tensor x fsdp": ({**PIPE, **TENSOR, **FSDP}, 8, {}, 4),
 }

@@ -74,11 +74,11 @@ class Transformer(nn.Module):
         If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
         logits and loss are those of this rank's part of them.
         """
-        places = None
-        if self.context is not None:
-            places = self.context.places(tokens.shape[1], tokens.device)
-            tokens, targets = tokens[:, places], None if targets is None else targets[:, places]
-        around = self._around(tokens, documents, places)
+        whole, length = tokens.dim() == 2, self._length(tokens)
+        places = None if self.context is None else self.context.places(length, tokens.device)
+        if places is not None:
+            tokens, targets = tokens[:, places] if whole else tokens, None if targets is None else targets[:, places]
+        around = self._around(tokens, length, documents, places)
         hidden = self.embedding_dropout(self.embedding(tokens), around.noise)
         for block in self.blocks:
             hidden = block(hidden, around=around)
@@ -89,14 +89,16 @@ class Transformer(nn.Module):
         loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return loss
 
-    def _around(self, given: Tensor, documents: Tensor | None, places: Tensor | None) -> Around:
-        """Return what the layers share. `given` is tokens, or what a pipeline's stage before has made of them.
+    def _length(self, given: Tensor) -> int:
+        """Return the length of whole sequences. `given` is tokens, or what a pipeline's stage before has made of its part of them."""
+        divided = self.sequence_part[1] * (self.context.size if self.context else 1)
+        return given.shape[1] * (1 if given.dim() == 2 else divided)
 
-        `places`: those of the tokens in their sequences; None if this rank has whole sequences.
+    def _around(self, given: Tensor, length: int, documents: Tensor | None, places: Tensor | None) -> Around:
+        """Return what the layers share, for sequences of `length`.
+
+        `places`: those of this rank's tokens in their sequences; None if it has whole sequences.
         """
-        part, parts = self.sequence_part
-        here = given.shape[1] * (1 if given.dim() == 2 else parts)  # tokens come whole
-        length = here * (self.context.size if self.context else 1)
         apart = documents if self.shape.reset_attention_mask else None
         first = starts(documents) if documents is not None and self.shape.reset_position_ids else None
         rotation = self.rotary(length, first)
@@ -104,8 +106,9 @@ class Transformer(nn.Module):
             rotation = rotation[0][..., places, :], rotation[1][..., places, :]
         noise = None
         if self.shape.drops:
-            mine = torch.arange(here, device=given.device) if places is None else places
-            noise = dropout.noise(given.shape[0], mine[part * (here // parts) : (part + 1) * (here // parts)])
+            part, parts = self.sequence_part
+            mine = torch.arange(length, device=given.device) if places is None else places
+            noise = dropout.noise(given.shape[0], mine.view(parts, -1)[part])
         if self.shape.dropout_attention_probs:
             torch.manual_seed(derived_seed(torch.initial_seed(), *self.place))
         return Around(rotation, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
