@@ -63,6 +63,11 @@ class Config(Section):
             check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
         if self.topology.sequence_parallel:
             check_multiple("transformer_architecture.sequence_length", shape.sequence_length, "topology.model_parallel_size", tensor)
+        if self.topology.context_parallel_size > 1:
+            name, parts = "2 x topology.context_parallel_size", 2 * self.topology.context_parallel_size
+            if self.topology.sequence_parallel:
+                name, parts = f"{name} x model_parallel_size", parts * tensor
+            check_multiple("transformer_architecture.sequence_length", shape.sequence_length, f"{name} =", parts)
         if shape.mlp_width % tensor:
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"

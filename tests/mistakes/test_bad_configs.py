@@ -109,6 +109,11 @@ def test_parallel_sizes(answer: Answer) -> None:
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
     answer.config("""\
+        topology: {context_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}
+        transformer_architecture: {sequence_length: 254}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
         topology: {model_parallel_size: 2, sequence_parallel: true, global_batch_size: 8, micro_batch_size: 1}
         transformer_architecture: {sequence_length: 255}
         """)

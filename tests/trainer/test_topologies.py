@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,25 @@ HSDP = {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2}
 EACH = {"reduce_every_micro_batch": True}
 TENSOR = {"model_parallel_size": 2}
 PIPE = {"pipe_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
 
 # topology, ranks, optimizer, ranks that divide the embedding among them
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "fsdp": ({**FSDP, **RECOMPUTED}, 2, {}, 2),
+    "pipe x fsdp": ({**PIPE, **FSDP, "activation_checkpointing_type": "every_pipe_stage"}, 4, {}, 2),
     "tensor": (TENSOR, 2, {}, 2),
+    "one": ({}, 1, {}, 1),
     "ddp": ({}, 2, {}, 1),
     "tensor x fsdp": ({**TENSOR, **FSDP, "cpu_offload": True}, 4, {}, 4),
     "tensor and sequence": ({**TENSOR, "sequence_parallel": True, "activation_checkpointing_type": "selective"}, 2, {}, 2),
     "zero": ({}, 2, {"zero": True}, 2),
     "hsdp": ({**HSDP, **EACH}, 4, {}, 2),
+    "context": (CONTEXT, 2, {}, 1),
+    "context x hsdp": ({**CONTEXT, **HSDP, **RECOMPUTED}, 4, {}, 2),
+    "context x tensor x fsdp": ({**CONTEXT, **TENSOR, **FSDP, "sequence_parallel": True}, 4, {}, 4),
     "pipe": (PIPE, 2, {}, 1),
-    "pipe x fsdp": ({**PIPE, **FSDP, "activation_checkpointing_type": "every_pipe_stage"}, 4, {}, 2),
     "pipe x zero, interleaved": ({**PIPE, "pipe_stages_per_rank": 2, **RECOMPUTED}, 4, {"zero": True}, 2),
+    "pipe x context x fsdp": ({**PIPE, **CONTEXT, **FSDP, "pipe_stages_per_rank": 2}, 4, {}, 2),
     "pipe x hsdp": ({**PIPE, **HSDP}, 8, {}, 2),
     "pipe x tensor x fsdp": ({**PIPE, **TENSOR, **FSDP}, 8, {}, 4),
 }
@@ -77,7 +84,7 @@ def test_each_takes_over_from_the_other(
     traced = {"fsdp": groups, "hsdp": groups * accumulation}
     for number, name in enumerate(names, start=1):
         topology, size, optimizer, parts = TOPOLOGIES[name]
-        replicas = size // topology.get("model_parallel_size", 1) // topology.get("pipe_parallel_size", 1)
+        replicas = size // prod(topology.get(f"{kind}_parallel_size", 1) for kind in ("model", "pipe", "context"))
         one = changed(
             base,
             topology={**topology, "micro_batch_size": BATCH // max(replicas * accumulation, topology.get("pipe_parallel_size", 1))},

@@ -154,6 +154,10 @@ def test_overrides_are_reported_like_the_rest() -> None:
             "topology.activation_checkpointing_type: every_pipe_stage needs a pipe_parallel_size over 1",
         ),
         (
+            {"context_parallel_size": 4, "world_size": 6, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.world_size: 6 is no multiple of model_parallel_size x pipe_parallel_size x context_parallel_size = 4",
+        ),
+        (
             {"cpu_offload": True, "global_batch_size": 8, "micro_batch_size": 1},
             "topology.cpu_offload: is for fsdp and hsdp, and data_parallel_type is ddp",
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,8 @@ class Attention(nn.Module):
         super().__init__()
         self.first_head = 0
         """The number of this rank's first head, in the undivided model."""
+        self.gather: Callable[[Tensor], Tensor] | None = None
+        """Makes keys or values of this rank's part of each sequence those of the whole, where sequences are divided."""
         self.head_size = shape.head_size
         self.local_heads = shape.num_local_attention_heads
         self.position_type = shape.relative_position_embedding_type
@@ -39,6 +43,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
         if rotation is not None:
             query, key = (rotate(heads, rotation, self.position_type) for heads in (query, key))
+        if self.gather is not None:
+            key, value = self.gather(key), self.gather(value)
         if self.scales is None:
             mixed = self._mix(query, key, value, masks, None)
         else:

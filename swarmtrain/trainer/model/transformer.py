@@ -22,6 +22,7 @@ from torch.nn import functional
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import dropout, masks, umup
 from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.context import Context
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.initial import Initial, fill
 from swarmtrain.trainer.model.masks import Masks
@@ -58,6 +59,8 @@ class Transformer(nn.Module):
         """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
         self.place = (0, 0)
         """This rank's first layer and its number among those that share its layers."""
+        self.context: Context | None = None
+        """Who shares each sequence with this rank."""
         self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
         self.rotary = Rotary(shape)
         with torch.device("meta"):
@@ -80,9 +83,14 @@ class Transformer(nn.Module):
         """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.
 
         `documents` (batch, sequence) has the number of each token's document, where the model is to tell them apart.
-        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary.
+        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
+        logits and loss are those of this rank's part of them.
         """
-        around = self._around(tokens, documents)
+        whole, length = tokens.dim() == 2, self._length(tokens)
+        places = None if self.context is None else self.context.places(length, tokens.device)
+        if places is not None:
+            tokens, targets = tokens[:, places] if whole else tokens, None if targets is None else targets[:, places]
+        around = self._around(tokens, length, documents, places)
         hidden = self.embedding_dropout(self.embedding(tokens), around.noise)
         for block in self.blocks:
             hidden = block(hidden, around=around)
@@ -93,17 +101,29 @@ class Transformer(nn.Module):
         loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return loss
 
-    def _around(self, given: Tensor, documents: Tensor | None) -> Around:
-        """Return what the layers share. `given` is tokens, or what a pipeline's stage before has made of them."""
-        part, parts = self.sequence_part
-        length = given.shape[1] * (1 if given.dim() == 2 else parts)  # tokens come whole
+    def _length(self, given: Tensor) -> int:
+        """Return the length of whole sequences. `given` is tokens, or what a pipeline's stage before has made of its part of them."""
+        divided = self.sequence_part[1] * (self.context.size if self.context else 1)
+        return given.shape[1] * (1 if given.dim() == 2 else divided)
+
+    def _around(self, given: Tensor, length: int, documents: Tensor | None, places: Tensor | None) -> Around:
+        """Return what the layers share, for sequences of `length`.
+
+        `places`: those of this rank's tokens in their sequences; None if it has whole sequences.
+        """
         apart = documents if self.shape.reset_attention_mask else None
         first = starts(documents) if documents is not None and self.shape.reset_position_ids else None
-        mine = range(part * (length // parts), (part + 1) * (length // parts))
-        noise = dropout.noise(given.shape[0], mine, given.device) if self.shape.drops else None
+        rotation = self.rotary(length, first)
+        if rotation is not None and places is not None:
+            rotation = rotation[0][..., places, :], rotation[1][..., places, :]
+        noise = None
+        if self.shape.drops:
+            part, parts = self.sequence_part
+            mine = torch.arange(length, device=given.device) if places is None else places
+            noise = dropout.noise(given.shape[0], mine.view(parts, -1)[part])
         if self.shape.dropout_attention_probs:
             torch.manual_seed(derived_seed(torch.initial_seed(), *self.place))
-        return Around(self.rotary(length, first), masks.build(self.shape, given.shape[0], length, apart, given.device), noise)
+        return Around(rotation, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
 
 
 class Loss(nn.Module):

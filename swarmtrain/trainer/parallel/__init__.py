@@ -13,8 +13,8 @@ from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model import initial
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import mesh, pipeline, recompute, tensor
-from swarmtrain.trainer.parallel.data import Replicas
+from swarmtrain.trainer.parallel import context, mesh, pipeline, recompute, tensor
+from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
 from swarmtrain.trainer.parallel.sharded import ShardedReplicas
@@ -32,7 +32,7 @@ class ParallelModel:
     mesh: Mesh
     local: Transformer
     """This rank's part, whose forward pass leaves no gradients to add."""
-    replicas: Replicas | ShardedReplicas | Pipeline
+    replicas: Alone | Replicas | ShardedReplicas | Pipeline
     """The same, with gradients summed over replicas."""
     shards: Shards
     parameters: dict[str, nn.Parameter]
@@ -48,12 +48,15 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     piped, precision = layout.pipe_size > 1, config.transformer_architecture.precision
-    exact = precision is Precision.float32
+    # A sum of two numbers is rounded once, however it is made.
+    exact = precision is Precision.float32 and config.topology.micro_batches * config.topology.context > 2
     tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
     if piped:
         pipeline.cut(model, config, layout)
     by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
+    if layout.context_mesh:
+        context.share(model, layout.context_mesh)
     recompute.layers(model, config.topology.activation_checkpointing_type)
     local = tensor.named_parameters(model)
     if twin:
@@ -72,11 +75,13 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
         fill(model)
     if piped:
         place = names.index(_TIED) if tied else None
-        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(
+        replicas: Alone | Replicas | ShardedReplicas | Pipeline = Pipeline(
             model, config, layout, here.device, divided=fill if divided else None, tied=place
         )
     elif divided:
         replicas = ShardedReplicas(model, config, layout, fill)
+    elif layout.data_group.size() == 1:
+        replicas = Alone(model, exact=exact)
     else:
         replicas = Replicas(model, layout, here.device, exact=exact)
     by_data = frozenset(names if divided else ())

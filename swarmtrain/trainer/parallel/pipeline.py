@@ -233,7 +233,7 @@ def _stage(
     """Return stage number `index`. What goes in and out is told rather than found out by a pass that nobody asked for."""
     rows, length = topology.micro_batch, shape.sequence_length
     tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
-    between = length // topology.tensor if topology.sequence_parallel else length
+    between = length // topology.context_parallel_size // (topology.tensor if topology.sequence_parallel else 1)
     hidden = torch.empty((rows, between, shape.hidden_size), dtype=next(part.parameters()).dtype, device="meta", requires_grad=True)
     loss = torch.empty((), device="meta", requires_grad=True)
     given, made = tokens if index == 0 else hidden, loss if index == topology.stages - 1 else hidden
