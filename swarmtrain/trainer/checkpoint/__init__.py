@@ -248,8 +248,9 @@ def _told(save_dir: Path, act: Callable[[], T]) -> T:
     try:
         return act()
     except OSError as error:
+        name = f"{Path(error.filename).name}: " if error.filename else ""
         raise CheckpointError(
-            f"{error.filename}: {reason(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
+            f"{name}{reason(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
         ) from None
 
 

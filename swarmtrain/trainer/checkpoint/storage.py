@@ -83,17 +83,24 @@ class Writer(StorageWriter):
         self.tensors = {name: _describe(name, entry, places) for name, entry in metadata.state_dict_metadata.items()}
 
     def write(self) -> dict[str, dict[str, Any]]:
-        """Write the part, and return its name with size and SHA-256; nothing if this rank has none. Raises OSError."""
+        """Write the part, and return its name with size and SHA-256; nothing if this rank has none.
+
+        Raises OSError, which names the part.
+        """
         if not self._part:
             return {}
-        digest = hashlib.sha256()
-        with (self.folder / self.name).open("xb") as file:
-            for start in range(0, len(self._part), _BLOCK):
-                block = self._part[start : start + _BLOCK]
-                file.write(block)
-                digest.update(block)
-            file.flush()
-            os.fsync(file.fileno())
+        path, digest = self.folder / self.name, hashlib.sha256()
+        try:
+            with path.open("xb") as file:
+                for start in range(0, len(self._part), _BLOCK):
+                    block = self._part[start : start + _BLOCK]
+                    file.write(block)
+                    digest.update(block)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(path)
+            raise
         return {self.name: {"size": len(self._part), "sha256": digest.hexdigest()}}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
