@@ -24,6 +24,9 @@ class TrainerConfig(Section):
     train_iterations: int = Field(1000, ge=0, description="Optimizer steps in all, over every restart.")
     save_dir: Path | None = Field(None, description="Directory for checkpoints, one that every node sees. null: nothing is saved.")
     save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints. null: only at the end and when asked to leave.")
+    save_in_background: bool = Field(
+        True, description="Train on while a checkpoint is written. It takes memory of the host's, as much as a rank's part of it."
+    )
     keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints to keep.")
     load_dir: Path | None = Field(None, description="Directory to start from if save_dir has no checkpoint yet.")
     load_optimizer_states: bool = Field(True, description="Take the optimizer's state from load_dir too. false: parameters alone.")

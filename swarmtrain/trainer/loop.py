@@ -72,10 +72,12 @@ def train(
             progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
             audit.write(made)
             report.step(made)
+            _tell(checkpoints, report)
             if _due(made.number, config.check_replicas_interval):
                 replicas.check(here, model, optimizer, made.number)
             if made.asked_to_leave and made.number < last:
                 _leave(checkpoints, progress, report, patience)
+        _wait(checkpoints, report, patience)
         report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})
         return Result(progress.step, progress.loss_before, loss)
 
@@ -88,13 +90,25 @@ def _save(checkpoints: Checkpoints, progress: Progress, report: Report, patience
     if checkpoints.save_dir is None or checkpoints.saved == progress.step:
         return
     with patience.suspended():
-        path, seconds = checkpoints.save(progress)
-    report.saved(progress.step, path, seconds)
+        checkpoints.save(progress)
+    _tell(checkpoints, report)
+
+
+def _wait(checkpoints: Checkpoints, report: Report, patience: Patience) -> None:
+    with patience.suspended():
+        checkpoints.wait()
+    _tell(checkpoints, report)
+
+
+def _tell(checkpoints: Checkpoints, report: Report) -> None:
+    for saved in checkpoints.landed():
+        report.saved(saved)
 
 
 def _leave(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> NoReturn:
     if progress.step:
         _save(checkpoints, progress, report, patience)
+    _wait(checkpoints, report, patience)
     report.leaves(progress.step)
     raise SystemExit(EXIT_PLANNED)
 

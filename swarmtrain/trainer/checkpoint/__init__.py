@@ -4,15 +4,18 @@ storage     tensor bytes, behind torch's distributed checkpoint
 fit         whether it is of this model and this optimizer
 manifest    everything else, as JSON, with hashes
 stage       written aside, moved in by rename; what stands in save_dir
+background  written while training goes on
 fence       one world at a time can commit
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,14 +27,16 @@ from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.checkpoint import fence, manifest, stage
+from swarmtrain.trainer.checkpoint.background import Background, collect_notes, leave_note
 from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.storage import Reader, Writer
+from swarmtrain.trainer.checkpoint.storage import Memory, Reader, Writer
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 
 Note = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,18 @@ class Progress:
     step: int = 0
     consumed_samples: int = 0
     loss_before: float | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that stands."""
+
+    step: int
+    path: Path
+    seconds: float
+    """From when it was due until it stood."""
+    stood: float
+    """Seconds of these in which training stood still."""
 
 
 class Checkpoints:
@@ -54,7 +71,12 @@ class Checkpoints:
         self._here, self._model, self._optimizer, self._data, self._note = here, model, optimizer, data, note
         self.save_dir = here.config.trainer.save_dir
         self.saved: int | None = None
-        """Step of the newest checkpoint that this world has written or read."""
+        """Step of the newest checkpoint that this world has begun to write, or has read."""
+        self._memory = Memory(here.device)
+        self._all_written = threading.Event()
+        self._writing: Background[None] | None = None
+        self._committing: Background[Saved] | None = None
+        self._landed: list[Saved] = []
         self.token = agreement.by_first_rank(self._claim)
         if self.save_dir is not None:
             fence.find(self.save_dir, self.token)
@@ -76,35 +98,70 @@ class Checkpoints:
                 return progress, path
         return Progress(), None
 
-    def save(self, progress: Progress) -> tuple[Path, float]:
-        """Write a checkpoint into save_dir, which must be set. Return its path and the seconds that took.
+    def save(self, progress: Progress) -> None:
+        """Begin to write a checkpoint into save_dir, which must be set; wait for the end of the one before, and of this one
+        unless trainer.save_in_background is set.
 
-        Raises CheckpointError if it cannot be written, WorldError if a newer world has taken over.
+        Raises CheckpointError if either cannot be written, WorldError if a newer world has taken over.
         """
-        begun = time.monotonic()
         save_dir = self.save_dir
         if save_dir is None:
             raise ValueError("save() without trainer.save_dir")
+        begun, background = time.monotonic(), self._here.config.trainer.save_in_background
+        self.wait()
         folder = agreement.by_first_rank(lambda: _told(save_dir, lambda: stage.begin(save_dir, progress.step, self.token)))
-        writer = Writer(folder, self._here.rank)
+        writer = Writer(folder, self._here.rank, self._memory)
         try:
             dcp.save(self._tensors(), storage_writer=writer)
         except CheckpointException as error:  # a BaseException, so nobody else would catch it
-            raise CheckpointError(
-                _first_reason(error), place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
-            ) from None
-        parts = agreement.gather(writer.files)
-        path = agreement.by_first_rank(lambda: _told(save_dir, lambda: self._commit(save_dir, folder, progress, writer, parts)))
+            raise CheckpointError(_first_reason(error), place=f"config trainer.save_dir {save_dir}") from None
+        stood = time.monotonic() - begun
+
+        def write() -> None:
+            leave_note(folder, self._here.rank, writer.write())
+
+        def commit() -> Saved:
+            path = self._commit(save_dir, folder, progress, writer.tensors)
+            seconds = time.monotonic() - begun
+            return Saved(progress.step, path, seconds, stood if background else seconds)
+
+        self._all_written.clear()
+        self._writing = Background(lambda: _told(save_dir, write))
+        self._committing = Background(lambda: _told(save_dir, commit)) if self._here.first else None
         self.saved = progress.step
-        return path, time.monotonic() - begun
+        if not background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the checkpoint that is being written stands. Raises what `save` does."""
+        if self._writing is None:
+            return
+        # First each its own part: a rank that has died shows here, and would be waited for in vain behind the other call.
+        agreement.by_every_rank(self._writing.result)
+        self._all_written.set()
+        agreement.by_first_rank(self._finish)
+        self._writing = None
+
+    def landed(self) -> list[Saved]:
+        """Return the checkpoints that have come to stand since this was last asked; none but on rank 0, which may call it alone."""
+        if self._committing and self._committing.ended and not self._committing.failed:
+            self._finish()
+        landed, self._landed = self._landed, []
+        return landed
+
+    def _finish(self) -> None:
+        if self._committing:
+            self._landed.append(self._committing.result())
+            self._committing = None
 
     def _claim(self) -> int:
         if self.save_dir is None:
             return 0
         return fence.claim(self.save_dir, max((content.token for _, content in stage.newest_first(self.save_dir)), default=0))
 
-    def _commit(self, save_dir: Path, folder: Path, progress: Progress, writer: Writer, parts: list[dict[str, dict[str, object]]]) -> Path:
+    def _commit(self, save_dir: Path, folder: Path, progress: Progress, tensors: dict[str, Any]) -> Path:
         mesh, config = self._model.mesh, self._here.config
+        files = collect_notes(folder, self._here.size, self._all_written)
         content = Manifest(
             token=self.token,
             step=progress.step,
@@ -118,8 +175,8 @@ class Checkpoints:
                 "model_parallel_size": mesh.tensor_size,
                 "pipe_parallel_size": mesh.pipe_size,
             },
-            files={name: file for part in parts for name, file in part.items()},
-            tensors=writer.tensors,
+            files=files,
+            tensors=tensors,
             config=config.model_dump(mode="json"),
             versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
         )
@@ -187,12 +244,13 @@ class Checkpoints:
         return whole
 
 
-def _told(save_dir: Path, act: Callable[[], Path]) -> Path:
+def _told(save_dir: Path, act: Callable[[], T]) -> T:
     try:
         return act()
     except OSError as error:
+        name = f"{Path(error.filename).name}: " if error.filename else ""
         raise CheckpointError(
-            f"{error.filename}: {reason(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
+            f"{name}{reason(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
         ) from None
 
 

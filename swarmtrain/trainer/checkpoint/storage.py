@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +29,79 @@ from torch.futures import Future
 
 from swarmtrain.errors import CheckpointError
 
+_BLOCK = 1 << 24
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
 
 
-class Writer(StorageWriter):
-    """Writes this rank's part into `folder`.
+class Memory:
+    """Room in the host's memory for this rank's part of a checkpoint. It is kept: to have it made anew would cost more than to fill it."""
 
-    Afterwards `files` has its size and SHA-256, and on rank 0 `tensors` the index of all parts.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, tensors: Sequence[Tensor]) -> memoryview:
+        """Return the bytes of `tensors`, one after another, as they are now."""
+        sources = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        size, offset = sum(source.numel() for source in sources), 0
+        if size > self._bytes.numel():
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        for source in sources:
+            self._bytes[offset : offset + source.numel()].copy_(source, non_blocking=True)
+            offset += source.numel()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._bytes[:size].numpy().data
+
+
+class Writer(StorageWriter):
+    """Writes this rank's part into `folder`, in two steps: torch's save() copies it into `memory`, `write` writes it from there.
+
+    After the first, `tensors` has on rank 0 the index of all parts.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, memory: Memory) -> None:
         self.folder = folder
         self.name = f"part-{rank:05}.bin"
-        self.files: dict[str, dict[str, Any]] = {}
         self.tensors: dict[str, Any] = {}
+        self._memory = memory
+        self._part = memoryview(b"")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        staged = [(item.index, _staged(planner.resolve_data(item), item.type)) for item in plan.items]
+        staged = [(item.index, _tensor(planner.resolve_data(item), item.type)) for item in plan.items]
+        self._part = self._memory.fill([tensor for _, tensor in staged])
+        offset, results = 0, []
+        for index, tensor in staged:
+            results.append(WriteResult(index, tensor.nbytes, (self.name, offset)))
+            offset += tensor.nbytes
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(staged) if staged else [])
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for part in results for result in part}
         self.tensors = {name: _describe(name, entry, places) for name, entry in metadata.state_dict_metadata.items()}
 
-    def _write(self, staged: list[tuple[MetadataIndex, Tensor]]) -> list[WriteResult]:
-        digest, offset, results = hashlib.sha256(), 0, []
-        with (self.folder / self.name).open("xb") as file:
-            for index, tensor in staged:
-                data = tensor.reshape(-1).view(torch.uint8).numpy().data
-                file.write(data)
-                digest.update(data)
-                results.append(WriteResult(index, len(data), (self.name, offset)))
-                offset += len(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self.files = {self.name: {"size": offset, "sha256": digest.hexdigest()}}
-        return results
+    def write(self) -> dict[str, dict[str, Any]]:
+        """Write the part, and return its name with size and SHA-256; nothing if this rank has none.
+
+        Raises OSError, which names the part.
+        """
+        if not self._part:
+            return {}
+        path, digest = self.folder / self.name, hashlib.sha256()
+        try:
+            with path.open("xb") as file:
+                for start in range(0, len(self._part), _BLOCK):
+                    block = self._part[start : start + _BLOCK]
+                    file.write(block)
+                    digest.update(block)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        return {self.name: {"size": len(self._part), "sha256": digest.hexdigest()}}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
@@ -137,11 +172,10 @@ class Reader(StorageReader):
         return True
 
 
-def _staged(data: Any, kind: WriteItemType) -> Tensor:
-    """Return `data` in memory of its own, ready to be written while training goes on."""
+def _tensor(data: Any, kind: WriteItemType) -> Tensor:
     if kind is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
         raise CheckpointError("holds something that is no tensor")
-    return data.detach().cpu().contiguous()
+    return data
 
 
 def _describe(name: str, entry: Any, places: Mapping[MetadataIndex, tuple[str, int]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain import wire
+from swarmtrain.trainer.checkpoint import Saved
 from swarmtrain.trainer.metrics.board import Poster
 from swarmtrain.trainer.metrics.files import MetricsFile, finite
 from swarmtrain.trainer.metrics.speed import Speed
@@ -93,11 +94,13 @@ class Report:
             self._write({"step": step, "held_out_loss": loss})
             self._post(wire.EVALUATION, step=step, loss=loss)
 
-    def saved(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint stands at `path`."""
+    def saved(self, checkpoint: Saved) -> None:
+        """A checkpoint stands."""
         if self._here.first:
-            LOG.info("step %*d/%d  saved %s in %.2f s", len(str(self._steps)), step, self._steps, path, seconds)
-            self._post(wire.CHECKPOINT, step=step, path=str(path), seconds=round(seconds, 3))
+            step, seconds = checkpoint.step, checkpoint.seconds
+            told = f"saved {checkpoint.path} in {seconds:.2f} s; training stood still for {checkpoint.stood:.2f} s"
+            LOG.info("step %*d/%d  %s", len(str(self._steps)), step, self._steps, told)
+            self._post(wire.CHECKPOINT, step=step, path=str(checkpoint.path), seconds=round(seconds, 3))
 
     def note(self, message: str) -> None:
         """Something that a person should know."""
