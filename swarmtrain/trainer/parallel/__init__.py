@@ -49,7 +49,7 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     piped, precision = layout.pipe_size > 1, config.transformer_architecture.precision
     # A sum of two numbers is rounded once, however it is made.
-    exact = precision is Precision.float32 and config.topology.micro_batches * config.topology.context > 2
+    exact = precision is Precision.float32 and config.topology.micro_batches * config.topology.context_parallel_size > 2
     tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
     if piped:
