@@ -29,8 +29,10 @@ _AT: ContextVar[tuple[int, int]] = ContextVar("seed, and the number of the first
 def at(seed: int, first: int) -> Iterator[None]:
     """In the body the samples of a forward pass have the numbers from `first` on, in a step of which `seed` is the seed."""
     before = _AT.set((seed, first))
-    yield
-    _AT.reset(before)
+    try:
+        yield
+    finally:
+        _AT.reset(before)
 
 
 def noise(batch: int, places: range, device: torch.device) -> Tensor:
