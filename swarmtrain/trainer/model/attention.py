@@ -40,7 +40,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, *, rotation: Rotation | None, masks: Masks) -> Tensor:
         query, key, value = (self._heads(projection(hidden)) for projection in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
+            query, key = _normalised(query, self.query_norm), _normalised(key, self.key_norm)
         if rotation is not None:
             query, key = (rotate(heads, rotation, self.position_type) for heads in (query, key))
         if self.gather is not None:
@@ -67,3 +67,9 @@ class Attention(nn.Module):
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_size).transpose(1, 2)
+
+
+def _normalised(heads: Tensor, by: nn.Module) -> Tensor:
+    """Return `heads` normalised in float32 at least, as the stream is."""
+    wide: Tensor = by(heads.to(torch.promote_types(heads.dtype, torch.float32)))
+    return wide.to(heads.dtype)
