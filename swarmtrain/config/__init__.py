@@ -20,7 +20,7 @@ from swarmtrain.config.optimizer import OptimizerConfig
 from swarmtrain.config.pipeline import cuts
 from swarmtrain.config.profiler import ProfilerConfig
 from swarmtrain.config.runner import RunnerConfig
-from swarmtrain.config.topology import DataParallelType, TopologyConfig
+from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.config.trainer import TrainerConfig
 from swarmtrain.config.training_groups import TrainingGroupConfig
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
@@ -62,14 +62,16 @@ class Config(Section):
             check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
         if self.topology.sequence_parallel:
             check_multiple("transformer_architecture.sequence_length", shape.sequence_length, "topology.model_parallel_size", tensor)
-        if int(shape.hidden_size * shape.mlp_factor) % tensor:
+        if self.topology.context_parallel_size > 1:
+            name, parts = "2 x topology.context_parallel_size", 2 * self.topology.context_parallel_size
+            if self.topology.sequence_parallel:
+                name, parts = f"{name} x model_parallel_size", parts * tensor
+            check_multiple("transformer_architecture.sequence_length", shape.sequence_length, f"{name} =", parts)
+        if shape.mlp_width % tensor:
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )
         cuts(self.topology, shape)
-        if self.topology.pipeline > 1 and (self.optimizer.zero or self.topology.data_parallel_type is not DataParallelType.ddp):
-            kind = "optimizer.zero" if self.optimizer.zero else self.topology.data_parallel_type
-            raise wrong("topology.pipe_parallel_size", f"a pipeline whose replicas divide its state ({kind}) is not built yet", "use ddp")
         return self
 
     def to_json(self) -> str:

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from swarmtrain.config.base import Section, check_multiple, wrong
 
+_PAIR = 2
+"""Dimensions that a rotation takes."""
+
 
 class NormType(StrEnum):
     """Kinds of normalisation."""
@@ -23,6 +26,14 @@ class MlpType(StrEnum):
     swiglu = "swiglu"
 
 
+class PositionType(StrEnum):
+    """Ways to tell an attention head how far apart two tokens are."""
+
+    none = "none"
+    rotary = "rotary"
+    rotary_complex = "rotary_complex"
+
+
 class Precision(StrEnum):
     """Numbers in which matrices are multiplied. Parameters and optimizer state are float32 with the narrow ones too."""
 
@@ -32,8 +43,15 @@ class Precision(StrEnum):
     float64 = "float64"
 
 
+class LayerNormConfig(Section):
+    """What norms of both types have in common, and the bias that only layernorm has."""
+
+    layernorm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance, or the mean square, before its root is taken.")
+    layernorm_bias: bool = Field(False, description="Add a bias; norm_type layernorm only.")
+
+
 class TransformerArchitectureConfig(Section):
-    """A decoder-only transformer with rotary positions and causal attention."""
+    """A decoder-only transformer with causal attention."""
 
     vocab_size: int = Field(256, ge=2, description="Number of tokens. 256: bytes.")
     hidden_size: int = Field(128, ge=1, description="Width of the residual stream.")
@@ -43,22 +61,98 @@ class TransformerArchitectureConfig(Section):
         None, ge=1, description="Heads of keys and values, shared by groups of heads. null: one each."
     )
     sequence_length: int = Field(256, ge=1, description="Tokens in a sample.")
-    rotary_embedding_base: int = Field(10000, ge=1, description="Base of the rotary frequencies.")
+    num_local_attention_heads: int = Field(
+        0, ge=0, description="The first so many heads see only the tokens near their own; all others see every token before."
+    )
+    local_attention_window_size: int | None = Field(
+        None, ge=1, description="Tokens before its own that a local head sees. For num_local_attention_heads."
+    )
+    attention_bias: bool = Field(False, description="Add biases to queries, keys, values and attention's output.")
+    key_query_norm: bool = Field(False, description="Normalise each head's queries and keys, before they are rotated.")
+    relative_position_embedding_type: PositionType = Field(
+        PositionType.rotary,
+        description="rotary: dimension i turns with i + half a head. rotary_complex: with its neighbour. none: positions are not told.",
+    )
+    rotary_embedding_base: float = Field(10000, ge=1, description="Base of the rotary frequencies.")
+    rotary_percentage: float = Field(1.0, gt=0, le=1, description="Part of each head's dimensions that rotates; the first ones do.")
+    reset_attention_mask: bool = Field(False, description="Documents packed into one sample do not see each other.")
+    reset_position_ids: bool = Field(False, description="Positions begin with 0 in each document of a sample.")
     norm_type: NormType = Field(NormType.layernorm, description="layernorm or rms.")
     mlp_type: MlpType = Field(MlpType.default, description="default (GELU) or swiglu.")
+    layernorm: LayerNormConfig = Field(LayerNormConfig(), description="Of all norms, whichever type they are.")
+    mlp_bias: bool = Field(False, description="Add biases to the feed-forward block.")
     mlp_factor: float = Field(4.0, gt=0, description="Width of the feed-forward block, in hidden sizes.")
     weight_tying: bool = Field(True, description="Use the embedding as output layer too.")
+    dropout_embedding: float = Field(0.0, ge=0, lt=1, description="Part of the embedding's output that is dropped in training.")
+    dropout_attention_probs: float = Field(
+        0.0, ge=0, lt=1, description="Part of attention's weights that is dropped. Which ones depends on the topology, here alone."
+    )
+    dropout_after_attention: float = Field(0.0, ge=0, lt=1, description="Part of attention's output that is dropped.")
+    dropout_after_mlp: float = Field(0.0, ge=0, lt=1, description="Part of the feed-forward block's output that is dropped.")
     precision: Precision = Field(Precision.float32, description="float32; bfloat16 or float16 by autocast; float64 to prove things with.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TransformerArchitectureConfig:
         check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
-        if self.hidden_size // self.num_attention_heads % 2:
+        if self.hidden_size // self.num_attention_heads % 2 and self.rotary_dimensions:
             raise wrong(
                 "num_attention_heads", f"rotary positions need an even head size, not {self.hidden_size // self.num_attention_heads}"
             )
         check_multiple("num_attention_heads", self.num_attention_heads, "attention_num_kv_heads", self.kv_heads)
         return self
+
+    @model_validator(mode="after")
+    def _rotation_fits(self) -> TransformerArchitectureConfig:
+        rotary = self.relative_position_embedding_type is not PositionType.none
+        if rotary and (self.rotary_dimensions < _PAIR or self.rotary_dimensions % _PAIR):
+            reason = (
+                f"{self.rotary_percentage} of a head's {self.head_size} dimensions are {self.rotary_dimensions}, which do not make pairs"
+            )
+            raise wrong("rotary_percentage", reason, f"{_PAIR * max(1, self.rotary_dimensions // _PAIR) / self.head_size} would fit")
+        return self
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> TransformerArchitectureConfig:
+        local, window = self.num_local_attention_heads, self.local_attention_window_size
+        if local and window is None:
+            raise wrong("num_local_attention_heads", f"{local} local heads need local_attention_window_size beside them")
+        if window is not None and not local:
+            raise wrong("local_attention_window_size", "is for local heads, and num_local_attention_heads is 0")
+        if local > self.num_attention_heads:
+            raise wrong("num_local_attention_heads", f"{local} local heads are more than num_attention_heads {self.num_attention_heads}")
+        check_multiple("num_local_attention_heads", local, "heads that share keys,", self.num_attention_heads // self.kv_heads)
+        return self
+
+    @model_validator(mode="after")
+    def _norm_fits(self) -> TransformerArchitectureConfig:
+        if self.layernorm.layernorm_bias and self.norm_type is NormType.rms:
+            raise wrong("layernorm.layernorm_bias", "rms norms have no bias", "leave it out, or set norm_type: layernorm")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions of one head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dimensions(self) -> int:
+        """Dimensions of a head that rotate."""
+        return int(self.head_size * self.rotary_percentage) if self.relative_position_embedding_type is not PositionType.none else 0
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the feed-forward block."""
+        return int(self.hidden_size * self.mlp_factor)
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything but attention's weights is dropped in training."""
+        return any((self.dropout_embedding, self.dropout_after_attention, self.dropout_after_mlp))
+
+    @property
+    def tells_documents_apart(self) -> bool:
+        """Whether the model asks which document of its sample a token belongs to."""
+        return self.reset_attention_mask or self.reset_position_ids
 
     @property
     def kv_heads(self) -> int:

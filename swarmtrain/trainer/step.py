@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -15,12 +15,17 @@ from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks
 from swarmtrain.trainer.data.order import Ids
+from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import StopFlag
+from swarmtrain.trainer.model import dropout
+from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer, Update
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.pipeline import Pipeline, Scaled
-from swarmtrain.trainer.runtime import Runtime, seed
+from swarmtrain.trainer.parallel.sharded import ShardedReplicas
+from swarmtrain.trainer.runtime import Runtime, derived_seed, seed
 
 _NARROW = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 Dealt = Sequence[tuple[int, Ids]]
@@ -80,7 +85,9 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
     count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
     for position in range(0, count, topology.global_batch):
         batch = data.batch(position, topology.global_batch)
+        model.local.eval()
         summed = _held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
+        model.local.train()
         sums, asked = _exchange(model, [float(summed)], stop)
         if asked:
             return None
@@ -111,7 +118,7 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
     """Make this rank's passes of step `number`: gradients of the loss, `scaled`. Return the loss, a sum."""
     if isinstance(model.replicas, Pipeline):
         first = dealt[0][0] if dealt else 0
-        return model.replicas.step(*_together(data, dealt), scaled, lambda index: _micro_batch(here, number, first + index))
+        return model.replicas.step(_together(data, dealt), scaled, lambda index: _micro_batch(here, number, first + index))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     passes = _filled(dealt, model.replicas.passes)
     for index, (micro, ids) in enumerate(passes):
@@ -125,7 +132,7 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
 
 def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
     if isinstance(model.replicas, Pipeline):
-        return model.replicas.evaluate(*_together(data, dealt), lambda _: _autocast(here))
+        return model.replicas.evaluate(_together(data, dealt), lambda _: _autocast(here))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     for _, ids in _filled(dealt, model.replicas.passes):
         with _autocast(here):
@@ -138,20 +145,21 @@ def _filled(dealt: Dealt, passes: int) -> Sequence[tuple[int, Ids | None]]:
     return [*dealt, *[(0, None)] * (passes - len(dealt))]
 
 
-def _together(data: Samples, dealt: Dealt) -> tuple[Tensor, Tensor]:
+def _together(data: Samples, dealt: Dealt) -> Rows:
     return data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in dealt)]))
 
 
-def _loss(here: Runtime, model: Callable[[Tensor, Tensor], Tensor], data: Samples, ids: Ids | None) -> Tensor:
-    inputs, targets = data.empty() if ids is None else data.load(ids)
-    return model(inputs.to(here.device, non_blocking=True), targets.to(here.device, non_blocking=True))
+def _loss(here: Runtime, model: Alone | Replicas | ShardedReplicas | Transformer, data: Samples, ids: Ids | None) -> Tensor:
+    rows = data.empty() if ids is None else data.load(ids)
+    loss: Tensor = model(*rows.map(lambda tensor: tensor.to(here.device, non_blocking=True)))
+    return loss
 
 
 @contextmanager
 def _micro_batch(here: Runtime, number: int, micro: int) -> Iterator[None]:
     """The forward pass of micro batch `micro` of step `number` goes in the body."""
     seed(here.config.trainer.seed, number, micro)
-    with _autocast(here):
+    with _autocast(here), dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch):
         yield
 
 

@@ -47,7 +47,7 @@ def test_samples_are_windows(tmp_path: Path) -> None:
     memory_map.write(tmp_path / "b", [np.arange(20, 25)], "uint16")
     data = Samples([tmp_path / "a", tmp_path / "b"], SHAPE, seed=0)
     assert len(data) == 4
-    inputs, targets = data.load(np.arange(4))
+    inputs, targets, _ = data.load(np.arange(4))
     assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0], [20, 21, 22, 23]]
     assert targets.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, -1, -1], [21, 22, 23, 24]]
     assert data.batch(0, 4).tokens == 14

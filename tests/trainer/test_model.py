@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from swarmtrain.config.transformer_architecture import MlpType, NormType, TransformerArchitectureConfig
+from swarmtrain.config.transformer_architecture import LayerNormConfig, MlpType, NormType, PositionType, TransformerArchitectureConfig
 from swarmtrain.trainer import Transformer
+from swarmtrain.trainer.model import dropout, masks
 from swarmtrain.trainer.model.transformer import IGNORE
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 16}
@@ -68,3 +70,114 @@ def test_loss_is_the_sum_over_valid_targets() -> None:
     assert model(TOKENS, targets).item() == pytest.approx(-probabilities.sum().item(), rel=1e-6)
     assert model(TOKENS, some).item() == pytest.approx(-probabilities[:5].sum().item(), rel=1e-6)
     assert model(TOKENS, torch.full_like(TOKENS, IGNORE)).item() == 0
+
+
+EVERYTHING: dict[str, Any] = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "key_query_norm": True,
+    "rotary_percentage": 0.5,
+    "num_local_attention_heads": 2,
+    "local_attention_window_size": 3,
+    "attention_num_kv_heads": 2,
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
+    "layernorm": LayerNormConfig(layernorm_bias=True),
+}
+DROPPED: dict[str, Any] = {"dropout_embedding": 0.2, "dropout_after_attention": 0.2, "dropout_after_mlp": 0.2}
+
+
+def test_every_option_adds_what_it_says() -> None:
+    plain, full = ({name for name, _ in made(**options).named_parameters()} for options in ({}, EVERYTHING))
+    block = {
+        "query.bias",
+        "key.bias",
+        "value.bias",
+        "output.bias",
+        "query_norm.weight",
+        "query_norm.bias",
+        "key_norm.weight",
+        "key_norm.bias",
+    }
+    added = {f"attention.{name}" for name in block} | {"mlp.up.bias", "mlp.down.bias", "attention_norm.bias", "mlp_norm.bias"}
+    assert full - plain == {f"blocks.{layer}.{name}" for layer in range(2) for name in added} | {"norm.bias"}
+    assert plain < full
+
+
+@pytest.mark.parametrize("kind", [PositionType.rotary, PositionType.rotary_complex])
+def test_a_packed_sample_is_its_documents_one_by_one(kind: PositionType) -> None:
+    model = made(**EVERYTHING, relative_position_embedding_type=kind)
+    documents = torch.tensor([[0] * 5 + [1] * 4 + [2] * 7])
+    packed = model(TOKENS, documents=documents)
+    alone = torch.cat([model(part) for part in TOKENS.split([5, 4, 7], dim=1)], dim=1)
+    assert torch.allclose(packed, alone, atol=1e-6)
+    assert not torch.allclose(packed[0, 5:], model(TOKENS)[0, 5:], atol=1e-4), "else nothing was kept apart"
+    without_positions = made(**{**EVERYTHING, "reset_position_ids": False}, relative_position_embedding_type=kind)
+    assert torch.allclose(without_positions(TOKENS, documents=documents), packed, atol=1e-5), "only distances count"
+
+
+def test_local_heads_see_their_window_alone() -> None:
+    """Two layers of a window of 3 reach six tokens back."""
+    changed = TOKENS.clone()
+    changed[0, 2] = 63
+    local, mixed = (made(num_local_attention_heads=heads, local_attention_window_size=3) for heads in (4, 1))
+    assert torch.equal(local(TOKENS)[0, 9:], local(changed)[0, 9:])
+    assert not torch.allclose(local(TOKENS)[0, 8], local(changed)[0, 8], atol=1e-7)
+    assert not torch.allclose(mixed(TOKENS)[0, 9:], mixed(changed)[0, 9:], atol=1e-7)
+
+
+def test_without_positions_a_token_sees_a_set() -> None:
+    model = made(relative_position_embedding_type=PositionType.none, num_layers=1)
+    swapped = TOKENS.clone()
+    swapped[0, [2, 7]] = swapped[0, [7, 2]]
+    assert torch.allclose(model(TOKENS)[0, -1], model(swapped)[0, -1], atol=1e-6)
+
+
+def test_flex_attention_sees_what_a_mask_of_truth_values_shows() -> None:
+    documents = torch.tensor([[0] * 100 + [1] * 156, [0] * 30 + [1] * 200 + [2] * 26])
+    random = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(2, heads, 256, 16, generator=random) for heads in (4, 2, 2))
+    for seen in (masks.sees(documents, None), masks.sees(documents, 20), masks.sees(None, 20)):
+        blocks = create_block_mask(seen, 2, None, 256, 256, device="cpu")
+        flex = flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
+        shown = masks.mix(query, key, value, masks.truth(seen, 2, (256, 256), torch.device("cpu")), 0.0)
+        assert torch.allclose(flex, shown, atol=1e-5)
+
+
+def test_dropout_is_a_function_of_step_sample_layer_place_and_token() -> None:
+    model = made(**DROPPED)
+    four = TOKENS.repeat(4, 1)
+    with dropout.at(seed=7, first=0):
+        whole = model(four)
+        assert torch.equal(model(four), whole), "whatever was drawn before"
+    with dropout.at(seed=7, first=2):
+        assert torch.allclose(model(four[2:]), whole[2:], atol=1e-6), "however samples are divided"
+    with dropout.at(seed=8, first=0):
+        assert not torch.allclose(model(four), whole, atol=1e-3)
+    assert not torch.allclose(whole[0], whole[1], atol=1e-3)
+    model.eval()
+    assert torch.equal(model(four), made()(four))
+
+
+def test_dropout_drops_its_part_everywhere_alike() -> None:
+    """Within five standard deviations, for all elements, each token, each dimension, pairs of neighbours and of places."""
+    first, second = (dropout.Dropout(0.3, place) for place in ("0 attention", "1 attention"))
+    with dropout.at(seed=3, first=5):
+        numbers = dropout.noise(4, torch.arange(100))
+    one, other = (module(torch.ones(4, 100, 500), numbers) for module in (first, second))
+    kept, too = one != 0, other != 0
+    assert torch.allclose(one[kept], torch.tensor(1 / 0.7))
+    for part in (kept, kept.roll(1, 0) ^ kept, kept.roll(1, 1) ^ kept, kept.roll(1, 2) ^ kept, kept ^ too):
+        mean = 0.7 if part is kept else 2 * 0.3 * 0.7
+        for kinds, count in (((0, 1), 400), ((0, 2), 2000), ((1, 2), 50_000), ((0, 1, 2), 200_000)):
+            assert (part.float().mean(kinds) - mean).abs().max() < 5 * (mean * (1 - mean) / count) ** 0.5
+
+
+def test_dropout_of_attention_weights_is_off_when_a_loss_is_only_looked_at() -> None:
+    model = made(dropout_attention_probs=0.5)
+    torch.manual_seed(1)
+    first = model(TOKENS)
+    torch.manual_seed(1)
+    assert torch.equal(model(TOKENS), first), "the same seed drops the same"
+    assert not torch.allclose(first, made()(TOKENS), atol=1e-4)
+    assert torch.equal(model.eval()(TOKENS), made()(TOKENS))

@@ -24,7 +24,7 @@ Alone = Callable[[dict[str, Any]], Path]
 
 @pytest.fixture(scope="module")
 def tied(config: dict[str, Any]) -> dict[str, Any]:
-    return changed(config, transformer_architecture={"num_layers": 4})
+    return changed(config, transformer_architecture={"num_layers": 4, "dropout_embedding": 0.1, "dropout_after_mlp": 0.1})
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from worlds import ROOT, TIMEOUT, World, audit, changed, deviation, held_out, losses, manifest, steps_saved, train
+from worlds import ROOT, TIMEOUT, World, audit, changed, deviation, held_out, losses, manifest, samples_by_step, steps_saved, train
 
 from swarmtrain.wire import EXIT_PLANNED
 
@@ -153,7 +154,7 @@ def _children(pid: int) -> list[int]:
 
 
 def test_scaled_up_and_down(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:
-    """2 → 4 → 1 ranks by planned exits: the same losses, no step lost, none made twice."""
+    """2 → 4 → 3 ranks by planned exits: the same losses, no step lost, none made twice, and the very samples in every step."""
     long = changed(config, trainer=LONG)
     for size in (2, 4):
         world = World(tmp_path, long, size)
@@ -161,7 +162,11 @@ def test_scaled_up_and_down(tmp_path: Path, config: dict[str, Any], untouched: P
         world.until(lambda: len(audit(tmp_path)) > seen + 5 * size)  # noqa: B023  # called before the loop goes on
         world.send(size - 1, signal.SIGTERM)
         assert world.wait() == [EXIT_PLANNED] * size, world.log()
-    assert train(tmp_path, long, 1) == losses(untouched)
+    assert train(tmp_path, long, 3) == losses(untouched)
+    seen = samples_by_step(tmp_path)
+    assert seen == samples_by_step(untouched)
+    times = Counter(sample for ids in seen.values() for sample in ids).values()
+    assert max(times) - min(times) == 1, "three epochs and a part of one: nothing twice in an epoch, nothing skipped"
     made = [(line["step"], line["token"]) for line in audit(tmp_path) if line["rank"] == 0]
     assert [step for step, _ in sorted(made)] == list(range(1, 61))
     assert {token for _, token in made} == {1, 2, 3}

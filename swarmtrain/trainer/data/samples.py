@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import order
 from swarmtrain.trainer.data.memory_map import MemoryMap
 from swarmtrain.trainer.data.order import Ids
+from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.model.transformer import IGNORE
 
 _PROBE = 1 << 20
@@ -65,8 +65,8 @@ class Samples:
         parts, starts = self._places(ids)
         return Batch(ids, int(np.minimum(self.sequence_length, self._targets[parts] - starts).sum()))
 
-    def load(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples `ids`: two int64 tensors (samples, sequence_length).
+    def load(self, ids: Ids) -> Rows:
+        """Return the samples `ids`.
 
         Raises TrainingError for a token outside the vocabulary.
         """
@@ -82,12 +82,12 @@ class Samples:
                 place="config transformer_architecture.vocab_size",
                 hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
             )
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        return Rows(torch.from_numpy(inputs), torch.from_numpy(targets))
 
-    def empty(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of one sample in which nothing counts."""
+    def empty(self) -> Rows:
+        """Return one sample in which nothing counts."""
         shape = (1, self.sequence_length)
-        return torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
+        return Rows(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE))
 
     @property
     def fingerprint(self) -> str:

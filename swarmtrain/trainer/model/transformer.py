@@ -1,22 +1,46 @@
-"""A decoder-only transformer: rotary positions, causal attention, pre-normalisation, no biases.
+"""A decoder-only transformer: pre-normalisation, causal attention, and whatever else `transformer_architecture` says.
 
-Rotary positions: Su et al. 2021 (arXiv 2104.09864). SwiGLU: Shazeer 2020 (2002.05202). Grouped queries: Ainslie et al. 2023 (2305.13245).
-Each parameter is drawn from a generator seeded by (seed, its name), so that its values depend neither on the order in
-which modules are made nor on how the model is divided afterwards.
+attention   queries, keys, values and what is mixed of them
+rotary      positions
+masks       which tokens see which, and the kernels that know
+mlp         feed-forward blocks
+norm        normalisation
+dropout     dropout that no topology changes
+initial     what parameters begin with
+
+docs/explanation/model.md has the formulas and their sources.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmtrain.config.transformer_architecture import MlpType, NormType, TransformerArchitectureConfig
+from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.model import dropout, initial, masks
+from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.context import Context
+from swarmtrain.trainer.model.dropout import Dropout
+from swarmtrain.trainer.model.masks import Masks
+from swarmtrain.trainer.model.mlp import feed_forward
+from swarmtrain.trainer.model.norm import norm
+from swarmtrain.trainer.model.rotary import Rotary, Rotation, starts
 from swarmtrain.trainer.runtime import derived_seed
 
 IGNORE = -1
 """Target of a position that has none: it counts neither in the loss nor in the number of tokens."""
-_DEVIATION = 0.02
+
+
+class Around(NamedTuple):
+    """What all layers of one forward pass share."""
+
+    rotation: Rotation | None
+    masks: Masks
+    noise: Tensor | None
+    """For each token the number from which its dropout follows (see dropout.noise); None without dropout."""
 
 
 class Transformer(nn.Module):
@@ -24,30 +48,67 @@ class Transformer(nn.Module):
 
     def __init__(self, shape: TransformerArchitectureConfig, seed: int) -> None:
         super().__init__()
+        self.shape = shape
         self.tied = shape.weight_tying
+        self.sequence_part = (0, 1)
+        """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
+        self.place = (0, 0)
+        """This rank's first layer and its number among those that share its layers."""
+        self.context: Context | None = None
+        """Who shares each sequence with this rank."""
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.norm = _norm(shape)
+        self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
+        self.rotary = Rotary(shape)
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+        self.norm = norm(shape.hidden_size, shape)
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self.loss: nn.Module = Loss()
         if self.tied:
             self.head.weight = self.embedding.weight
-        _initialise(self, shape, seed)
+        initial.fill(self, shape, seed)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.
 
-        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary.
+        `documents` (batch, sequence) has the number of each token's document, where the model is to tell them apart.
+        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
+        logits and loss are those of this rank's part of them.
         """
-        hidden = self.embedding(tokens)
+        places = None
+        if self.context is not None:
+            places = self.context.places(tokens.shape[1], tokens.device)
+            tokens, targets = tokens[:, places], None if targets is None else targets[:, places]
+        around = self._around(tokens, documents, places)
+        hidden = self.embedding_dropout(self.embedding(tokens), around.noise)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, around=around)
         logits: Tensor = self.head(self.norm(hidden))
         if targets is None:
             return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return loss
+
+    def _around(self, given: Tensor, documents: Tensor | None, places: Tensor | None) -> Around:
+        """Return what the layers share. `given` is tokens, or what a pipeline's stage before has made of them.
+
+        `places`: those of the tokens in their sequences; None if this rank has whole sequences.
+        """
+        part, parts = self.sequence_part
+        here = given.shape[1] * (1 if given.dim() == 2 else parts)  # tokens come whole
+        length = here * (self.context.size if self.context else 1)
+        apart = documents if self.shape.reset_attention_mask else None
+        first = starts(documents) if documents is not None and self.shape.reset_position_ids else None
+        rotation = self.rotary(length, first)
+        if rotation is not None and places is not None:
+            rotation = rotation[0][..., places, :], rotation[1][..., places, :]
+        noise = None
+        if self.shape.drops:
+            mine = torch.arange(here, device=given.device) if places is None else places
+            noise = dropout.noise(given.shape[0], mine[part * (here // parts) : (part + 1) * (here // parts)])
+        if self.shape.dropout_attention_probs:
+            torch.manual_seed(derived_seed(torch.initial_seed(), *self.place))
+        return Around(rotation, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
 
 
 class Loss(nn.Module):
@@ -60,103 +121,18 @@ class Loss(nn.Module):
 class Block(nn.Module):
     """Attention and a feed-forward network, each beside the residual stream."""
 
-    def __init__(self, shape: TransformerArchitectureConfig) -> None:
+    def __init__(self, shape: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = _norm(shape)
+        self.attention_norm = norm(shape.hidden_size, shape)
         self.attention = Attention(shape)
-        self.mlp_norm = _norm(shape)
-        self.mlp = SwiGlu(shape) if shape.mlp_type is MlpType.swiglu else Mlp(shape)
+        self.attention_dropout = Dropout(shape.dropout_after_attention, f"{layer} attention")
+        self.mlp_norm = norm(shape.hidden_size, shape)
+        self.mlp = feed_forward(shape)
+        self.mlp_dropout = Dropout(shape.dropout_after_mlp, f"{layer} mlp")
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden))
-        mixed: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
-        return mixed
-
-
-class Attention(nn.Module):
-    """Causal self-attention. The number of heads is read off the projections, which may be a shard."""
-
-    def __init__(self, shape: TransformerArchitectureConfig) -> None:
-        super().__init__()
-        self.head_size = shape.hidden_size // shape.num_attention_heads
-        self.queries_per_key = shape.num_attention_heads // shape.kv_heads
-        self.query = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        self.key = nn.Linear(shape.hidden_size, shape.kv_heads * self.head_size, bias=False)
-        self.value = nn.Linear(shape.hidden_size, shape.kv_heads * self.head_size, bias=False)
-        self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        cosine, sine = _rotations(shape.sequence_length, self.head_size, shape.rotary_embedding_base)
-        self.register_buffer("cosine", cosine, persistent=False)
-        self.register_buffer("sine", sine, persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        query = self._rotate(self._heads(self.query(hidden)))
-        key = self._rotate(self._heads(self.key(hidden)))
-        value = self._heads(self.value(hidden))
-        if self.queries_per_key > 1:
-            key = key.repeat_interleave(self.queries_per_key, dim=1)
-            value = value.repeat_interleave(self.queries_per_key, dim=1)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:-1], -1, self.head_size).transpose(1, 2)
-
-    def _rotate(self, heads: Tensor) -> Tensor:
-        length = heads.shape[-2]
-        first, second = heads.chunk(2, dim=-1)
-        cosine, sine = self.get_buffer("cosine")[:length].to(heads.dtype), self.get_buffer("sine")[:length].to(heads.dtype)
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-
-
-class Mlp(nn.Module):
-    """Two matrices with a GELU between them."""
-
-    def __init__(self, shape: TransformerArchitectureConfig) -> None:
-        super().__init__()
-        width = int(shape.hidden_size * shape.mlp_factor)
-        self.up = nn.Linear(shape.hidden_size, width, bias=False)
-        self.down = nn.Linear(width, shape.hidden_size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(functional.gelu(self.up(hidden)))
-        return projected
-
-
-class SwiGlu(nn.Module):
-    """A gated feed-forward network: three matrices."""
-
-    def __init__(self, shape: TransformerArchitectureConfig) -> None:
-        super().__init__()
-        width = int(shape.hidden_size * shape.mlp_factor)
-        self.gate = nn.Linear(shape.hidden_size, width, bias=False)
-        self.up = nn.Linear(shape.hidden_size, width, bias=False)
-        self.down = nn.Linear(width, shape.hidden_size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
-        return projected
-
-
-def _norm(shape: TransformerArchitectureConfig) -> nn.Module:
-    if shape.norm_type is NormType.rms:
-        return nn.RMSNorm(shape.hidden_size, eps=1e-5)
-    return nn.LayerNorm(shape.hidden_size, bias=False)
-
-
-def _rotations(length: int, head_size: int, base: int) -> tuple[Tensor, Tensor]:
-    frequencies = base ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
-
-
-@torch.no_grad()
-def _initialise(model: Transformer, shape: TransformerArchitectureConfig, seed: int) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            parameter.fill_(1)
-            continue
-        generator = torch.Generator().manual_seed(derived_seed(seed, name))
-        into_stream = name.endswith(("attention.output.weight", "mlp.down.weight"))
-        # Each block adds twice to the residual stream; scaled so, its variance does not grow with depth (GPT-2).
-        parameter.normal_(0, _DEVIATION / (2 * shape.num_layers) ** 0.5 if into_stream else _DEVIATION, generator=generator)
+    def forward(self, hidden: Tensor, *, around: Around) -> Tensor:
+        # By keyword: tensor parallelism changes what comes by place.
+        mixed = self.attention(self.attention_norm(hidden), rotation=around.rotation, masks=around.masks)
+        hidden = hidden + self.attention_dropout(mixed, around.noise)
+        made: Tensor = hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), around.noise)
+        return made

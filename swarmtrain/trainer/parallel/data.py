@@ -10,7 +10,7 @@ A sum of two numbers is rounded once in any case, so a step of two micro batches
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,11 +31,12 @@ class Alone:
     def __init__(self, model: nn.Module, *, exact: bool) -> None:
         """`exact`: add gradients in fp64."""
         self._model, self._exact = model, exact
+        self.parameters = list(model.parameters())
         self._aside: dict[Tensor, Tensor] = {}
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
-        loss: Tensor = self._model(tokens, targets)
+        loss: Tensor = self._model(tokens, targets, documents)
         return loss
 
     @contextmanager
@@ -43,7 +44,7 @@ class Alone:
         """Forward and backward pass of one micro batch go in the body. After the last one of a step gradients are the sum of all."""
         yield
         if not last and self._exact:
-            _set_aside(self._model, self._aside)
+            _set_aside(self.parameters, self._aside)
         elif last:
             for parameter, total in self._aside.items():
                 parameter.grad = total.add_(_flat(parameter)).to(parameter.dtype).view_as(parameter)
@@ -58,7 +59,8 @@ class Replicas:
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, exact: bool) -> None:
         """`exact`: add gradients in fp64."""
-        self._model, self._exact = model, exact
+        self._exact = exact
+        self.parameters = list(model.parameters())
         self._aside: dict[Tensor, Tensor] = {}
         self._group = mesh.data_group
         self._ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, gradient_as_bucket_view=True)
@@ -66,13 +68,14 @@ class Replicas:
         # DDP groups gradients anew, in the order in which they come, when its second pass begins. That changes the order
         # of additions: a resumed run's first step would differ in the last bits from that of a run that was never
         # stopped. So there is one pass before the first, with nothing in it.
-        nothing = torch.zeros((1, mesh.tensor_size), dtype=torch.int64, device=device)
+        length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
+        nothing = torch.zeros((1, length), dtype=torch.int64, device=device)
         torch.autograd.backward(self(nothing, torch.full_like(nothing, IGNORE)))
         self._ddp.zero_grad()
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
-        loss: Tensor = self._ddp(tokens, targets)
+        loss: Tensor = self._ddp(tokens, targets, documents)
         return loss
 
     @contextmanager
@@ -84,7 +87,7 @@ class Replicas:
         with self._ddp.no_sync():
             yield
         if self._exact:
-            _set_aside(self._model, self._aside)
+            _set_aside(self.parameters, self._aside)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Add up a bucket of gradients over the data group."""
@@ -103,9 +106,9 @@ def _reduce(replicas: Replicas, bucket: dist.GradBucket) -> torch.futures.Future
     return replicas.reduce(bucket)
 
 
-def _set_aside(model: nn.Module, aside: dict[Tensor, Tensor]) -> None:
+def _set_aside(parameters: Sequence[Tensor], aside: dict[Tensor, Tensor]) -> None:
     """Add the gradients of a micro batch to the sums `aside`, in fp64, and clear them."""
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is not None:
             if parameter in aside:
                 aside[parameter] += _flat(parameter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,8 +20,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import parametrize
 
+from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.loss import VocabularyParallelLoss
+
+_OF_HEADS = ("query_norm", "key_norm")
 
 
 class _Whole(nn.Module):
@@ -36,6 +39,17 @@ class _Whole(nn.Module):
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False)
 
 
+class _Shared(nn.Module):
+    """Shows a layer a parameter of which every rank has all, and makes its gradient the sum of what ranks have: each saw its own heads."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, local: Tensor) -> Tensor:
+        return DTensor.from_local(local, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
 def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, Placement]:
     """Shard `model` in place over `mesh`, which has one dimension. Return how, by the names of parameters that are divided.
 
@@ -45,15 +59,22 @@ def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, 
         return {}
     parallelize_module(model, mesh, _plan(model, sequence=sequence), src_data_rank=None)
     model.loss = VocabularyParallelLoss(mesh.get_group())
+    model.place = model.place[0], mesh.get_local_rank()
+    if sequence:
+        model.sequence_part = mesh.get_local_rank(), mesh.size()
     placements: dict[str, Placement] = {}
     for name, module in model.named_modules():
-        parameter = module._parameters.get("weight")
-        if isinstance(parameter, DTensor):
-            placement = parameter.placements[0]
-            if placement.is_shard():
-                placements[f"{name}.weight"] = placement
-            module.weight = nn.Parameter(parameter.to_local().clone())
-            parametrize.register_parametrization(module, "weight", _Whole(mesh, placement), unsafe=True)
+        for kind, parameter in list(module._parameters.items()):
+            if isinstance(parameter, DTensor):
+                placement = parameter.placements[0]
+                if placement.is_shard():
+                    placements[f"{name}.{kind}"] = placement
+                setattr(module, kind, nn.Parameter(parameter.to_local().clone()))
+                parametrize.register_parametrization(module, kind, _Whole(mesh, placement), unsafe=True)
+            elif parameter is not None and name.endswith(_OF_HEADS):
+                parametrize.register_parametrization(module, kind, _Shared(mesh), unsafe=True)
+        if isinstance(module, Attention):
+            module.first_head = mesh.get_local_rank() * (model.shape.num_attention_heads // mesh.size())
     if model.tied:
         head, embedding = model.head.get_submodule("parametrizations.weight"), model.embedding.get_submodule("parametrizations.weight")
         head.original = embedding.original
