@@ -10,7 +10,7 @@ from torch import nn
 from swarmtrain.config.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import context, mesh, pipeline, recompute, tensor
+from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recompute, tensor
 from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
@@ -41,7 +41,9 @@ class ParallelModel:
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
-    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
+    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology, and TrainingError
+    if it is to be compiled and cannot be.
+    """
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     # A sum of two numbers is rounded once, however it is made.
@@ -70,6 +72,8 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
         replicas = Alone(model, exact=exact)
     else:
         replicas = Replicas(model, layout, here.device, exact=exact)
+    if config.trainer.compile:
+        compiled.blocks(model, here.device)
     by_data = frozenset(names if divided else ())
     pipe = layout.pipe_group if piped else None
     shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
