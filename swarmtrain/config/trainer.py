@@ -58,4 +58,9 @@ class TrainerConfig(Section):
         description="Operations that give the same result in every run. ignore: the fastest. prefer: these, on GPUs, where there are some. "
         "require: nothing else.",
     )
+    compile: bool = Field(
+        False,
+        description="Compile the blocks by torch.compile: faster steps, and a first one that takes a minute longer, or seconds if "
+        "docker_config.cache_dir has what an earlier run compiled. Needs a C++ compiler in the image, and Triton on GPUs.",
+    )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")

@@ -10,7 +10,7 @@ A sum of two numbers is rounded once in any case, so a step of two micro batches
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -109,7 +109,7 @@ def _reduce(replicas: Replicas, bucket: dist.GradBucket) -> torch.futures.Future
     return replicas.reduce(bucket)
 
 
-def _set_aside(parameters: Iterable[nn.Parameter], aside: dict[Tensor, Tensor]) -> None:
+def _set_aside(parameters: Sequence[Tensor], aside: dict[Tensor, Tensor]) -> None:
     """Add the gradients of a micro batch to the sums `aside`, in fp64, and clear them."""
     for parameter in parameters:
         if parameter.grad is not None:
