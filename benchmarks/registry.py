@@ -33,4 +33,5 @@ BENCHMARKS = (
     Benchmark("train-ddp", "two processes of it beside DistributedDataParallel by hand", training.by_hand_ddp),
     Benchmark("train-hf", "the trainer beside Hugging Face's", training.hugging_face),
     Benchmark("train-nanogpt", "the trainer beside nanoGPT's", training.nanogpt),
+    Benchmark("train-whole", "a whole run, in terms of its steps", training.whole_run),
 )

@@ -6,19 +6,24 @@ So measured, other work on the machine hardly shows: a step that waits for a cor
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import others
-from benchmarks.measure import BUILD, Row, in_turns_for
+from benchmarks import machine, others
+from benchmarks.measure import BUILD, ROOT, Row, Sample, in_turns_for
 from benchmarks.racers import Loop, Racer
+from swarmtrain import process
 
+_HAND = "the same model in a loop by hand"
 _UNIT = "tokens/s of CPU"
-_SECONDS = 60.0
+_SECONDS = 45.0
 _BATCH, _LENGTH = 8, 256
+_WHOLE = 30
 _LLAMA = {
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -37,7 +42,10 @@ def by_hand() -> Iterator[Row]:
     """One process, and the loop that one writes by hand around the same model."""
     for precision in ("float32", "bfloat16"):
         config = _config(_LLAMA, precision)
-        yield _race(_row("train", precision, "the same model in a loop by hand", 0.98), Loop("ours", config), Loop("by_hand", config))
+        yield _race(_row("train", precision, _HAND, 0.98), Loop("ours", config), Loop("by_hand", config))
+    compiled = replace(_row("train", "float32", f"{_HAND}, not compiled"), name="train/compiled")
+    compiled = replace(compiled, what=f"{compiled.what}, trainer.compile")
+    yield _race(compiled, Loop("ours", _config(_LLAMA, "float32", compile=True)), Loop("by_hand", _config(_LLAMA, "float32")))
 
 
 def by_hand_ddp() -> Iterator[Row]:
@@ -67,13 +75,27 @@ def nanogpt() -> Iterator[Row]:
         yield _race(row, Loop("ours", _config(_GPT, precision)), theirs)
 
 
-def _row(benchmark: str, precision: str, other_is: str, goal: float, where: str = "one process") -> Row:
+def whole_run() -> Iterator[Row]:
+    """A run with its checkpoint, metrics and log, in terms of its steps."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=BUILD) as folder:
+        config = _config(_LLAMA, "float32", train_iterations=_WHOLE, save_dir=folder)
+        argv = [sys.executable, "-m", "benchmarks.loops.whole", config]
+        said = process.run(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT).splitlines()[-1]
+    whole, step = (Sample.of([_BATCH * _LENGTH / float(seconds)]) for seconds in said.split())
+    row = _row("train-whole", "float32", "its median step", 0.97)
+    yield replace(row, what=f"{row.what}: {_WHOLE} steps and a checkpoint", ours=whole, other=step)
+
+
+def _row(benchmark: str, precision: str, other_is: str, goal: float | None = None, where: str = "one process") -> Row:
     name = benchmark if precision == "float32" else f"{benchmark}/{precision}"
     what = f"`train`, 9M parameters, {_BATCH} × {_LENGTH} tokens, {precision}, {where}"
     return Row(name, what, _UNIT, other_is=other_is, goal=goal)
 
 
 def _race(row: Row, ours: Loop, other: Loop) -> Row:
+    if "/bfloat16" in row.name and not machine.has_bfloat16():
+        return replace(row, why_not="this processor does not multiply bfloat16")
     with Racer(ours) as mine, Racer(other) as theirs:
         for racer in (mine, theirs):
             racer.seconds(2)  # with all that is done once

@@ -9,6 +9,7 @@ from typing import Any
 
 from swarmtrain import wire
 from swarmtrain.trainer.checkpoint import Saved
+from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.board import Poster
 from swarmtrain.trainer.metrics.files import MetricsFile, finite
 from swarmtrain.trainer.metrics.speed import Speed
@@ -31,6 +32,8 @@ class Report:
         self._poster = Poster(here.board) if here.first and here.board else None
         self._sinks: list[MetricsFile | WandbRun] = []
         self._speed = Speed()
+        self._flops = 0
+        """Floating point operations that a token costs."""
 
     def __enter__(self) -> Report:
         return self
@@ -54,6 +57,7 @@ class Report:
             LOG.info("goes on after step %d, from %s", step, path)
             self._post(wire.RESUMED, step=step, path=str(path))
         config = self._here.config
+        self._flops = flops.per_token(config.transformer_architecture, model.size)
         folder = config.logger.log_dir or config.trainer.save_dir
         if folder:
             self._sinks.append(MetricsFile(folder, step))
@@ -70,7 +74,8 @@ class Report:
         speed, eta = self._speed.tokens_per_second, self._speed.eta(self._steps - step)
         values = {"loss": finite(made.loss), "learning_rate": made.learning_rate, "tokens_per_second": round(speed, 1)}
         scaling = {} if made.loss_scale is None else {"loss_scale": made.loss_scale, "skipped": made.skipped}
-        self._write({"step": step, **values, "gradient_norm": finite(made.gradient_norm), **scaling})
+        work = {"tflops": round(speed * self._flops / 1e12, 4)}
+        self._write({"step": step, **values, **work, "gradient_norm": finite(made.gradient_norm), **scaling})
         if self._poster:
             self._poster.progress(Event(wire.PROGRESS, {"step": step, "steps": self._steps, **values, "eta_seconds": round(eta, 1)}))
         if step % self._here.config.logger.log_interval == 0 or step == self._steps or made.skipped:

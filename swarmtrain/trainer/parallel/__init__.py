@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
+from swarmtrain.config import Config
 from swarmtrain.config.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model import initial
@@ -17,7 +19,7 @@ from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recom
 from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
-from swarmtrain.trainer.parallel.sharded import ShardedReplicas
+from swarmtrain.trainer.parallel.sharded import Fill, ShardedReplicas
 from swarmtrain.trainer.parallel.shards import Shards
 from swarmtrain.trainer.runtime import Runtime
 
@@ -49,50 +51,68 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    piped, precision = layout.pipe_size > 1, config.transformer_architecture.precision
-    # A sum of two numbers is rounded once, however it is made.
-    exact = precision is Precision.float32 and _summands(config.topology) > 2
-    tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
+    tied = layout.pipe_size > 1 and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
-    if piped:
+    by_tensor = _take_part(model, config, layout)
+    local = tensor.named_parameters(model)
+    if twin:
+        local = {_TIED if name == "head.weight" else name: parameter for name, parameter in local.items()}
+        by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
+    names = {parameter: name for name, parameter in local.items()}
+    fill = partial(initial.fill, names=names, value=_values(model, config, layout, shapes, by_tensor), device=here.device)
+    replicas = _replicas(model, here, layout, fill, tied=list(local).index(_TIED) if tied else None)
+    if config.trainer.compile:
+        compiled.blocks(model, here.device)
+    pipe = layout.pipe_group if layout.pipe_size > 1 else None
+    by_data = frozenset(local if _divided(config) else ())
+    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
+    size = sum(shape.numel() for shape in shapes.values())
+    return ParallelModel(layout, model, replicas, shards, dict(zip(local, replicas.parameters, strict=True)), tuple(shapes), size)
+
+
+def _take_part(model: Transformer, config: Config, layout: Mesh) -> dict[str, Placement]:
+    """Leave in `model` what is this rank's. Return how tensor parallelism divides parameters, by name."""
+    if layout.pipe_size > 1:
         pipeline.cut(model, config, layout)
     by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
     if layout.context_mesh:
         context.share(model, layout.context_mesh)
     recompute.layers(model, config.topology.activation_checkpointing_type)
-    local = tensor.named_parameters(model)
-    if twin:
-        local = {_TIED if name == "head.weight" else name: parameter for name, parameter in local.items()}
-        by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
-    names = list(local)
+    return by_tensor
+
+
+def _values(
+    model: Transformer, config: Config, layout: Mesh, shapes: Mapping[str, torch.Size], by_tensor: Mapping[str, Placement]
+) -> Callable[[str], Tensor]:
+    """Return what gives this rank's part of a parameter, by its name in the undivided model, before the first step."""
+    precision = torch.float64 if config.transformer_architecture.precision is Precision.float64 else torch.float32
 
     def value(name: str) -> Tensor:
-        whole = model.initial(name, shapes[name]).to(torch.float64 if precision is Precision.float64 else torch.float32)
-        how = by_tensor.get(name)
+        whole, how = model.initial(name, shapes[name]).to(precision), by_tensor.get(name)
         return whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank].clone() if isinstance(how, Shard) else whole
 
-    fill = partial(initial.fill, names={parameter: name for name, parameter in local.items()}, value=value, device=here.device)
-    divided = config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
-    if not divided:
+    return value
+
+
+def _replicas(
+    model: Transformer, here: Runtime, layout: Mesh, fill: Fill, *, tied: int | None
+) -> Alone | Replicas | ShardedReplicas | Pipeline:
+    """Return `model`, filled, as one with what other replicas have of it. `tied`: the place of a weight whose copy another stage has."""
+    config = here.config
+    # A sum of two numbers is rounded once, however it is made.
+    exact = config.transformer_architecture.precision is Precision.float32 and _summands(config.topology) > 2
+    if not _divided(config):
         fill(model)
-    if piped:
-        place = names.index(_TIED) if tied else None
-        replicas: Alone | Replicas | ShardedReplicas | Pipeline = Pipeline(
-            model, config, layout, here.device, divided=fill if divided else None, tied=place
-        )
-    elif divided:
-        replicas = ShardedReplicas(model, config, layout, fill)
-    elif layout.data_group.size() == 1:
-        replicas = Alone(model, exact=exact)
-    else:
-        replicas = Replicas(model, layout, here.device, exact=exact)
-    if config.trainer.compile:
-        compiled.blocks(model, here.device)
-    by_data = frozenset(names if divided else ())
-    pipe = layout.pipe_group if piped else None
-    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
-    size = sum(shape.numel() for shape in shapes.values())
-    return ParallelModel(layout, model, replicas, shards, dict(zip(names, replicas.parameters, strict=True)), tuple(shapes), size)
+    if layout.pipe_size > 1:
+        return Pipeline(model, config, layout, here.device, divided=fill if _divided(config) else None, tied=tied)
+    if _divided(config):
+        return ShardedReplicas(model, config, layout, fill)
+    return Alone(model, exact=exact) if layout.data_group.size() == 1 else Replicas(model, layout, here.device, exact=exact)
+
+
+def _divided(config: Config) -> bool:
+    """Return whether replicas divide their state."""
+    return config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
 
 
 def _summands(topology: TopologyConfig) -> int:
