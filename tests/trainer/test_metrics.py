@@ -67,7 +67,7 @@ def test_progress_reaches_the_board_while_training(tmp_path: Path, config: dict[
     endless = changed(config, trainer={"train_iterations": 1_000_000, "save_dir": None})
     world = World(tmp_path, endless, 2, {"SWARMTRAIN_BOARD": board})
     begun = time.monotonic()
-    world.until(lambda: len(of(published, wire.PROGRESS)) >= 4)
+    world.until(lambda: len(of(published, wire.PROGRESS)) >= 4 and len(audit(tmp_path)) > 2 * 8 * (time.monotonic() - begun))
     seconds, steps = time.monotonic() - begun, max(line["step"] for line in audit(tmp_path))
     world.send(0, signal.SIGTERM)
     world.wait()
