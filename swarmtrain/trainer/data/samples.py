@@ -27,8 +27,8 @@ from swarmtrain.trainer.model.transformer import IGNORE
 from swarmtrain.trainer.runtime import derived_seed
 
 _PROBE = 1 << 20
-_BLOCK = 1 << 12
-"""Positions whose samples are worked out at once: one by one that would take longer than to load them."""
+_LEAST, _MOST = 1 << 4, 1 << 12
+"""Positions whose samples are worked out at once: one by one that would take longer than to load them. Each epoch among them costs, too."""
 _KINDS: dict[Packing, type[Windows] | type[Packs]] = {Packing.stream: Windows, Packing.documents: Packs}
 
 
@@ -94,7 +94,9 @@ class Samples:
         shares = blend.shares(blend.weights(mix, documents)) if mix and mix.enabled else []
         self._blend = Blend(shares) if shares else None
         plain = (packing, part, shares) == (Packing.stream, (0.0, 1.0), [])
-        self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * _BLOCK, _BLOCK))
+        epoch = min(len(cut) for cut in self._cuts) if self._blend else len(self)
+        self._at_once = size = min(max(epoch, _LEAST), _MOST)
+        self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * size, size))
         self._order = "" if plain else f"{packing} {part} {shares}"
 
     def __len__(self) -> int:
@@ -102,9 +104,9 @@ class Samples:
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
-        first, last = position // _BLOCK, (position + count - 1) // _BLOCK
+        first, last = position // self._at_once, (position + count - 1) // self._at_once
         ids = np.concatenate([self._block(number) for number in range(first, last + 1)])
-        ids = ids[position - first * _BLOCK :][:count]
+        ids = ids[position - first * self._at_once :][:count]
         targets = sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
         return Batch(ids, targets)
 
