@@ -63,6 +63,9 @@ class DataConfig(Section):
 
     data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the training data.")
     validation_data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the held-out data. It is never blended.")
+    use_mmap: bool = Field(
+        True, description="Map files into memory. false: read them, and try again for some seconds when a network's disk fails to answer."
+    )
     validation_fraction: float = Field(
         0.0,
         ge=0,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 import datautils
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.data import memory_map, order
+from swarmtrain.trainer.data import memory_map, order, token_file
 from swarmtrain.trainer.data.samples import Samples
 
 SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=32)
@@ -81,6 +83,35 @@ def test_torn_token_file(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"123")
     with pytest.raises(TrainingError, match="one of the files is torn"):
         Samples([tmp_path / "a"], SHAPE, 0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_files_that_are_read_are_as_those_that_are_mapped(tmp_path: Path, dtype: str) -> None:
+    memory_map.write(tmp_path / "a", [np.arange(7), np.arange(7, 31)], dtype)
+    mapped, read = (Samples([tmp_path / "a"], SHAPE, 0, use_mmap=use_mmap) for use_mmap in (True, False))
+    read.expect(np.arange(4))
+    assert read.fingerprint == mapped.fingerprint
+    assert all((one == other).all() for one, other in zip(read.load(np.arange(4))[:2], mapped.load(np.arange(4))[:2], strict=True))
+
+
+def test_a_disk_that_fails_to_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file system here goes stale, so the call that would tell of it is replaced: it fails until the file is opened anew."""
+    memory_map.write(tmp_path / "a", [np.arange(20)], "uint8")
+    data = Samples([tmp_path / "a"], SHAPE, 0, use_mmap=False)
+    stale, sound = data.maps[0].tokens._file, os.pread  # type: ignore[union-attr]  # a file that is read
+
+    def pread(file: int, size: int, start: int) -> bytes:
+        if file == stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return sound(file, size, start)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(token_file, "_WAITS", (0.0,))
+    assert data.load(np.arange(1)).inputs.tolist() == [[0, 1, 2, 3]]
+    monkeypatch.setattr(token_file, "_WAITS", ())
+    stale = data.maps[0].tokens._file  # type: ignore[union-attr]
+    with pytest.raises(TrainingError, match=r"[Ss]tale"):
+        data.load(np.arange(1))
 
 
 def test_other_data_has_another_fingerprint(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def offered(home: Path, *words: str, **more: str) -> list[str]:
         (["status", ""], ["demo"]),
         (["lab", "kill", ""], ["node0", "node1"]),
         (["lab", "down", "--name", ""], ["lab"]),
-        (["plan", "config.yml", "-o", "trainer.sa"], ["trainer.save_dir", "trainer.save_interval"]),
+        (["plan", "config.yml", "-o", "trainer.save_i"], ["trainer.save_interval", "trainer.save_in_background"]),
         (["plan", "config.yml", "-o", "runner.no"], ["runner.nodes=", "runner.nodes=…"]),
         (["plan", "config.yml", "-o", "runner.runner_type", "="], ["swarm", "local"]),
         (["plan", "config.yml", "-o", "runner.runner_type", "=", "l"], ["local"]),

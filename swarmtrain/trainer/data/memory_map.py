@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import mmap
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data.token_file import Mapped, Read, Tokens
 
-Tokens = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
 _ANEW = "its .bin, .idx and .meta.json are written together; write all three anew"
 
@@ -28,13 +27,17 @@ _ANEW = "its .bin, .idx and .meta.json are written together; write all three ane
 class MemoryMap:
     """The tokens of one prefix, or of some of its documents. Nothing is read until it is asked for."""
 
-    def __init__(self, prefix: Path) -> None:
-        """Open the files of `prefix`. Raises TrainingError that names what is missing or does not fit."""
+    def __init__(self, prefix: Path, *, use_mmap: bool = True) -> None:
+        """Open the files of `prefix`; without `use_mmap` the index is kept in memory, and tokens are read by calls.
+
+        Raises TrainingError that names what is missing or does not fit.
+        """
+        kind = Mapped if use_mmap else Read
         self.prefix = prefix
         try:
             self.meta: dict[str, Any] = json.loads(_file(prefix, "meta.json").read_text())
-            self._map, self.tokens = _mapped(_file(prefix, "bin"), np.dtype(self.meta["dtype"]))
-            _, index = _mapped(_file(prefix, "idx"), np.dtype(self.meta["index_dtype"]))
+            self.tokens: Mapped | Read = kind(_file(prefix, "bin"), _whole(self.meta["dtype"]))
+            index = kind(_file(prefix, "idx"), _whole(self.meta["index_dtype"])).array
         except FileNotFoundError as error:
             raise TrainingError(
                 f"{error.filename}: no such file", place="config data", hint="paths are relative to the folder the run is in"
@@ -67,11 +70,6 @@ class MemoryMap:
             low, high = np.where(before & (low < high), middle + 1, low), np.where(before, high, middle)
         return low - 1
 
-    def expect(self, first: int, count: int) -> None:
-        """Have the operating system read `count` tokens from `first` on meanwhile: they will be asked for soon."""
-        start = first * self.tokens.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, start, (first + count) * self.tokens.itemsize - start)
-
 
 def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[str, Any] | None = None) -> None:
     """Write `documents`, arrays of tokens, under `prefix`. `extra` goes into the meta file, which comes last:
@@ -91,15 +89,11 @@ def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[
         _aside(path).replace(path)
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> tuple[mmap.mmap, Tokens]:
+def _whole(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
     if dtype.kind not in "iu":
-        raise ValueError(f"{path.name} is of {dtype}, which is no whole number")
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size == 0 or size % dtype.itemsize:
-            raise ValueError(f"{path.name} is empty" if size == 0 else f"{path.name} ends within a number: {size} bytes of {dtype}")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return mapped, np.frombuffer(mapped, dtype=dtype)
+        raise ValueError(f"{name} is no kind of whole numbers")
+    return dtype
 
 
 def _file(prefix: Path, ending: str) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +17,18 @@ from swarmtrain.config.transformer_architecture import TransformerArchitectureCo
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import blend, order
 from swarmtrain.trainer.data.blend import Blend
-from swarmtrain.trainer.data.memory_map import Ids, MemoryMap, Tokens
+from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
 from swarmtrain.trainer.data.packs import Packs
 from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.data.spans import Cut
+from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.data.windows import Windows
 from swarmtrain.trainer.model.transformer import IGNORE
 from swarmtrain.trainer.runtime import derived_seed
 
 _PROBE = 1 << 20
-_BLOCK = 1 << 12
-"""Positions whose samples are worked out at once: one by one that would take longer than to load them."""
+_LEAST, _MOST = 1 << 4, 1 << 12
+"""Positions whose samples are worked out at once: one by one that would take longer than to load them. Each epoch among them costs, too."""
 _KINDS: dict[Packing, type[Windows] | type[Packs]] = {Packing.stream: Windows, Packing.documents: Packs}
 
 
@@ -47,13 +48,12 @@ class Batch:
 def open_data(config: Config) -> tuple[Samples, Samples | None]:
     """Open what `config` names: the training data, and the held-out data if there is any. Raises TrainingError."""
     shape, seed, data = config.transformer_architecture, config.trainer.seed, config.data
-    held_out = data.validation_fraction
-    training = Samples(data.data_prefixes, shape, seed, packing=data.packing, mix=data.blended_dataset, part=(0.0, 1 - held_out))
+    files = partial(Samples, shape=shape, seed=seed, packing=data.packing, use_mmap=data.use_mmap)
+    kept = 1 - data.validation_fraction
+    training = files(data.data_prefixes, mix=data.blended_dataset, part=(0.0, kept))
     if data.validation_data_prefixes:
-        return training, Samples(data.validation_data_prefixes, shape, seed, packing=data.packing)
-    if held_out:
-        return training, Samples(data.data_prefixes, shape, seed, packing=data.packing, part=(1 - held_out, 1.0))
-    return training, None
+        return training, files(data.validation_data_prefixes)
+    return training, files(data.data_prefixes, part=(kept, 1.0)) if kept < 1 else None
 
 
 class Samples:
@@ -68,6 +68,7 @@ class Samples:
         packing: Packing = Packing.stream,
         mix: BlendedDatasetConfig | None = None,
         part: tuple[float, float] = (0.0, 1.0),
+        use_mmap: bool = True,
     ) -> None:
         """Open the files; `seed` is that of their order, and `part` says between which fractions of each file's documents to read.
 
@@ -79,7 +80,7 @@ class Samples:
             )
         self.sequence_length, self.vocab_size, self.seed = shape.sequence_length, shape.vocab_size, seed
         self._numbered = shape.tells_documents_apart
-        self.maps = [MemoryMap(prefix).part(*part) for prefix in prefixes]
+        self.maps = [MemoryMap(prefix, use_mmap=use_mmap).part(*part) for prefix in prefixes]
         self._cuts: list[Cut] = [_KINDS[packing](file, self.sequence_length) for file in self.maps]
         for file, cut in zip(self.maps, self._cuts, strict=True):
             if not len(cut):
@@ -93,7 +94,9 @@ class Samples:
         shares = blend.shares(blend.weights(mix, documents)) if mix and mix.enabled else []
         self._blend = Blend(shares) if shares else None
         plain = (packing, part, shares) == (Packing.stream, (0.0, 1.0), [])
-        self._block = functools.lru_cache(maxsize=2)(lambda number: self._ids(number * _BLOCK, _BLOCK))
+        epoch = min(len(cut) for cut in self._cuts) if self._blend else len(self)
+        self._at_once = size = min(max(epoch, _LEAST), _MOST)
+        self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * size, size))
         self._order = "" if plain else f"{packing} {part} {shares}"
 
     def __len__(self) -> int:
@@ -101,9 +104,9 @@ class Samples:
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
-        first, last = position // _BLOCK, (position + count - 1) // _BLOCK
+        first, last = position // self._at_once, (position + count - 1) // self._at_once
         ids = np.concatenate([self._block(number) for number in range(first, last + 1)])
-        ids = ids[position - first * _BLOCK :][:count]
+        ids = ids[position - first * self._at_once :][:count]
         targets = sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
         return Batch(ids, targets)
 
@@ -132,7 +135,7 @@ class Samples:
         for number, _, within in self._by_file(ids):
             spans = self._cuts[number].spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
-                self.maps[number].expect(start, count + 1)
+                self.maps[number].tokens.expect(start, count + 1)
 
     def empty(self) -> Rows:
         """Return one sample in which nothing counts."""

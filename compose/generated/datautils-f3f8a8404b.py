@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.data.memory_map import MemoryMap, Tokens, write
+from swarmtrain.trainer.data.memory_map import MemoryMap, write
+from swarmtrain.trainer.data.token_file import Tokens
 
 _HELD_OUT_PERCENT = 10
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
