@@ -56,7 +56,8 @@ class Dropout(nn.Module):
         """`place` is the module's own name: two of one name drop the same."""
         super().__init__()
         self.probability = probability
-        self.register_buffer("key", torch.tensor(derived_seed("dropout", place) % _WORD, dtype=torch.int32), persistent=False)
+        key = torch.tensor(derived_seed("dropout", place) % _WORD, dtype=torch.int32, device="cpu")  # the model around it is made on meta
+        self.register_buffer("key", key, persistent=False)
         self._kept = min(round((1 - probability) * 2 * _WORD), 2 * _WORD - 1) - _WORD
 
     def forward(self, hidden: Tensor, numbers: Tensor | None) -> Tensor:
