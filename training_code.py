@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 import datautils
 from swarmtrain.config import Config
-from swarmtrain.trainer import Optimizer, Result, Samples, Transformer, parallelize, runtime, train
+from swarmtrain.trainer import Optimizer, Result, Transformer, open_data, parallelize, runtime, train
 
 
 class Options(BaseModel, extra="forbid"):
@@ -27,12 +27,10 @@ class Options(BaseModel, extra="forbid"):
 def main() -> None:
     config = runtime.read_config(sys.argv[1:])
     options = runtime.read_options(Options, config)
-    shape, seed = config.transformer_architecture, config.trainer.seed
     with runtime.start(config) as here:
         facts = prepare(config, here) if options.dataset == "python_sources" else {}
-        data = Samples(config.data.data_prefixes, shape, seed)
-        held_out = Samples(config.data.validation_data_prefixes, shape, seed) if config.data.validation_data_prefixes else None
-        model = parallelize(Transformer(shape, seed), here)
+        data, held_out = open_data(config)
+        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), here)
         optimizer = Optimizer(model, config)
         result = train(here, model, optimizer, data, held_out, facts=facts)
         if here.first:

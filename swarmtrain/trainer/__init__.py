@@ -12,10 +12,10 @@ checkpoint, metrics, guard, checks, replicas      what the loop uses
 from __future__ import annotations
 
 from swarmtrain.trainer import runtime
-from swarmtrain.trainer.data.samples import Samples
+from swarmtrain.trainer.data.samples import Samples, open_data
 from swarmtrain.trainer.loop import Result, train
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import parallelize
 
-__all__ = ["Optimizer", "Result", "Samples", "Transformer", "parallelize", "runtime", "train"]
+__all__ = ["Optimizer", "Result", "Samples", "Transformer", "open_data", "parallelize", "runtime", "train"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks
-from swarmtrain.trainer.data.order import Ids
+from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import StopFlag

@@ -40,7 +40,8 @@ def test_all_errors_come_at_once_in_file_order() -> None:
 
 def test_a_key_that_resembles_none_lists_those_there_are() -> None:
     (problem,) = problems("data: {zzz: 1}")
-    assert problem == "config data.zzz (line 1): unknown key | known here: data_prefixes, validation_data_prefixes"
+    known = "blended_dataset, data_prefixes, packing, validation_data_prefixes, validation_fraction"
+    assert problem == f"config data.zzz (line 1): unknown key | known here: {known}"
 
 
 def test_an_item_of_a_list_is_named_by_its_place() -> None:

@@ -151,7 +151,9 @@ class Checkpoints:
         if foreign:
             return Progress(content.step, 0, None)
         raise ForeignCheckpoint(
-            "was trained on other data", place=str(path), hint="choose another trainer.save_dir, or bring the data back"
+            "was trained on other data, or in another order",
+            place=str(path),
+            hint="choose another trainer.save_dir, or bring the data back",
         )
 
     def _load(self, path: Path, content: Manifest) -> None:

@@ -7,11 +7,13 @@ P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234
 
 from __future__ import annotations
 
+import copy
 import json
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +21,20 @@ import numpy.typing as npt
 from swarmtrain.errors import TrainingError
 
 Tokens = npt.NDArray[Any]
+Ids = npt.NDArray[np.int64]
 _ANEW = "its .bin, .idx and .meta.json are written together; write all three anew"
 
 
 class MemoryMap:
-    """The tokens of one prefix. Nothing is read until it is asked for."""
+    """The tokens of one prefix, or of some of its documents. Nothing is read until it is asked for."""
 
     def __init__(self, prefix: Path) -> None:
         """Open the files of `prefix`. Raises TrainingError that names what is missing or does not fit."""
         self.prefix = prefix
         try:
             self.meta: dict[str, Any] = json.loads(_file(prefix, "meta.json").read_text())
-            self.tokens: Tokens = np.memmap(_file(prefix, "bin"), dtype=self.meta["dtype"], mode="r")
-            index: Tokens = np.memmap(_file(prefix, "idx"), dtype=self.meta["index_dtype"], mode="r")
+            self._map, self.tokens = _mapped(_file(prefix, "bin"), np.dtype(self.meta["dtype"]))
+            _, index = _mapped(_file(prefix, "idx"), np.dtype(self.meta["index_dtype"]))
         except FileNotFoundError as error:
             raise TrainingError(
                 f"{error.filename}: no such file", place="config data", hint="paths are relative to the folder the run is in"
@@ -39,9 +42,35 @@ class MemoryMap:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{prefix}: is no memory-mapped token file: {error}", place="config data", hint=_ANEW) from None
         self.documents: Tokens = index[: len(index) // 2 * 2].reshape(-1, 2)
-        fits = len(index) == 2 * self.meta.get("document_count", -1)
-        if not fits or (len(index) and self.documents[-1].sum() > len(self.tokens)):
+        indexed = int(self.documents[-1].sum()) if len(self.documents) else 0
+        if len(index) != 2 * self.meta.get("document_count", -1) or indexed != len(self.tokens):
             raise TrainingError(f"{prefix}: its index does not fit its tokens; one of the files is torn", place="config data", hint=_ANEW)
+        self.first, self.end = 0, len(self.tokens)
+        """Its tokens are those from `first` to before `end`."""
+
+    def part(self, low: float, high: float) -> Self:
+        """Return the documents between the fractions `low` and `high` of all, by their number."""
+        first, end = round(low * len(self.documents)), round(high * len(self.documents))
+        part = copy.copy(self)
+        part.documents = self.documents[first:end]
+        part.first = int(part.documents[0, 0]) if end > first else 0
+        part.end = int(part.documents[-1].sum()) if end > first else 0
+        return part
+
+    def document_at(self, tokens: Ids) -> Ids:
+        """Return the number of the last document that begins at or before each of `tokens`."""
+        # Not numpy's own search, which would copy the column of starts: it is as long as there are documents.
+        low, high = np.zeros_like(tokens), np.full_like(tokens, len(self.documents))
+        for _ in range(len(self.documents).bit_length()):
+            middle = (low + high) // 2
+            before = self.documents[np.minimum(middle, len(self.documents) - 1), 0] <= tokens
+            low, high = np.where(before & (low < high), middle + 1, low), np.where(before, high, middle)
+        return low - 1
+
+    def expect(self, first: int, count: int) -> None:
+        """Have the operating system read `count` tokens from `first` on meanwhile: they will be asked for soon."""
+        start = first * self.tokens.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, start, (first + count) * self.tokens.itemsize - start)
 
 
 def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[str, Any] | None = None) -> None:
@@ -60,6 +89,17 @@ def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[
     _aside(meta_file).write_text(json.dumps(meta, indent=1) + "\n")
     for path in (bin_file, idx_file, meta_file):
         _aside(path).replace(path)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> tuple[mmap.mmap, Tokens]:
+    if dtype.kind not in "iu":
+        raise ValueError(f"{path.name} is of {dtype}, which is no whole number")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0 or size % dtype.itemsize:
+            raise ValueError(f"{path.name} is empty" if size == 0 else f"{path.name} ends within a number: {size} bytes of {dtype}")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return mapped, np.frombuffer(mapped, dtype=dtype)
 
 
 def _file(prefix: Path, ending: str) -> Path:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.runtime import derived_seed
 
-Ids = npt.NDArray[np.int64]
 _ROUNDS = 6
 
 
@@ -21,9 +21,13 @@ def samples(position: int, count: int, size: int, seed: int) -> Ids:
 
     Positions count through all epochs; within an epoch each sample comes once.
     """
-    positions = np.arange(position, position + count, dtype=np.int64)
+    return at(np.arange(position, position + count, dtype=np.int64), size, seed)
+
+
+def at(positions: Ids, size: int, seed: int) -> Ids:
+    """Return the ids of the samples at `positions`."""
     epochs = positions // size
-    ids = np.empty(count, dtype=np.int64)
+    ids = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
         ids[chosen] = permuted(positions[chosen] - epoch * size, size, derived_seed("order", seed, int(epoch)))

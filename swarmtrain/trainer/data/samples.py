@@ -1,24 +1,31 @@
-"""Samples: windows of `sequence_length` tokens and the same shifted by one, over one or several token files."""
+"""Samples: up to `sequence_length` tokens, each with the next one as its target, from one or several token files."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from swarmtrain.config import Config
+from swarmtrain.config.data import BlendedDatasetConfig, Packing
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.data import order
-from swarmtrain.trainer.data.memory_map import MemoryMap
-from swarmtrain.trainer.data.order import Ids
+from swarmtrain.trainer.data import blend, order
+from swarmtrain.trainer.data.blend import Blend
+from swarmtrain.trainer.data.memory_map import Ids, MemoryMap, Tokens
+from swarmtrain.trainer.data.packs import Packs
 from swarmtrain.trainer.data.rows import Rows
+from swarmtrain.trainer.data.spans import Cut
+from swarmtrain.trainer.data.windows import Windows
 from swarmtrain.trainer.model.transformer import IGNORE
+from swarmtrain.trainer.runtime import derived_seed
 
 _PROBE = 1 << 20
+_KINDS: dict[Packing, type[Windows] | type[Packs]] = {Packing.stream: Windows, Packing.documents: Packs}
 
 
 @dataclass(frozen=True)
@@ -34,72 +41,149 @@ class Batch:
         return [(number, self.ids[number * micro_batch : (number + 1) * micro_batch]) for number in range(first, first + shares[replica])]
 
 
-class Samples:
-    """Token files as a list of samples. The last window of each file may be short; it is filled up with IGNORE."""
+def open_data(config: Config) -> tuple[Samples, Samples | None]:
+    """Open what `config` names: the training data, and the held-out data if there is any. Raises TrainingError."""
+    shape, seed, data = config.transformer_architecture, config.trainer.seed, config.data
+    held_out = data.validation_fraction
+    training = Samples(data.data_prefixes, shape, seed, packing=data.packing, mix=data.blended_dataset, part=(0.0, 1 - held_out))
+    if data.validation_data_prefixes:
+        return training, Samples(data.validation_data_prefixes, shape, seed, packing=data.packing)
+    if held_out:
+        return training, Samples(data.data_prefixes, shape, seed, packing=data.packing, part=(1 - held_out, 1.0))
+    return training, None
 
-    def __init__(self, prefixes: Sequence[Path], shape: TransformerArchitectureConfig, seed: int) -> None:
-        """Open the files; `seed` is that of their order. Raises TrainingError if there is none, or one has no sample."""
+
+class Samples:
+    """Token files as a list of samples. What a sample has less than `sequence_length` is filled up with IGNORE."""
+
+    def __init__(
+        self,
+        prefixes: Sequence[Path],
+        shape: TransformerArchitectureConfig,
+        seed: int,
+        *,
+        packing: Packing = Packing.stream,
+        mix: BlendedDatasetConfig | None = None,
+        part: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        """Open the files; `seed` is that of their order, and `part` says between which fractions of each file's documents to read.
+
+        Raises TrainingError if there is none, or one has no sample, or tokens outside the vocabulary at its beginning or end.
+        """
         if not prefixes:
             raise TrainingError(
                 "names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files"
             )
-        self.sequence_length = shape.sequence_length
-        self.vocab_size = shape.vocab_size
-        self.seed = seed
-        self.maps = [MemoryMap(prefix) for prefix in prefixes]
-        lengths = [max(0, len(part.tokens) - 1) for part in self.maps]
-        if 0 in lengths:
-            raise TrainingError(
-                f"{prefixes[lengths.index(0)]}: has fewer than two tokens", place="config data", hint="a sample is a token and the next one"
-            )
-        self._targets = np.array(lengths)
-        self._ends = np.cumsum([-(-length // self.sequence_length) for length in lengths])
-        self._begins = self._ends - np.diff(self._ends, prepend=0)
+        self.sequence_length, self.vocab_size, self.seed = shape.sequence_length, shape.vocab_size, seed
+        self._numbered = getattr(shape, "reset_attention_mask", False) or getattr(shape, "reset_position_ids", False)
+        self.maps = [MemoryMap(prefix).part(*part) for prefix in prefixes]
+        self._cuts: list[Cut] = [_KINDS[packing](file, self.sequence_length) for file in self.maps]
+        for file, cut in zip(self.maps, self._cuts, strict=True):
+            if not len(cut):
+                raise _nothing(file, packing, part)
+            for tokens in _ends(file):
+                self._check(tokens, file)
+        self._ends = np.cumsum([len(cut) for cut in self._cuts])
+        self._begins = np.concatenate([[0], self._ends[:-1]])
+        self._shares = blend.shares(blend.weights(mix, [len(file.documents) for file in self.maps])) if mix else []
+        self._blend = Blend(self._shares) if mix else None
+        self._order = f"{packing} {part} {self._shares}" if (packing, part, mix) != (Packing.stream, (0.0, 1.0), None) else ""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
-        ids = order.samples(position, count, len(self), self.seed)
-        parts, starts = self._places(ids)
-        return Batch(ids, int(np.minimum(self.sequence_length, self._targets[parts] - starts).sum()))
+        ids = self._ids(position, count)
+        targets = sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
+        return Batch(ids, targets)
 
     def load(self, ids: Ids) -> Rows:
-        """Return the samples `ids`.
+        """Return the samples `ids`. Raises TrainingError for a token outside the vocabulary."""
+        shape = (len(ids), self.sequence_length)
+        inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+        breaks = np.zeros(shape, dtype=np.int64) if self._numbered else None
+        for number, rows, within in self._by_file(ids):
+            file, cut = self.maps[number], self._cuts[number]
+            spans = cut.spans(within)
+            for row, column, start, count in zip(rows[spans.row], spans.column, spans.start, spans.count, strict=True):
+                window = file.tokens[start : start + count + 1]
+                self._check(window, file)
+                inputs[row, column : column + count] = window[:-1]
+                targets[row, column : column + count] = window[1:]
+            if breaks is not None:
+                at, columns = cut.breaks(within)
+                breaks[rows[at], columns] = 1
+        documents = None if breaks is None else torch.from_numpy(breaks.cumsum(axis=1))
+        return Rows(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
 
-        Raises TrainingError for a token outside the vocabulary.
-        """
-        inputs = np.zeros((len(ids), self.sequence_length), dtype=np.int64)
-        targets = np.full((len(ids), self.sequence_length), IGNORE, dtype=np.int64)
-        for row, (part, start) in enumerate(zip(*self._places(ids), strict=True)):
-            window = self.maps[part].tokens[start : start + self.sequence_length + 1]
-            inputs[row, : len(window) - 1] = window[:-1]
-            targets[row, : len(window) - 1] = window[1:]
-        if inputs.size and max(inputs.max(), targets.max()) >= self.vocab_size:
-            raise TrainingError(
-                f"is {self.vocab_size}, and token {max(inputs.max(), targets.max())} is in the data",
-                place="config transformer_architecture.vocab_size",
-                hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
-            )
-        return Rows(torch.from_numpy(inputs), torch.from_numpy(targets))
+    def expect(self, ids: Ids) -> None:
+        """Have the operating system read the samples `ids` from the disk meanwhile: they will be loaded soon."""
+        for number, _, within in self._by_file(ids):
+            spans = self._cuts[number].spans(within)
+            for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
+                self.maps[number].expect(start, count + 1)
 
     def empty(self) -> Rows:
         """Return one sample in which nothing counts."""
-        shape = (1, self.sequence_length)
-        return Rows(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE))
+        nothing = torch.zeros((1, self.sequence_length), dtype=torch.int64)
+        return Rows(nothing, torch.full_like(nothing, IGNORE), nothing if self._numbered else None)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of sizes and of the first and last MiB of each file: enough to tell that two nodes or two runs read other data."""
-        digest = hashlib.sha256(str(self.sequence_length).encode())
-        for part in self.maps:
-            digest.update(f"{part.tokens.dtype} {len(part.tokens)}".encode())
-            digest.update(part.tokens[:_PROBE].tobytes())
-            digest.update(part.tokens[-_PROBE:].tobytes())
+        """A hash of sizes, of the first and last MiB of each file and of what decides the order:
+        enough to tell that two nodes or two runs read other data."""
+        digest = hashlib.sha256(f"{self.sequence_length}{self._order}".encode())
+        for file in self.maps:
+            digest.update(f"{file.tokens.dtype} {len(file.tokens)}".encode())
+            for tokens in _ends(file):
+                digest.update(tokens.tobytes())
         return digest.hexdigest()[:16]
 
-    def _places(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return for each sample its file and its first token there."""
-        parts = np.searchsorted(self._ends, ids, side="right")
-        return parts, (ids - self._begins[parts]) * self.sequence_length
+    def _ids(self, position: int, count: int) -> Ids:
+        if self._blend is None:
+            return order.samples(position, count, len(self), self.seed)
+        sets, turns = self._blend.places(np.arange(position, position + count, dtype=np.int64))
+        ids = np.empty(count, dtype=np.int64)
+        for number in np.unique(sets):
+            chosen = sets == number
+            within = order.at(turns[chosen], len(self._cuts[number]), derived_seed("set", self.seed, int(number)))
+            ids[chosen] = self._begins[number] + within
+        return ids
+
+    def _by_file(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Yield each file that has some of the samples `ids`: its number, where in `ids` they are, and their numbers in the file."""
+        files = np.searchsorted(self._ends, ids, side="right")
+        for number in np.unique(files).tolist():
+            rows = np.flatnonzero(files == number)
+            yield number, rows, ids[rows] - self._begins[number]
+
+    def _check(self, tokens: Tokens, file: MemoryMap) -> None:
+        """Raises TrainingError if one of `tokens`, some of `file`, is outside the vocabulary."""
+        if np.iinfo(tokens.dtype).max < self.vocab_size and tokens.dtype.kind == "u":
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            raise TrainingError(
+                f"is {self.vocab_size}, and token {low if low < 0 else high} is in the data: {file.prefix}",
+                place="config transformer_architecture.vocab_size",
+                hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
+            )
+
+
+def _ends(file: MemoryMap) -> tuple[Tokens, Tokens]:
+    return file.tokens[:_PROBE], file.tokens[-_PROBE:]
+
+
+def _nothing(file: MemoryMap, packing: Packing, part: tuple[float, float]) -> TrainingError:
+    if part != (0.0, 1.0):
+        return TrainingError(
+            f"{file.prefix}: {file.meta['document_count']} documents are too few to divide it by data.validation_fraction",
+            place="config data",
+            hint="name data to hold out as data.validation_data_prefixes",
+        )
+    if packing is Packing.documents:
+        return TrainingError(
+            f"{file.prefix}: has no document of two tokens", place="config data", hint="data.packing: stream reads over their ends"
+        )
+    return TrainingError(f"{file.prefix}: has fewer than two tokens", place="config data", hint="a sample is a token and the next one")
