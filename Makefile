@@ -26,7 +26,7 @@ check: install-test
 	$(BIN)/mypy
 	$(BIN)/python tests/suites.py fast
 
-bench: system install
+bench: system install-train
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
 format: install-test

@@ -40,7 +40,7 @@ def main() -> int:
         return EXIT_INTERRUPTED
     sys.stdout.write(table(measured) + "\n")
     if arguments.docs:
-        _PAGE.write_text(page(records.read(_FILE), _NAMES))
+        _PAGE.write_text(page(records.read(_FILE), _NAMES, _PAGE.read_text()))
         _tell(f"wrote {_PAGE.relative_to(ROOT)}")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
@@ -16,6 +17,8 @@ from swarmtrain.errors import ProcessError, SwarmtrainError
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "bench"
+LEAST, MOST = 9, 41
+_CHANCE = 0.025
 SWARMTRAIN = [str(Path(sys.executable).with_name("swarmtrain"))]
 
 
@@ -46,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `limit` is the most that `ours` may be; a row without figures says in `why_not` why there are none."""
+    """One line of the table. A row without figures says in `why_not` why there are none."""
 
     name: str
     what: str
@@ -55,6 +58,9 @@ class Row:
     other: Sample | None = None
     other_is: str = ""
     limit: float | None = None
+    """The most that `ours` may be."""
+    goal: float | None = None
+    """What `ours` in terms of `other` should reach: shown, and said when it is not reached."""
     note: str = ""
     why_not: str = ""
 
@@ -72,6 +78,27 @@ def in_turns(runs: int, *things: Callable[[], float], warm_up: bool = True) -> l
             thing()
     rounds = [[thing() for thing in things] for _ in range(runs)]
     return [Sample.of(values) for values in zip(*rounds, strict=True)]
+
+
+def in_turns_for(seconds: float, *things: Callable[[], float]) -> list[Sample]:
+    """Measure `things` in turns for about `seconds`, `LEAST` times over at least and `MOST` at most."""
+    rounds: list[list[float]] = []
+    end = time.monotonic() + seconds
+    while len(rounds) < LEAST or (time.monotonic() < end and len(rounds) < MOST):
+        rounds.append([thing() for thing in things])
+    return [Sample.of(values) for values in zip(*rounds, strict=True)]
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Return between which of `ratios` the median of all that there might have been lies, with a chance of 95 %; None if too few.
+
+    It lies below the k-th smallest when fewer than k of n fell below it, as of n tossed coins fewer than k fall on one side.
+    """
+    count, below, rank = len(ratios), 0.0, 0
+    while (below := below + math.comb(count, rank) / 2**count) <= _CHANCE:
+        rank += 1
+    ordered = sorted(ratios)
+    return (ordered[rank - 1], ordered[count - rank]) if rank else None
 
 
 def cpu_seconds(argv: Sequence[str], env: Mapping[str, str] | None = None) -> float:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.measure import Row
+from benchmarks.measure import Row, interval
 
 Record = dict[str, Any]
-"""A row: name, what, ours and other (medians in `unit`, null if not measured) and their spreads, other_is, ratio, limit …"""
+"""A row: name, what, ours and other (medians in `unit`, null if not measured) and their spreads, other_is, ratio (the median
+of the pairs') and its interval, limit, goal …"""
 
 
 def record(row: Row, load: float) -> Record:
@@ -23,6 +25,7 @@ def record(row: Row, load: float) -> Record:
         **dict(_figures(row)),
         "other_is": row.other_is,
         "limit": row.limit and _rounded(row.limit),
+        "goal": row.goal,
         "note": row.note,
         "why_not": row.why_not,
         "machine": machine.describe(),
@@ -56,7 +59,10 @@ def _figures(row: Row) -> Iterator[tuple[str, object]]:
     for value, spread, sample in (("ours", "spread", row.ours), ("other", "other_spread", row.other)):
         yield value, _rounded(sample.median) if sample else None
         yield spread, [_rounded(edge) for edge in sample.spread] if sample else None
-    yield "ratio", _rounded(row.ours.median / row.other.median) if row.ours and row.other else None
+    ratios = [ours / other for ours, other in zip(row.ours.values, row.other.values, strict=True)] if row.ours and row.other else []
+    between = interval(ratios)
+    yield "ratio", _rounded(statistics.median(ratios)) if ratios else None
+    yield "interval", [_rounded(edge) for edge in between] if between else None
 
 
 def _rounded(value: float) -> float:

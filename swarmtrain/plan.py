@@ -376,8 +376,8 @@ def _check_world(plan: Plan) -> None:
 
 
 def _replica(topology: TopologyConfig) -> str:
-    ranks = _count(topology.tensor * topology.pipeline, "rank")
-    return f"{ranks} (data x tensor parallel)" if topology.pipeline == 1 else f"{ranks} (data x pipeline x tensor parallel)"
+    kinds = [*(["pipeline"] if topology.pipeline > 1 else []), *(["context"] if topology.context_parallel_size > 1 else [])]
+    return f"{_count(topology.replica, 'rank')} ({' x '.join(['data', *kinds, 'tensor'])} parallel)"
 
 
 def _pipeline(config: Config, deal: Sequence[int]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -16,11 +17,11 @@ from swarmtrain.config.base import Section, check_multiple, twice, wrong
 from swarmtrain.config.data import DataConfig
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.logger import LoggerConfig
-from swarmtrain.config.optimizer import OptimizerConfig
+from swarmtrain.config.optimizer import OptimizerConfig, OptimizerMethod
 from swarmtrain.config.pipeline import cuts
 from swarmtrain.config.profiler import ProfilerConfig
 from swarmtrain.config.runner import RunnerConfig
-from swarmtrain.config.topology import DataParallelType, TopologyConfig
+from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.config.trainer import TrainerConfig
 from swarmtrain.config.training_groups import TrainingGroupConfig
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
@@ -62,14 +63,18 @@ class Config(Section):
             check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
         if self.topology.sequence_parallel:
             check_multiple("transformer_architecture.sequence_length", shape.sequence_length, "topology.model_parallel_size", tensor)
+        if self.topology.context_parallel_size > 1:
+            name, parts = "2 x topology.context_parallel_size", 2 * self.topology.context_parallel_size
+            if self.topology.sequence_parallel:
+                name, parts = f"{name} x model_parallel_size", parts * tensor
+            check_multiple("transformer_architecture.sequence_length", shape.sequence_length, f"{name} =", parts)
         if shape.mlp_width % tensor:
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )
         cuts(self.topology, shape)
-        if self.topology.pipeline > 1 and (self.optimizer.zero or self.topology.data_parallel_type is not DataParallelType.ddp):
-            kind = "optimizer.zero" if self.optimizer.zero else self.topology.data_parallel_type
-            raise wrong("topology.pipe_parallel_size", f"a pipeline whose replicas divide its state ({kind}) is not built yet", "use ddp")
+        if shape.umup.enable:
+            _check_umup(self.optimizer, self.training_groups)
         return self
 
     def to_json(self) -> str:
@@ -95,3 +100,14 @@ class Config(Section):
     def digest(self) -> str:
         """First 10 hexadecimal digits of the SHA-256 of `to_json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+
+
+def _check_umup(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
+    """Its rates are AdamW's, and its gradients are of one size each, so that the norm of all grows with the model."""
+    others = {optimizer.method, *(group.method for group in groups)} - {None, OptimizerMethod.adamw}
+    if others:
+        place = "optimizer.method" if optimizer.method in others else "training_groups"
+        raise wrong(place, f"transformer_architecture.umup has rates for adamw alone, not for {', '.join(sorted(map(str, others)))}")
+    if optimizer.gradient_clipping:
+        reason = f"{optimizer.gradient_clipping:g} would cut most steps: with transformer_architecture.umup gradients have another scale"
+        raise wrong("optimizer.gradient_clipping", reason, "0 is for no clipping")

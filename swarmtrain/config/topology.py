@@ -28,6 +28,15 @@ class DataParallelType(StrEnum):
     hsdp = "hsdp"
 
 
+class ActivationCheckpointing(StrEnum):
+    """What a forward pass leaves out, for the backward pass to compute again."""
+
+    disabled = "disabled"
+    selective = "selective"
+    every_layer = "every_layer"
+    every_pipe_stage = "every_pipe_stage"
+
+
 class TopologyConfig(Section):
     """Sizes of the parallel groups and of the batch. Any three of the first four give the fourth, any two of the last three the third."""
 
@@ -35,11 +44,18 @@ class TopologyConfig(Section):
     model_parallel_size: int | None = Field(None, ge=1, description="Ranks that share each layer (tensor parallel). null: 1.")
     sequence_parallel: bool = Field(False, description="Divide the sequence too, over the ranks that share each layer.")
     pipe_parallel_size: int | None = Field(None, ge=1, description="Ranks that share the layers in turn (pipeline parallel). null: 1.")
+    context_parallel_size: int = Field(1, ge=1, description="Ranks that share each sample's sequence (context parallel).")
     data_parallel_size: int | None = Field(None, ge=1, description="Replicas of the model. null: what the world has room for.")
     data_parallel_type: DataParallelType = Field(
         DataParallelType.ddp, description="ddp: each replica keeps all. fsdp: they divide it. hsdp: groups of data_parallel_shard_size do."
     )
     data_parallel_shard_size: int | None = Field(None, ge=1, description="Ranks that divide the model among them; for hsdp only.")
+    cpu_offload: bool = Field(
+        False, description="Keep parts of parameters and optimizer state in the node's memory, and step there. For fsdp and hsdp only."
+    )
+    reduce_every_micro_batch: bool = Field(
+        False, description="Divide gradients after each micro batch, not once a step: less memory, more traffic. For fsdp and hsdp only."
+    )
     global_batch_size: int | None = Field(None, ge=1, description="Samples in one optimizer step, at every world size.")
     micro_batch_size: int | None = Field(None, ge=1, description="Samples in one forward pass on one rank.")
     gradient_accumulation_steps: int | None = Field(None, ge=1, description="Micro batches a replica adds up per step.")
@@ -51,17 +67,23 @@ class TopologyConfig(Section):
         None, description="First layer of each stage, beginning with 0. null: as pipe_partition_method says."
     )
     pipe_stages_per_rank: int = Field(1, ge=1, description="Stages on each rank of a pipeline. Over 1: interleaved 1F1B.")
+    activation_checkpointing_type: ActivationCheckpointing = Field(
+        ActivationCheckpointing.disabled,
+        description="What is computed again in the backward pass. selective: all but matrix products. every_layer, every_pipe_stage: all.",
+    )
 
     @model_validator(mode="after")
     def _derive(self) -> TopologyConfig:
-        values = _parallel_sizes(self.world_size, self.model_parallel_size, self.pipe_parallel_size, self.data_parallel_size)
+        sizes = self.model_parallel_size, self.pipe_parallel_size, self.data_parallel_size
+        values = _parallel_sizes(self.world_size, *sizes, self.context_parallel_size)
         values |= _batch_sizes(
             self.global_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, values["data_parallel_size"]
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        _check_shards(self.data_parallel_type, self.data_parallel_shard_size, self.data_parallel_size)
+        _check_shards(self)
         _check_pipeline(self)
+        _check_parts(self)
         return self
 
     @property
@@ -73,6 +95,11 @@ class TopologyConfig(Section):
     def pipeline(self) -> int:
         """Pipeline-parallel size."""
         return self.pipe_parallel_size or 1
+
+    @property
+    def replica(self) -> int:
+        """Ranks that hold and compute one model together."""
+        return self.tensor * self.pipeline * self.context_parallel_size
 
     @property
     def stages(self) -> int:
@@ -99,23 +126,23 @@ class TopologyConfig(Section):
 
         Raises ValueError if the world is no whole number of replicas, or contradicts what the config fixes.
         """
-        replica = self.tensor * self.pipeline
+        context, replica = self.context_parallel_size, self.replica
+        name, product = ("", "") if context == 1 else (" x context_parallel_size", f" x {context}")
         if world_size % replica:
-            raise ValueError(
-                f"{world_size} ranks are no multiple of model_parallel_size x pipe_parallel_size = {self.tensor} x {self.pipeline}"
-            )
+            sizes = f"model_parallel_size x pipe_parallel_size{name} = {self.tensor} x {self.pipeline}{product}"
+            raise ValueError(f"{world_size} ranks are no multiple of {sizes}")
         replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
-        if replicas % shard:
-            raise ValueError(f"{replicas} replicas are no multiple of data_parallel_shard_size {shard}")
+        if replicas * context % shard:
+            raise ValueError(f"{replicas * context} replicas{name} are no multiple of data_parallel_shard_size {shard}")
         return replicas
 
     def shard_size(self, replicas: int, *, zero: bool) -> int:
-        """Return how many ranks divide the state of a model among them, of which there are `replicas`.
+        """Return how many ranks divide the state of a model among them, of which there are `replicas`. Ranks that share a sequence do.
 
         `zero`: ddp's optimizer state is to be divided too (optimizer.zero).
         """
         divided = zero or self.data_parallel_type is DataParallelType.fsdp
-        return self.data_parallel_shard_size or (replicas if divided else 1)
+        return self.data_parallel_shard_size or (replicas * self.context_parallel_size if divided else 1)
 
     def deal(self, world_size: int) -> tuple[int, ...]:
         """Return how many micro batches each replica takes in one step, largest first; they add up to the global batch.
@@ -128,21 +155,20 @@ class TopologyConfig(Section):
         return tuple(whole + (index < rest) for index in range(replicas))
 
 
-def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None, data: int | None) -> dict[str, int | None]:
+def _parallel_sizes(world: int | None, tensor: int | None, pipeline: int | None, data: int | None, context: int) -> dict[str, int | None]:
+    name, number = ("", "") if context == 1 else (" x context_parallel_size", f" x {context}")
     if tensor is None:
-        tensor = (
-            check_multiple("world_size", world, "data_parallel_size x pipe_parallel_size =", data * (pipeline or 1))
-            if world and data
-            else 1
-        )
+        others = f"data_parallel_size x pipe_parallel_size{name} ="
+        tensor = check_multiple("world_size", world, others, data * (pipeline or 1) * context) if world and data else 1
     if pipeline is None:
-        pipeline = world // (data * tensor) if world and data and world % (data * tensor) == 0 else 1
+        rest = (data or 1) * tensor * context
+        pipeline = world // rest if world and data and world % rest == 0 else 1
     if world and not data:
-        data = check_multiple("world_size", world, "model_parallel_size x pipe_parallel_size =", tensor * pipeline)
-    if world and data and world != data * tensor * pipeline:
-        product = f"{tensor} x {pipeline} x {data}"
-        raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size = {product}")
-    world = data * tensor * pipeline if data else None
+        data = check_multiple("world_size", world, f"model_parallel_size x pipe_parallel_size{name} =", tensor * pipeline * context)
+    if world and data and world != data * tensor * pipeline * context:
+        product = f"{tensor} x {pipeline} x {data}{number}"
+        raise wrong("world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size{name} = {product}")
+    world = data * tensor * pipeline * context if data else None
     return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
 
 
@@ -152,6 +178,10 @@ def _check_pipeline(topology: TopologyConfig) -> None:
     if topology.pipe_stages_per_rank == 1 and count < ranks:
         hint = f"{ranks * topology.micro_batch} would fit, or a smaller micro_batch_size"
         raise wrong("global_batch_size", f"{count} micro batches a step are fewer than pipe_parallel_size {ranks}", hint)
+    if topology.activation_checkpointing_type is ActivationCheckpointing.every_pipe_stage and ranks == 1:
+        raise wrong(
+            "activation_checkpointing_type", "every_pipe_stage needs a pipe_parallel_size over 1", "every_layer saves memory without"
+        )
     if topology.pipe_stages_per_rank > 1 and ranks == 1:
         raise wrong("pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1", "1 is for no pipeline")
     if topology.pipe_stages_per_rank > 1 and count % ranks:
@@ -159,13 +189,25 @@ def _check_pipeline(topology: TopologyConfig) -> None:
         raise wrong("global_batch_size", f"{count} micro batches a step do not divide into rounds of pipe_parallel_size {ranks}", hint)
 
 
-def _check_shards(kind: DataParallelType, shard: int | None, data: int | None) -> None:
+def _check_shards(topology: TopologyConfig) -> None:
+    kind, shard, data = topology.data_parallel_type, topology.data_parallel_shard_size, topology.data_parallel_size
     if kind is DataParallelType.hsdp and shard is None:
         raise wrong("data_parallel_type", "hsdp needs data_parallel_shard_size beside it", "as many as a node has GPUs is usual")
     if kind is not DataParallelType.hsdp and shard is not None:
         raise wrong("data_parallel_shard_size", f"is for hsdp, and data_parallel_type is {kind}")
-    if shard and data:
+    if shard and data and (data * topology.context_parallel_size) % shard:
         check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
+
+
+def _check_parts(topology: TopologyConfig) -> None:
+    """Refuse what is for parts of a state where there are none, and what a pipeline cannot do."""
+    copies = topology.data_parallel_type is DataParallelType.ddp
+    for name in ("cpu_offload", "reduce_every_micro_batch"):
+        if copies and getattr(topology, name):
+            raise wrong(name, "is for fsdp and hsdp, and data_parallel_type is ddp", "data_parallel_type: fsdp divides what ddp copies")
+    if topology.reduce_every_micro_batch and topology.pipeline > 1:
+        reason = "is not for a pipeline, which sums gradients once a step"
+        raise wrong("reduce_every_micro_batch", reason, "leave it out, or pipe_parallel_size")
 
 
 def _batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:

@@ -50,6 +50,18 @@ class LayerNormConfig(Section):
     layernorm_bias: bool = Field(False, description="Add a bias; norm_type layernorm only.")
 
 
+class UmupConfig(Section):
+    """u-muP: a parametrization in which the best learning rate of a narrow model is that of a wide one."""
+
+    enable: bool = Field(False, description="Scale operations and learning rates by u-muP. Rates are then near 1, not near 0.001.")
+    normalize_depth_to_num_layers: bool = Field(False, description="Take num_layers for the depth, not the two branches of each.")
+    attn_mult: float = Field(1.0, gt=0, description="What attention's scores are multiplied by.")
+    act_mult: float = Field(1.0, gt=0, description="What goes into the feed-forward block's GELU or SiLU is multiplied by this.")
+    residual_mult: float = Field(1.0, gt=0, description="Strength of blocks beside the embedding.")
+    residual_attn_ratio: float = Field(1.0, gt=0, description="Strength of attention beside that of the feed-forward block.")
+    loss_mult: float = Field(1.0, gt=0, description="What logits are multiplied by.")
+
+
 class TransformerArchitectureConfig(Section):
     """A decoder-only transformer with causal attention."""
 
@@ -89,6 +101,7 @@ class TransformerArchitectureConfig(Section):
     )
     dropout_after_attention: float = Field(0.0, ge=0, lt=1, description="Part of attention's output that is dropped.")
     dropout_after_mlp: float = Field(0.0, ge=0, lt=1, description="Part of the feed-forward block's output that is dropped.")
+    umup: UmupConfig = Field(UmupConfig(), description="u-muP; with AdamW alone, without weight_tying and clipping.")
     precision: Precision = Field(Precision.float32, description="float32; bfloat16 or float16 by autocast; float64 to prove things with.")
 
     @model_validator(mode="after")
@@ -127,6 +140,13 @@ class TransformerArchitectureConfig(Section):
     def _norm_fits(self) -> TransformerArchitectureConfig:
         if self.layernorm.layernorm_bias and self.norm_type is NormType.rms:
             raise wrong("layernorm.layernorm_bias", "rms norms have no bias", "leave it out, or set norm_type: layernorm")
+        return self
+
+    @model_validator(mode="after")
+    def _umup_fits(self) -> TransformerArchitectureConfig:
+        if self.umup.enable and self.weight_tying:
+            reason = "u-muP gives the embedding and the output layer other scales, so they cannot be one"
+            raise wrong("weight_tying", reason, "set weight_tying: false, or umup.enable: false")
         return self
 
     @property

@@ -22,7 +22,7 @@ from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer, Update
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parallel.data import Replicas
+from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.pipeline import Pipeline, Scaled
 from swarmtrain.trainer.parallel.sharded import ShardedReplicas
 from swarmtrain.trainer.runtime import Runtime, derived_seed, seed
@@ -149,7 +149,7 @@ def _together(data: Samples, dealt: Dealt) -> Rows:
     return data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in dealt)]))
 
 
-def _loss(here: Runtime, model: Replicas | ShardedReplicas | Transformer, data: Samples, ids: Ids | None) -> Tensor:
+def _loss(here: Runtime, model: Alone | Replicas | ShardedReplicas | Transformer, data: Samples, ids: Ids | None) -> Tensor:
     rows = data.empty() if ids is None else data.load(ids)
     loss: Tensor = model(*rows.map(lambda tensor: tensor.to(here.device, non_blocking=True)))
     return loss

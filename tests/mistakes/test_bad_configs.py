@@ -104,9 +104,15 @@ def test_parallel_sizes(answer: Answer) -> None:
         "{world_size: 6, model_parallel_size: 2, data_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}",
         "{model_parallel_size: 3, global_batch_size: 8, micro_batch_size: 1}",
         "{data_parallel_type: hsdp, global_batch_size: 8, micro_batch_size: 1}",
+        "{cpu_offload: true, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        topology: {context_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}
+        transformer_architecture: {sequence_length: 254}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
     answer.config("""\
         topology: {model_parallel_size: 2, sequence_parallel: true, global_batch_size: 8, micro_batch_size: 1}
         transformer_architecture: {sequence_length: 255}
@@ -126,6 +132,8 @@ def test_bad_shapes(answer: Answer) -> None:
         "{num_local_attention_heads: 8, local_attention_window_size: 64}",
         "{rotary_percentage: 0.3}",
         "{norm_type: rms, layernorm: {layernorm_bias: true}}",
+        "{umup: {enable: true}}",
+        "{weight_tying: false, umup: {enable: true}}",
     ):
         answer.config(f"transformer_architecture: {shape}")
         answer("swarmtrain plan config.yml", hint=False)
@@ -146,6 +154,8 @@ def test_pipeline(answer: Answer) -> None:
         "{pipe_parallel_size: 2, pipe_partition_overwrite: [0, 1, 3], global_batch_size: 8, micro_batch_size: 1}",
         "{pipe_parallel_size: 4, global_batch_size: 8, micro_batch_size: 4}",
         "{pipe_parallel_size: 2, pipe_stages_per_rank: 2, global_batch_size: 3, micro_batch_size: 1}",
+        "{activation_checkpointing_type: every_pipe_stage, global_batch_size: 8, micro_batch_size: 1}",
+        "{pipe_parallel_size: 2, data_parallel_type: fsdp, reduce_every_micro_batch: true, global_batch_size: 8, micro_batch_size: 1}",
     ):
         answer.config(f"topology: {topology}")
         answer("swarmtrain plan config.yml")

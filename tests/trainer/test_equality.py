@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import audit, changed, deviation, held_out, train
+from worlds import changed, deviation, held_out, samples_by_step, train
 
 SHAPES = {
     "default": {},
@@ -67,11 +66,3 @@ def test_a_world_that_fits_no_replica_is_refused(tmp_path: Path, config: dict[st
     world = World(tmp_path, changed(config, topology={"model_parallel_size": 2}), 3)
     assert world.wait() == [1, 1, 1]
     assert "no multiple of model_parallel_size" in world.log()
-
-
-def samples_by_step(folder: Path) -> dict[int, list[int]]:
-    """Which samples each step has seen, all ranks together."""
-    seen: dict[int, list[int]] = defaultdict(list)
-    for line in audit(folder):
-        seen[line["step"]] += line["samples"]
-    return {step: sorted(samples) for step, samples in seen.items()}

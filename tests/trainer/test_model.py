@@ -140,7 +140,7 @@ def test_flex_attention_sees_what_a_mask_of_truth_values_shows() -> None:
     for seen in (masks.sees(documents, None), masks.sees(documents, 20), masks.sees(None, 20)):
         blocks = create_block_mask(seen, 2, None, 256, 256, device="cpu")
         flex = flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
-        shown = masks.mix(query, key, value, masks.truth(seen, 2, 256, torch.device("cpu")), 0.0)
+        shown = masks.mix(query, key, value, masks.truth(seen, 2, (256, 256), torch.device("cpu")))
         assert torch.allclose(flex, shown, atol=1e-5)
 
 
@@ -163,7 +163,7 @@ def test_dropout_drops_its_part_everywhere_alike() -> None:
     """Within five standard deviations, for all elements, each token, each dimension, pairs of neighbours and of places."""
     first, second = (dropout.Dropout(0.3, place) for place in ("0 attention", "1 attention"))
     with dropout.at(seed=3, first=5):
-        numbers = dropout.noise(4, range(100), torch.device("cpu"))
+        numbers = dropout.noise(4, torch.arange(100))
     one, other = (module(torch.ones(4, 100, 500), numbers) for module in (first, second))
     kept, too = one != 0, other != 0
     assert torch.allclose(one[kept], torch.tensor(1 / 0.7))

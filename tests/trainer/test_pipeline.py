@@ -56,12 +56,11 @@ def assert_alike(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("topology", "size"),
     [
-        ({"pipe_parallel_size": 2}, 2),
         ({"pipe_parallel_size": 2, "pipe_stages_per_rank": 2}, 2),
         ({"pipe_parallel_size": 3, "pipe_partition_method": "balanced"}, 6),
         ({"pipe_parallel_size": 2, "pipe_partition_overwrite": [0, 3]}, 6),
     ],
-    ids=["two stages", "interleaved", "balanced, two replicas", "explicit, three replicas"],
+    ids=["interleaved", "balanced, two replicas", "explicit, three replicas"],
 )
 def test_tied(tmp_path: Path, tied: dict[str, Any], alone: Alone, topology: dict[str, Any], size: int) -> None:
     """The two copies of the tied weight are among what is compared bit by bit."""

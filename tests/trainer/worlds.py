@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,14 @@ def gradient_norms(folder: Path) -> dict[int, float]:
 def audit(folder: Path) -> list[dict[str, Any]]:
     """Return what all ranks have recorded."""
     return [line for path in sorted((folder / "audit").glob("*.jsonl")) for line in _lines(path)]
+
+
+def samples_by_step(folder: Path) -> dict[int, list[int]]:
+    """Return the ids of the samples that each step has seen, all ranks together, sorted."""
+    seen: dict[int, list[int]] = defaultdict(list)
+    for line in audit(folder):
+        seen[line["step"]] += line["samples"]
+    return {step: sorted(samples) for step, samples in seen.items()}
 
 
 def manifest(folder: Path, step: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import machine
-from benchmarks.measure import Sample, cpu_seconds, in_turns
+from benchmarks.measure import Sample, cpu_seconds, in_turns, interval
 from benchmarks.page import over, page, table
 from benchmarks.records import merged
 from benchmarks.services import idle_program
@@ -52,6 +52,25 @@ def test_what_is_not_measured_again_is_kept_in_order() -> None:
     kept = [record("help"), record("generate"), record("generate-1000/growth"), record("a benchmark that is no more")]
     found = merged(kept, "generate", [record("generate", ours=2.0)], ["generate", "help", "generate-1000"])
     assert [(each["name"], each["ours"]) for each in found] == [("generate", 2.0), ("help", 1.0), ("generate-1000/growth", 1.0)]
+
+
+def test_the_page_keeps_what_is_not_measured_here() -> None:
+    names = ["help", "first-step", "train"]
+    stood = page([record("train", ours=3.0), record("help", ours=1.0, note="as it was")], names)
+    now = page([record("first-step", machine="4 cores"), record("train", ours=2.0)], names, stood)
+    assert {name: cells[0].split()[0] for name, cells in rows(now).items()} == {"help": "1.00", "first-step": "1.00", "train": "2.00"}
+    assert list(rows(now)) == names
+    assert "as it was" in now
+    assert "Measured on: 2 cores; 4 cores." in now
+
+
+def test_the_interval_of_a_ratio_is_that_of_tossed_coins() -> None:
+    """Of nine, the second and the eighth: 1 - 2 x 10/512 is the chance that the median lies between them."""
+    assert interval([5, 3, 1, 2, 4, 6, 9, 8, 7]) == (2, 8)
+    assert interval([1, 2, 3, 4, 5]) is None
+    found = record("train", other=2.0, other_spread=[1.9, 2.1], ratio=0.5, interval=[0.45, 0.55], goal=0.98)
+    assert rows(page([found], ["train"]))["train"][3] == "0.50 (0.45–0.55), goal 0.98"
+    assert "SHORT OF THE GOAL" in table([found])
 
 
 def test_things_are_measured_in_turns() -> None:

@@ -150,8 +150,30 @@ def test_overrides_are_reported_like_the_rest() -> None:
             "topology.pipe_partition_overwrite: begins a stage with layer 4: the last of 4 is 3",
         ),
         (
-            {"pipe_parallel_size": 2, "data_parallel_type": "fsdp", "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_parallel_size: a pipeline whose replicas divide its state (fsdp) is not built yet",
+            {"activation_checkpointing_type": "every_pipe_stage", "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.activation_checkpointing_type: every_pipe_stage needs a pipe_parallel_size over 1",
+        ),
+        (
+            {"context_parallel_size": 4, "world_size": 6, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.world_size: 6 is no multiple of model_parallel_size x pipe_parallel_size x context_parallel_size = 4",
+        ),
+        (
+            {"cpu_offload": True, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.cpu_offload: is for fsdp and hsdp, and data_parallel_type is ddp",
+        ),
+        (
+            {"reduce_every_micro_batch": True, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.reduce_every_micro_batch: is for fsdp and hsdp, and data_parallel_type is ddp",
+        ),
+        (
+            {
+                "reduce_every_micro_batch": True,
+                "data_parallel_type": "fsdp",
+                "pipe_parallel_size": 2,
+                "global_batch_size": 8,
+                "micro_batch_size": 1,
+            },
+            "topology.reduce_every_micro_batch: is not for a pipeline, which sums gradients once a step",
         ),
         (
             {"world_size": 6, "pipe_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},

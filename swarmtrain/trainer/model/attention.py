@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model.masks import Masks, mix
+from swarmtrain.trainer.model import umup
+from swarmtrain.trainer.model.masks import Masks, Mixing, mix
 from swarmtrain.trainer.model.norm import norm
 from swarmtrain.trainer.model.rotary import Rotation, rotate
 
@@ -18,15 +21,18 @@ class Attention(nn.Module):
         super().__init__()
         self.first_head = 0
         """The number of this rank's first head, in the undivided model."""
+        self.gather: Callable[[Tensor], Tensor] | None = None
+        """Makes keys or values of this rank's part of each sequence those of the whole, where sequences are divided."""
         self.head_size = shape.head_size
         self.local_heads = shape.num_local_attention_heads
         self.position_type = shape.relative_position_embedding_type
         self.dropout = shape.dropout_attention_probs
         bias, narrow = shape.attention_bias, shape.kv_heads * shape.head_size
-        self.query = nn.Linear(shape.hidden_size, shape.hidden_size, bias=bias)
-        self.key = nn.Linear(shape.hidden_size, narrow, bias=bias)
-        self.value = nn.Linear(shape.hidden_size, narrow, bias=bias)
-        self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=bias)
+        self.scales = umup.attention_scales(shape) if shape.umup.enable else None
+        self.query = umup.linear(shape, shape.hidden_size, shape.hidden_size, bias=bias)
+        self.key = umup.linear(shape, shape.hidden_size, narrow, bias=bias)
+        self.value = umup.linear(shape, shape.hidden_size, narrow, bias=bias)
+        self.output = umup.linear(shape, shape.hidden_size, shape.hidden_size, bias=bias)
         # Henry et al. 2020 (arXiv 2010.04245), as Dehghani et al. 2023 (2302.05442) have it: scores cannot grow without bound.
         self.query_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
         self.key_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
@@ -37,18 +43,26 @@ class Attention(nn.Module):
             query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
         if rotation is not None:
             query, key = (rotate(heads, rotation, self.position_type) for heads in (query, key))
-        projected: Tensor = self.output(self._mix(query, key, value, masks).transpose(1, 2).flatten(2))
+        if self.gather is not None:
+            key, value = self.gather(key), self.gather(value)
+        if self.scales is None:
+            mixed = self._mix(query, key, value, masks, None)
+        else:
+            of_scores, of_mixed = self.scales
+            query, key, value = (umup.scaled(heads, 1.0, of_mixed) for heads in (query, key, value))
+            mixed = umup.scaled(self._mix(query, key, value, masks, of_scores), of_mixed)
+        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return projected
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> Tensor:
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
         """Return what each head sees. The model's first heads are the local ones."""
-        dropout = self.dropout if self.training else 0.0
+        how = Mixing(self.dropout if self.training else 0.0, scale)
         local = min(max(0, self.local_heads - self.first_head), query.shape[1])
         if local in (0, query.shape[1]):
-            return mix(query, key, value, masks.near if local else masks.all, dropout)
+            return mix(query, key, value, masks.near if local else masks.all, how)
         shared = local * key.shape[1] // query.shape[1]
-        near = mix(query[:, :local], key[:, :shared], value[:, :shared], masks.near, dropout)
-        everything = mix(query[:, local:], key[:, shared:], value[:, shared:], masks.all, dropout)
+        near = mix(query[:, :local], key[:, :shared], value[:, :shared], masks.near, how)
+        everything = mix(query[:, local:], key[:, shared:], value[:, shared:], masks.all, how)
         return torch.cat((near, everything), dim=1)
 
     def _heads(self, projected: Tensor) -> Tensor:

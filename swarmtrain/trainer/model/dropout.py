@@ -33,14 +33,14 @@ def at(seed: int, first: int) -> Iterator[None]:
     _AT.reset(before)
 
 
-def noise(batch: int, places: range, device: torch.device) -> Tensor:
+def noise(batch: int, places: Tensor) -> Tensor:
     """Return a number for each token (batch, sequence) of the forward pass of the moment (see `at`).
 
     `places` are those of the tokens in their samples.
     """
     seed, first = _AT.get()
-    tokens = torch.arange(places.start, places.stop, dtype=torch.int32, device=device) * _GOLDEN + seed % _WORD
-    samples = torch.arange(first, first + batch, dtype=torch.int32, device=device) * _GOLDEN + seed // _WORD % _WORD
+    tokens = places.to(torch.int32) * _GOLDEN + seed % _WORD
+    samples = torch.arange(first, first + batch, dtype=torch.int32, device=places.device) * _GOLDEN + seed // _WORD % _WORD
     return _mixed(_mixed(tokens) + _mixed(samples)[:, None])
 
 

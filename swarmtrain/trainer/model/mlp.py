@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import MlpType, TransformerArchitectureConfig
+from swarmtrain.trainer.model import umup
 
 
 def feed_forward(shape: TransformerArchitectureConfig) -> nn.Module:
@@ -18,11 +19,14 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: TransformerArchitectureConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
-        self.down = nn.Linear(shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
+        self.act_mult = shape.umup.act_mult if shape.umup.enable else None
+        self.up = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
+        self.down = umup.linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(functional.gelu(self.up(hidden)))
+        up = self.up(hidden)
+        between = functional.gelu(up) if self.act_mult is None else _unit_gelu(up, self.act_mult)
+        projected: Tensor = self.down(between)
         return projected
 
 
@@ -31,10 +35,24 @@ class SwiGlu(nn.Module):
 
     def __init__(self, shape: TransformerArchitectureConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
-        self.up = nn.Linear(shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
-        self.down = nn.Linear(shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
+        self.act_mult = shape.umup.act_mult if shape.umup.enable else None
+        self.gate = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
+        self.up = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
+        self.down = umup.linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
+        gate, up = self.gate(hidden), self.up(hidden)
+        between = functional.silu(gate) * up if self.act_mult is None else _unit_swiglu(gate, up, self.act_mult)
+        projected: Tensor = self.down(between)
         return projected
+
+
+def _unit_gelu(up: Tensor, multiplier: float) -> Tensor:
+    scale = umup.gelu_scale(multiplier)
+    return umup.scaled(functional.gelu(multiplier * umup.scaled(up, 1.0, scale)) / multiplier, scale)
+
+
+def _unit_swiglu(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
+    scale = umup.swiglu_scale(multiplier)
+    gate, up = (umup.scaled(part, 1.0, scale) for part in (gate, up))
+    return umup.scaled(functional.silu(multiplier * gate) * up / multiplier, scale)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import dropout, initial, masks
+from swarmtrain.trainer.model import dropout, initial, masks, umup
 from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.context import Context
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import feed_forward
@@ -53,12 +54,14 @@ class Transformer(nn.Module):
         """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
         self.place = (0, 0)
         """This rank's first layer and its number among those that share its layers."""
+        self.context: Context | None = None
+        """Who shares each sequence with this rank."""
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
         self.rotary = Rotary(shape)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
         self.norm = norm(shape.hidden_size, shape)
-        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.head = umup.head(shape)
         self.loss: nn.Module = Loss()
         if self.tied:
             self.head.weight = self.embedding.weight
@@ -68,9 +71,14 @@ class Transformer(nn.Module):
         """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.
 
         `documents` (batch, sequence) has the number of each token's document, where the model is to tell them apart.
-        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary.
+        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
+        logits and loss are those of this rank's part of them.
         """
-        around = self._around(tokens, documents)
+        whole, length = tokens.dim() == 2, self._length(tokens)
+        places = None if self.context is None else self.context.places(length, tokens.device)
+        if places is not None:
+            tokens, targets = tokens[:, places] if whole else tokens, None if targets is None else targets[:, places]
+        around = self._around(tokens, length, documents, places)
         hidden = self.embedding_dropout(self.embedding(tokens), around.noise)
         for block in self.blocks:
             hidden = block(hidden, around=around)
@@ -81,17 +89,29 @@ class Transformer(nn.Module):
         loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return loss
 
-    def _around(self, given: Tensor, documents: Tensor | None) -> Around:
-        """Return what the layers share. `given` is tokens, or what a pipeline's stage before has made of them."""
-        part, parts = self.sequence_part
-        length = given.shape[1] * (1 if given.dim() == 2 else parts)  # tokens come whole
+    def _length(self, given: Tensor) -> int:
+        """Return the length of whole sequences. `given` is tokens, or what a pipeline's stage before has made of its part of them."""
+        divided = self.sequence_part[1] * (self.context.size if self.context else 1)
+        return given.shape[1] * (1 if given.dim() == 2 else divided)
+
+    def _around(self, given: Tensor, length: int, documents: Tensor | None, places: Tensor | None) -> Around:
+        """Return what the layers share, for sequences of `length`.
+
+        `places`: those of this rank's tokens in their sequences; None if it has whole sequences.
+        """
         apart = documents if self.shape.reset_attention_mask else None
         first = starts(documents) if documents is not None and self.shape.reset_position_ids else None
-        mine = range(part * (length // parts), (part + 1) * (length // parts))
-        noise = dropout.noise(given.shape[0], mine, given.device) if self.shape.drops else None
+        rotation = self.rotary(length, first)
+        if rotation is not None and places is not None:
+            rotation = rotation[0][..., places, :], rotation[1][..., places, :]
+        noise = None
+        if self.shape.drops:
+            part, parts = self.sequence_part
+            mine = torch.arange(length, device=given.device) if places is None else places
+            noise = dropout.noise(given.shape[0], mine.view(parts, -1)[part])
         if self.shape.dropout_attention_probs:
             torch.manual_seed(derived_seed(torch.initial_seed(), *self.place))
-        return Around(self.rotary(length, first), masks.build(self.shape, given.shape[0], length, apart, given.device), noise)
+        return Around(rotation, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
 
 
 class Loss(nn.Module):
@@ -112,10 +132,23 @@ class Block(nn.Module):
         self.mlp_norm = norm(shape.hidden_size, shape)
         self.mlp = feed_forward(shape)
         self.mlp_dropout = Dropout(shape.dropout_after_mlp, f"{layer} mlp")
+        self.scales = umup.residual_scales(shape, layer) if shape.umup.enable else None
 
     def forward(self, hidden: Tensor, *, around: Around) -> Tensor:
+        if self.scales is None:
+            hidden = hidden + self._attended(hidden, around)
+            return hidden + self._transformed(hidden, around)
+        (branch, stream), (branch_after, stream_after) = self.scales
+        # A branch's factor comes at its end on the way there and at its beginning on the way back: within it is unit scale.
+        hidden = hidden * stream + umup.scaled(self._attended(umup.scaled(hidden, 1.0, branch), around), branch)
+        return hidden * stream_after + umup.scaled(self._transformed(umup.scaled(hidden, 1.0, branch_after), around), branch_after)
+
+    def _attended(self, hidden: Tensor, around: Around) -> Tensor:
         # By keyword: tensor parallelism changes what comes by place.
         mixed = self.attention(self.attention_norm(hidden), rotation=around.rotation, masks=around.masks)
-        hidden = hidden + self.attention_dropout(mixed, around.noise)
-        made: Tensor = hidden + self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), around.noise)
-        return made
+        dropped: Tensor = self.attention_dropout(mixed, around.noise)
+        return dropped
+
+    def _transformed(self, hidden: Tensor, around: Around) -> Tensor:
+        dropped: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), around.noise)
+        return dropped

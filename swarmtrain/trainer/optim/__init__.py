@@ -22,6 +22,7 @@ from swarmtrain.config.optimizer import OptimizerMethod
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import checks
+from swarmtrain.trainer.model import umup
 from swarmtrain.trainer.optim import groups, scale
 from swarmtrain.trainer.optim.groups import Group
 from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd, gradient
@@ -58,7 +59,7 @@ class Optimizer:
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
         self._scale = scale.wanted(config)
-        self._methods = [(group, method) for group in self.groups for method in _methods(group, model, config)]
+        self._methods = [(group, gain, method) for group in self.groups for gain, method in _methods(group, model, config)]
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return what to differentiate instead of `loss`: itself, or with loss scaling a multiple."""
@@ -79,8 +80,9 @@ class Optimizer:
         skipped = self._scale is not None and not math.isfinite(size)
         if not skipped:
             self._clip(size)
-            for group, method in self._methods:
-                method.step(number, learning_rate(group.schedule, number, self._steps), group.weight_decay)
+            for group, gain, method in self._methods:
+                decay = group.weight_decay / gain if group.independent else group.weight_decay
+                method.step(number, gain * learning_rate(group.schedule, number, self._steps), decay)
         non_finite = {} if math.isfinite(size) else checks.non_finite(gradients)
         if self._scale:
             self._note(self._scale, number, non_finite, overflow=skipped)
@@ -92,7 +94,7 @@ class Optimizer:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
         moments = {
             f"{kind}/{name}": tensor
-            for _, method in self._methods
+            for _, _, method in self._methods
             for kind, state in method.moments.items()
             for name, tensor in state.items()
         }
@@ -114,19 +116,22 @@ class Optimizer:
         scaling.note(overflow=overflow)
 
 
-def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[Method]:
-    parts: dict[OptimizerMethod, dict[str, nn.Parameter]] = defaultdict(dict)
+def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[tuple[float, Method]]:
+    """Return what trains `group`, each with what its learning rate is multiplied by."""
+    parts: dict[tuple[float, OptimizerMethod], dict[str, nn.Parameter]] = defaultdict(dict)
+    shapes = model.shards.shapes
     for name in group.parameters:
         if name not in model.parameters:
             continue  # another stage of the pipeline has it
         parameter = model.parameters[name]
-        parts[groups.method(group, name, parameter.dim(), config.optimizer.method)][name] = parameter
-    for method, parameters in parts.items():
+        gain = umup.gain(name, shapes[name], config.transformer_architecture)
+        parts[gain, groups.method(group, name, parameter.dim(), config.optimizer.method)][name] = parameter
+    for (gain, method), parameters in parts.items():
         match method:
             case OptimizerMethod.adamw:
-                yield AdamW(parameters, config.optimizer, model.shards.shapes)
+                yield gain, AdamW(parameters, config.optimizer, shapes)
             case OptimizerMethod.sgd:
-                yield Sgd(parameters, config.optimizer)
+                yield gain, Sgd(parameters, config.optimizer)
             case OptimizerMethod.muon:
                 exact = config.transformer_architecture.precision in (Precision.float32, Precision.float64)
-                yield Muon(parameters, config.optimizer, model.shards, model.mesh.replica_group, exact=exact)
+                yield gain, Muon(parameters, config.optimizer, model.shards, model.mesh.replica_group, exact=exact)

@@ -27,6 +27,8 @@ class Group:
     weight_decay: float
     """What a step takes off, as a part of its learning rate."""
     schedule: LearningRateSchedulerConfig
+    independent: bool = False
+    """Whether weight decay is the same at every learning rate."""
 
 
 def divide(names: Sequence[str], config: Config) -> list[Group]:
@@ -42,6 +44,7 @@ def divide(names: Sequence[str], config: Config) -> list[Group]:
             group.method,
             _weight_decay(group, schedule),
             schedule,
+            group.independent_weight_decay,
         )
         for group in wanted
         for schedule in (group.learning_rate_scheduler or config.learning_rate_scheduler,)

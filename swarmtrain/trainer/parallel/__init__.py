@@ -10,8 +10,8 @@ from torch import nn
 from swarmtrain.config.topology import DataParallelType
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import mesh, pipeline, tensor
-from swarmtrain.trainer.parallel.data import Replicas
+from swarmtrain.trainer.parallel import context, mesh, pipeline, recompute, tensor
+from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
 from swarmtrain.trainer.parallel.sharded import ShardedReplicas
@@ -29,7 +29,7 @@ class ParallelModel:
     mesh: Mesh
     local: Transformer
     """This rank's part, whose forward pass leaves no gradients to add."""
-    replicas: Replicas | ShardedReplicas | Pipeline
+    replicas: Alone | Replicas | ShardedReplicas | Pipeline
     """The same, with gradients summed over replicas."""
     shards: Shards
     parameters: dict[str, nn.Parameter]
@@ -44,28 +44,34 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    piped, exact = layout.pipe_size > 1, config.transformer_architecture.precision is Precision.float32
+    # A sum of two numbers is rounded once, however it is made.
+    exact = config.transformer_architecture.precision is Precision.float32 and config.topology.micro_batches > 2
+    piped = layout.pipe_size > 1
     tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
     if piped:
         pipeline.cut(model, config, layout)
     model.to(here.device, torch.float64 if config.transformer_architecture.precision is Precision.float64 else None)
     by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
-    names, by_data = list(tensor.named_parameters(model)), []
-    parameters = list(model.parameters())
+    if layout.context_mesh:
+        context.share(model, layout.context_mesh)
+    recompute.layers(model, config.topology.activation_checkpointing_type)
+    names = list(tensor.named_parameters(model))
     if twin:
         names = [_TIED if name == "head.weight" else name for name in names]
         by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
+    divided = config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
     if piped:
-        ends = dict(zip(names, parameters, strict=True))[_TIED] if tied else None
-        replicas: Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, tied=ends)
-    elif config.topology.data_parallel_type is DataParallelType.ddp and not config.optimizer.zero:
-        replicas = Replicas(model, layout, here.device, exact=exact)
+        place = names.index(_TIED) if tied else None
+        replicas: Alone | Replicas | ShardedReplicas | Pipeline = Pipeline(model, config, layout, here.device, divided=divided, tied=place)
+    elif divided:
+        replicas = ShardedReplicas(model, config, layout)
+    elif layout.data_group.size() == 1:
+        replicas = Alone(model, exact=exact)
     else:
-        keep = config.topology.data_parallel_type is DataParallelType.ddp
-        replicas = ShardedReplicas(model, layout, exact=exact, keep=keep)
-        parameters, by_data = replicas.parameters, names
+        replicas = Replicas(model, layout, here.device, exact=exact)
+    by_data = frozenset(names if divided else ())
     pipe = layout.pipe_group if piped else None
-    shards = Shards(layout.device_mesh["tensor", "shard"], shapes, by_tensor, frozenset(by_data), {_TIED} if twin else (), pipe)
+    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
-    return ParallelModel(layout, model, replicas, shards, dict(zip(names, parameters, strict=True)), tuple(shapes), size)
+    return ParallelModel(layout, model, replicas, shards, dict(zip(names, replicas.parameters, strict=True)), tuple(shapes), size)

@@ -16,10 +16,15 @@ from swarmtrain.trainer.runtime import Runtime
 class Mesh:
     """Ranks as a box, pipe x tensor x replica x shard. Ranks of neighbouring numbers share layers, then state.
 
-    The last two together are the data dimension: each of its ranks takes micro batches of its own.
+    The last two together are the data dimension: its ranks add their gradients up. Each of them takes micro batches of its
+    own, or, where sequences are divided (context parallel), neighbours share micro batches and take parts of each.
     """
 
     device_mesh: DeviceMesh
+    context_mesh: DeviceMesh | None
+    """Ranks that share this rank's sequences, if it shares them."""
+    state_mesh: DeviceMesh
+    """The same, of the devices where parameters and optimizer state are kept."""
     pipe_rank: int
     pipe_size: int
     data_rank: int
@@ -36,12 +41,12 @@ class Mesh:
 
     @property
     def has_loss(self) -> bool:
-        """True on one rank of each replica: one of those that have the last layer."""
+        """True on one rank of each replica, or of each part of its sequences: one of those that have the last layer."""
         return self.pipe_rank == self.pipe_size - 1 and self.tensor_rank == 0
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks that compute the same as this one, each with samples of its own."""
+        """Ranks that compute the same as this one, each with tokens of its own."""
         return self.device_mesh.get_group("data")
 
     @property
@@ -57,7 +62,8 @@ class Mesh:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups in use."""
-        return dist.distributed_c10d._get_default_group(), self.data_group, *self.device_mesh.get_all_groups()
+        meshes = {id(mesh): mesh for mesh in (self.device_mesh, self.state_mesh, self.context_mesh) if mesh}.values()
+        return dist.distributed_c10d._get_default_group(), self.data_group, *(group for mesh in meshes for group in mesh.get_all_groups())
 
 
 def build(here: Runtime) -> Mesh:
@@ -67,10 +73,28 @@ def build(here: Runtime) -> Mesh:
         shares = topology.deal(here.size)
     except ValueError as error:
         raise WorldError(str(error), place="config topology", hint="add or remove ranks until it is") from None
+    context = topology.context_parallel_size
     shard = topology.shard_size(len(shares), zero=here.config.optimizer.zero)
     # Tensor comes first, since what it has divided is divided again over shard: DTensor reads dimensions in that order.
-    ranks = torch.arange(here.size).view(topology.pipeline, len(shares) // shard, shard, topology.tensor).permute(0, 3, 1, 2)
-    device_mesh = DeviceMesh(here.device.type, ranks, mesh_dim_names=("pipe", "tensor", "replica", "shard"))
+    ranks = torch.arange(here.size).view(topology.pipeline, len(shares) * context // shard, shard, topology.tensor).permute(0, 3, 1, 2)
+    names = "pipe", "tensor", "replica", "shard"
+    device_mesh = DeviceMesh(here.device.type, ranks, mesh_dim_names=names)
+    elsewhere = topology.cpu_offload and here.device.type != "cpu"
+    state_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names) if elsewhere else device_mesh
     data = device_mesh["replica", "shard"]._flatten("data")
     pipe, tensor = (device_mesh.get_local_rank(name) for name in ("pipe", "tensor"))
-    return Mesh(device_mesh, pipe, topology.pipeline, data.get_local_rank(), data.size(), tensor, topology.tensor, shares)
+    sharing = (
+        DeviceMesh(here.device.type, ranks.reshape(-1, context), mesh_dim_names=("others", "context"))["context"] if context > 1 else None
+    )
+    return Mesh(
+        device_mesh,
+        sharing,
+        state_mesh,
+        pipe_rank=pipe,
+        pipe_size=topology.pipeline,
+        data_rank=data.get_local_rank() // context,
+        data_size=len(shares),
+        tensor_rank=tensor,
+        tensor_size=topology.tensor,
+        shares=shares,
+    )

@@ -5,7 +5,9 @@ keeps its names, and a stage's forward pass is the model's own: hidden states go
 out where there is no head, and a loss where there is one.
 
 Gradients are summed over replicas after the last backward pass, not during it: a rank of a pipeline has time then, while
-the stages before it drain. As between replicas (see data.py) they are added in fp64 when the run is to be exact.
+the stages before it drain. As between replicas (see data.py) they are added in fp64 when the run is to be exact. Where
+replicas divide their state (see sharded.py), each stage gathers its parameters once a step and holds them till its last
+backward pass: micro batches pass in both directions, and gathering for each of them would make all stages wait.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision, TransformerArchitectureConfig
 from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.model.transformer import IGNORE, Transformer
+from swarmtrain.trainer.parallel import recompute
 from swarmtrain.trainer.parallel.mesh import Mesh
+from swarmtrain.trainer.parallel.sharded import Divided
 
 Around = Callable[[int], AbstractContextManager[object]]
 """What the forward pass of a replica's micro batch, by its number there, is made in."""
@@ -44,26 +48,34 @@ def cut(model: Transformer, config: Config, mesh: Mesh) -> None:
 class Pipeline:
     """This rank's stages of one pipeline, as one model whose gradients are summed over its replicas."""
 
-    def __init__(self, model: Transformer, config: Config, mesh: Mesh, device: torch.device, *, tied: nn.Parameter | None) -> None:
-        """`model` is cut; `tied` is the parameter of which the pipeline's other end holds a copy, if there is one."""
-        self._mesh, self._device, self._tied = mesh, device, tied
+    def __init__(self, model: Transformer, config: Config, mesh: Mesh, device: torch.device, *, divided: bool, tied: int | None) -> None:
+        """`model` is cut. `divided`: replicas divide its state. `tied`: the place of the parameter whose copy the other end has."""
+        self._mesh, self._device = mesh, device
         topology, shape = config.topology, config.transformer_architecture
-        count = on_schedule(topology, mesh.shares[mesh.data_rank])
+        count, exact = on_schedule(topology, mesh.shares[mesh.data_rank]), shape.precision is Precision.float32
         self._rows = count * topology.micro_batch, shape.sequence_length
-        self._sums = _Sums(exact=shape.precision is Precision.float32)
-        self._parameters = list(model.parameters())
+        places = list(enumerate(cuts(topology, shape)))[mesh.pipe_rank :: mesh.pipe_size]
+        views = [_view(model, layers) for _, layers in places]
+        self._state = Divided(model, views, config, mesh, hold=True) if divided else _Copies(model, mesh, exact=exact, tied=tied)
+        self._tied = self._state.parameters[tied] if divided and tied is not None else None
+        for view in views:
+            recompute.stage(view, topology.activation_checkpointing_type)
         self._stages = [
-            _stage(_view(model, layers), index, topology, shape, mesh=mesh, device=device)
-            for index, layers in list(enumerate(cuts(topology, shape)))[mesh.pipe_rank :: mesh.pipe_size]
+            _stage(view, index, topology, shape, mesh=mesh, device=device) for view, (index, _) in zip(views, places, strict=True)
         ]
         for stage in self._stages:
-            stage.after_backward = self._sums.set_aside
+            stage.copies = None if isinstance(self._state, Divided) else self._state
         if len(self._stages) == 1:
             self._schedule: Any = Schedule1F1B(self._stages[0], count, self._differentiated, scale_grads=False)
         else:
             self._schedule = ScheduleInterleaved1F1B(list(self._stages), count, self._differentiated, scale_grads=False)
         self._scaled: Scaled = _unscaled
         self._losses: list[Tensor] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What this rank keeps of each parameter, in the order of the model's."""
+        return self._state.parameters
 
     def step(self, rows: Rows, scaled: Scaled, around: Around) -> Tensor:
         """Make the forward and backward passes of `rows`: this replica's in one step.
@@ -72,10 +84,9 @@ class Pipeline:
         sum over all replicas, `scaled`.
         """
         loss = self._run(self._schedule.step, rows, scaled, around)
-        self._sums.reduce(self._parameters, self._mesh.data_group)
-        if self._tied is not None:
-            self._sums.add_twin(self._tied, self._mesh)
-        self._sums.give_back()
+        self._state.take_gradients()
+        if self._tied is not None and self._tied.grad is not None:
+            self._tied.grad = _with_twin(self._tied.grad, self._mesh)
         return loss
 
     def evaluate(self, rows: Rows, around: Around) -> Tensor:
@@ -111,7 +122,8 @@ class _Stage(PipelineStage):
     """A stage that knows when a micro batch begins, and when its gradients are there."""
 
     around: Around
-    after_backward: Callable[[Iterable[nn.Parameter]], None]
+    copies: _Copies | None = None
+    """Who is to have the gradients; None if fully_shard does."""
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -125,19 +137,22 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
         super().backward_one_chunk(*args, **options)
-        self.after_backward(self.submod.parameters())
+        if self.copies:
+            self.copies.set_aside(self.submod.parameters())
 
 
-class _Sums:
-    """Gradients on their way: over micro batches, over replicas, over the two copies of a tied weight."""
+class _Copies:
+    """Parameters that every replica has whole, and their gradients on the way: over micro batches, then over replicas."""
 
-    def __init__(self, *, exact: bool) -> None:
-        """`exact`: add in fp64."""
-        self._exact = exact
+    def __init__(self, model: Transformer, mesh: Mesh, *, exact: bool, tied: int | None) -> None:
+        """`exact`: add in fp64. `tied`: the parameter, by its place, of which the pipeline's other end holds a copy."""
+        self.parameters = list(model.parameters())
+        self._mesh, self._exact = mesh, exact
+        self._tied = None if tied is None else self.parameters[tied]
         self._aside: dict[nn.Parameter, Tensor] = {}
 
     def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of one micro batch to the sums. In fp32 autograd does that."""
+        """Add the gradients of one micro batch to the sums. If they are not to be exact, autograd does that."""
         for parameter in parameters if self._exact else ():
             if parameter.grad is None:
                 continue
@@ -147,30 +162,31 @@ class _Sums:
                 self._aside[parameter] = parameter.grad.double()
             parameter.grad = None
 
-    def reduce(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Add the sums of all ranks of `group`."""
-        for parameter in parameters:
+    def take_gradients(self) -> None:
+        """Add the sums of all replicas, and make them the gradients."""
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 self._aside[parameter], parameter.grad = parameter.grad, None
+        group = self._mesh.data_group
         if group.size() > 1:
             for work in [dist.all_reduce(total, group=group, async_op=True) for total in self._aside.values()]:
                 work.wait()
-
-    def add_twin(self, tied: nn.Parameter, mesh: Mesh) -> None:
-        """Add what the pipeline's other end has for its copy of `tied`. Both do, so the copies stay equal to the last bit."""
-        mine = self._aside[tied].contiguous()
-        theirs = torch.empty_like(mine)
-        group = mesh.pipe_group
-        peer = dist.get_global_rank(group, mesh.pipe_size - 1 - mesh.pipe_rank)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]):
-            work.wait()
-        self._aside[tied] = mine + theirs
-
-    def give_back(self) -> None:
-        """Make the sums the gradients."""
+        if self._tied is not None:
+            self._aside[self._tied] = _with_twin(self._aside[self._tied], self._mesh)
         for parameter, total in self._aside.items():
             parameter.grad = total.to(parameter.dtype)
         self._aside.clear()
+
+
+def _with_twin(gradient: Tensor, mesh: Mesh) -> Tensor:
+    """Return `gradient` and that of the copy on the pipeline's other end. Both ends add them, so the copies stay equal to the last bit."""
+    mine = gradient.contiguous()
+    theirs = torch.empty_like(mine)
+    group = mesh.pipe_group
+    peer = dist.get_global_rank(group, mesh.pipe_size - 1 - mesh.pipe_rank)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]):
+        work.wait()
+    return mine + theirs
 
 
 class _Elsewhere(nn.Module):
@@ -199,7 +215,9 @@ def _keep(model: Transformer, layers: Collection[int]) -> None:
 def _view(model: Transformer, layers: Collection[int]) -> Transformer:
     """Return `model` showing only `layers`, and sharing them with it."""
     view = copy.copy(model)
-    view._modules = {**model._modules, "blocks": nn.ModuleList(model.blocks)}
+    # Modules and hooks of its own: fully_shard hangs some on each view.
+    vars(view).update({name: copy.copy(value) for name, value in vars(model).items() if isinstance(value, dict)})
+    view.blocks = nn.ModuleList(model.blocks)
     _keep(view, layers)
     return view
 
@@ -210,7 +228,7 @@ def _stage(
     """Return stage number `index`. What goes in and out is told rather than found out by a pass that nobody asked for."""
     rows, length = topology.micro_batch, shape.sequence_length
     tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
-    between = length // topology.tensor if topology.sequence_parallel else length
+    between = length // topology.context_parallel_size // (topology.tensor if topology.sequence_parallel else 1)
     hidden = torch.empty((rows, between, shape.hidden_size), dtype=next(part.parameters()).dtype, device="meta", requires_grad=True)
     loss = torch.empty((), device="meta", requires_grad=True)
     given, made = tokens if index == 0 else hidden, loss if index == topology.stages - 1 else hidden

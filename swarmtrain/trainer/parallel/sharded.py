@@ -6,33 +6,66 @@ needs it. In fp32 gradients are kept in fp64 until they are summed (see data.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from swarmtrain.config import Config
+from swarmtrain.config.topology import DataParallelType
+from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
+
+
+class Divided:
+    """What this rank keeps of a model of which every rank of the shard dimension keeps a part: plain tensors."""
+
+    def __init__(self, model: Transformer, stages: Sequence[Transformer], config: Config, mesh: Mesh, *, hold: bool) -> None:
+        """Divide `model`, in place. `stages` are what passes are made of: the model itself, or views that show parts of it.
+
+        `hold`: what a forward pass has gathered stays until a backward pass that says otherwise.
+        """
+        exact, device_mesh = config.transformer_architecture.precision is Precision.float32, mesh.device_mesh
+        # Sums that wait for those over replicas are kept in fp64. What fully_shard sums at once, it keeps as parameters are.
+        copies = config.topology.reduce_every_micro_batch or device_mesh["replica"].size() > 1
+        options: dict[str, Any] = {
+            "mesh": device_mesh["replica", "shard"] if copies else device_mesh["shard"],
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64 if exact else None),
+            "reshard_after_forward": False if hold else None,
+        }
+        if config.topology.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
+        for stage in stages:
+            blocks = [block for block in stage.blocks if next(block.parameters(), None) is not None]
+            for module in (*blocks, stage):
+                fully_shard(module, **options)
+                _sum(module)
+        self._divided = list(model.parameters())
+        self.parameters = [nn.Parameter(_part(parameter)) for parameter in self._divided]
+        """This rank's parts, in the order of the model's parameters."""
+
+    def take_gradients(self) -> None:
+        """Hand the gradients that fully_shard has summed to the parts."""
+        for parameter, part in zip(self._divided, self.parameters, strict=True):
+            part.grad = None if parameter.grad is None else _part(parameter.grad)
+            parameter.grad = None
 
 
 class ShardedReplicas:
     """A model of which every rank of the shard dimension keeps a part, as one."""
 
-    def __init__(self, model: Transformer, mesh: Mesh, *, exact: bool, keep: bool) -> None:
-        """`exact`: add gradients in fp64. `keep`: gather parameters once a step and hold them until its end."""
-        self._model, self._keep = model, keep
+    def __init__(self, model: Transformer, config: Config, mesh: Mesh) -> None:
+        self._model, self._each = model, config.topology.reduce_every_micro_batch
+        self._keep = config.topology.data_parallel_type is DataParallelType.ddp
+        """Gather parameters once a step and hold them until its end: only the optimizer's state is to be divided."""
         self.passes = max(mesh.shares)
         """Passes that every rank makes in a step, empty ones too: those of the others need its parts."""
-        dimensions = ("replica", "shard") if mesh.device_mesh["replica"].size() > 1 else ("shard",)
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if exact else None)
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh.device_mesh[dimensions], mp_policy=policy, reshard_after_forward=False if keep else None)
-            _sum(module)
-        self._divided = list(model.parameters())
-        self._parts = [nn.Parameter(_part(parameter)) for parameter in self._divided]
+        self._divided = Divided(model, [model], config, mesh, hold=self._keep)
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
@@ -42,20 +75,19 @@ class ShardedReplicas:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parts as plain tensors, in the order of the model's parameters."""
-        return self._parts
+        return self._divided.parameters
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Forward and backward pass of one micro batch go in the body. After a step's last one this rank has its part of the sum of all."""
         model = _sharded(self._model)
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last or self._each)
+        model.set_requires_all_reduce(last)
         if self._keep:
             model.set_reshard_after_backward(last)
         yield
         if last:
-            for parameter, part in zip(self._divided, self._parts, strict=True):
-                part.grad = None if parameter.grad is None else _part(parameter.grad)
-                parameter.grad = None
+            self._divided.take_gradients()
 
 
 def _part(divided: Tensor) -> Tensor:

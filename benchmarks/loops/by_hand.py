@@ -1,0 +1,44 @@
+"""The loop that one writes by hand, around the same model: fused AdamW, clipping, and DistributedDataParallel for several ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.loops.pace import Pace
+from benchmarks.loops.tokens import windows
+from swarmtrain.config import Config
+from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.trainer import Transformer
+
+
+def main() -> None:
+    config = Config.from_json(sys.argv[1])
+    shape, pace = config.transformer_architecture, Pace()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    model: torch.nn.Module = Transformer(shape, config.trainer.seed)
+    if size > 1:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    rows, chance = windows(config.data.data_prefixes[0], shape.sequence_length), np.random.default_rng(rank)
+    while True:
+        pace.step()
+        batch = torch.from_numpy(rows[chance.integers(len(rows), size=config.topology.global_batch // size)].astype(np.int64))
+        with torch.autocast("cpu", torch.bfloat16, enabled=shape.precision is Precision.bfloat16):
+            loss = model(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Hugging Face's Trainer with transformers' Llama, as its defaults have it: attention by SDPA, fused AdamW, clipping at 1.
+
+It knows nothing of ours, and so reads the config as plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.loops.pace import Pace
+from benchmarks.loops.tokens import windows
+
+
+class _Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, prefix: str, length: int) -> None:
+        self._rows = windows(Path(prefix), length)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        # The model shifts labels itself, and so takes one token fewer into account.
+        tokens = torch.from_numpy(self._rows[index][:-1].astype(np.int64))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class _Paced(TrainerCallback):  # type: ignore[misc]  # not installed where types are checked
+    def __init__(self) -> None:
+        self._pace = Pace()
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        self._pace.step()
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    shape, precision = config["transformer_architecture"], config["transformer_architecture"]["precision"]
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape["vocab_size"],
+            hidden_size=shape["hidden_size"],
+            intermediate_size=int(shape["hidden_size"] * shape["mlp_factor"]),
+            num_hidden_layers=shape["num_layers"],
+            num_attention_heads=shape["num_attention_heads"],
+            max_position_embeddings=shape["sequence_length"],
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=1_000_000,
+        per_device_train_batch_size=config["topology"]["global_batch_size"] // int(os.environ.get("WORLD_SIZE", "1")),
+        learning_rate=1e-3,
+        bf16=precision == "bfloat16",
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data = _Rows(config["data"]["data_prefixes"][0], shape["sequence_length"])
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[_Paced()]).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""nanoGPT's own train.py as it stands, from a clone in the folder BENCH_NANOGPT.
+
+It maps its file of tokens anew for every batch, which is where it is made to keep the pace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.loops.pace import Pace
+
+_EVALUATED = 2
+"""Batches that train.py takes before its first step: one of each split."""
+
+
+def main() -> None:
+    config, folder = json.loads(sys.argv[1]), Path(os.environ["BENCH_NANOGPT"])
+    shape = config["transformer_architecture"]
+    data = folder / "data" / "bench"
+    data.mkdir(exist_ok=True)
+    for name in ("train.bin", "val.bin"):
+        shutil.copyfile(f"{config['data']['data_prefixes'][0]}.bin", data / name)
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": shape["vocab_size"]}))
+    values = {
+        "dataset": "bench", "device": "cpu", "compile": False, "eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1,
+        "out_dir": str(data), "batch_size": config["topology"]["global_batch_size"], "gradient_accumulation_steps": 1,
+        "block_size": shape["sequence_length"], "n_layer": shape["num_layers"], "n_head": shape["num_attention_heads"],
+        "n_embd": shape["hidden_size"], "dtype": "float32", "max_iters": 1_000_000,
+    }  # fmt: skip
+    _keep_pace(Pace())
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv = ["train.py", *(f"--{name}={value}" for name, value in values.items())]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def _keep_pace(pace: Pace) -> None:
+    mapped: Any = np.memmap
+    seen = 0
+
+    def memmap(*arguments: Any, **options: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen > _EVALUATED + 1:  # the batch of the first step is taken before all
+            pace.step()
+        return mapped(*arguments, **options)
+
+    np.memmap = memmap  # type: ignore[misc, assignment]
+
+
+if __name__ == "__main__":
+    main()

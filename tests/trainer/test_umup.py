@@ -1,0 +1,121 @@
+"""u-muP: numbers near one at every width, rates that follow the width, and the same run however it is divided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import changed, deviation, train
+
+from swarmtrain.config import Config
+from swarmtrain.config.transformer_architecture import MlpType, NormType, TransformerArchitectureConfig, UmupConfig
+from swarmtrain.trainer import Optimizer, Transformer, parallelize, runtime
+
+LAYERS = ("query", "key", "value", "output", "gate", "up", "down", "attention", "mlp", "embedding", "norm")
+
+
+def deviations(width: int, *, enable: bool) -> dict[str, tuple[float, float]]:
+    """Return the standard deviations of what modules make, and of its gradients."""
+    shape = TransformerArchitectureConfig(
+        vocab_size=512,
+        hidden_size=width,
+        num_layers=2,
+        num_attention_heads=width // 32,
+        sequence_length=64,
+        weight_tying=False,
+        norm_type=NormType.rms,
+        mlp_type=MlpType.swiglu,
+        umup=UmupConfig(enable=enable),
+    )
+    found: dict[str, tuple[float, float]] = {}
+
+    def watch(name: str, made: Tensor) -> None:
+        size = float(made.detach().std())
+        made.register_hook(lambda gradient: found.__setitem__(name, (size, float(gradient.std()))))
+
+    def note(name: str) -> Any:
+        return lambda _module, _given, made: watch(name, made)
+
+    model = Transformer(shape, 0)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in LAYERS:
+            module.register_forward_hook(note(name))
+    tokens, targets = torch.randint(0, 512, (2, 8, 64), generator=torch.Generator().manual_seed(1))
+    model(tokens, targets).backward()
+    return found
+
+
+def test_what_comes_out_and_what_goes_back_begin_near_one_at_every_width() -> None:
+    narrow, wide = (deviations(width, enable=True) for width in (64, 256))
+    usual = [deviations(width, enable=False)["blocks.0.mlp.up"] for width in (64, 256)]
+    for name, (out, back) in wide.items():
+        assert 0.9 < out < 3, name
+        # What queries and keys decide is the average of a few dozen values, so little depends on them at first.
+        assert (0.05 if name.endswith(("query", "key")) else 0.3) < back < 2.5, name
+        assert out == pytest.approx(narrow[name][0], rel=0.15), name
+        assert back == pytest.approx(narrow[name][1], rel=0.4), name
+    assert usual[1][0] > 1.8 * usual[0][0], "else there was nothing to put right"
+
+
+def test_rates_follow_the_width_and_independent_decay_does_not() -> None:
+    """AdamW's first step is its rate, in the direction of the gradient."""
+    sections = {
+        "optimizer": {"gradient_clipping": 0},
+        "learning_rate_scheduler": {"learning_rate": 0.5, "learning_rate_decay_style": "constant"},
+        "training_groups": [{"group_name": "all", "weight_decay": 0.01, "independent_weight_decay": True}],
+        "transformer_architecture": {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "sequence_length": 8,
+            "weight_tying": False,
+            "umup": {"enable": True},
+        },
+    }
+    config = Config.model_validate_json(json.dumps(sections))
+    with runtime.start(config) as here:
+        model = parallelize(Transformer(config.transformer_architecture, 1), here)
+        optimizer = Optimizer(model, config)
+        before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+        for parameter in model.parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(1)
+    depth = 4**-0.5
+    gains = {
+        "embedding.weight": 1 / 8,
+        "head.weight": 1.0,
+        "norm.weight": 1.0,
+        "blocks.1.attention.query.weight": depth / 8,
+        "blocks.0.mlp.down.weight": depth / 16,
+        "blocks.0.mlp_norm.weight": depth,
+    }
+    for name, gain in gains.items():
+        step = before[name] * 0.99 - model.parameters[name]
+        assert torch.allclose(step, torch.full_like(step, 0.5 * gain), rtol=1e-3), name
+
+
+def test_divided_by_tensors_and_stages_it_is_the_same_run(tmp_path: Path, config: dict[str, Any]) -> None:
+    shape = {
+        "weight_tying": False,
+        "mlp_type": "swiglu",
+        "precision": "float64",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "dropout_after_mlp": 0.1,
+        "umup": {"enable": True, "attn_mult": 2.0, "act_mult": 0.5, "residual_mult": 0.7, "residual_attn_ratio": 2.0, "loss_mult": 3.0},
+    }
+    base = changed(
+        config,
+        transformer_architecture=shape,
+        optimizer={"gradient_clipping": 0},
+        learning_rate_scheduler={"learning_rate": 0.5},
+        trainer={"train_iterations": 6},
+    )
+    one = train(tmp_path / "one", base)
+    topology = {"model_parallel_size": 2, "pipe_parallel_size": 2, "sequence_parallel": True}
+    assert deviation(one, train(tmp_path / "divided", changed(base, topology=topology), 4)) < 1e-12
+    assert one[6] < 0.9 * one[1], "a model that learns nothing is equal to anything"
