@@ -21,6 +21,8 @@ from swarmtrain.errors import SwarmtrainError
 from swarmtrain.trainer.memory.ledger import Kind
 from swarmtrain.trainer.memory.rehearsal import rehearse
 
+__all__ = ["Kind", "Need", "alternatives", "needs"]
+
 _ENOUGH = 3
 """Micro batches of a replica after which a step needs no more memory: the first, one that is added to it, the last."""
 
@@ -130,22 +132,18 @@ def _changed(config: Config, changes: Mapping[str, object]) -> Config:
 
 
 def _changes(topology: TopologyConfig, size: int) -> Iterator[dict[str, object]]:
-    known = TopologyConfig.model_fields
-    recompute: dict[str, object] = (
-        {"topology.activation_checkpointing_type": "every_layer"} if "activation_checkpointing_type" in known else {}
-    )
+    recompute: dict[str, object] = {"topology.activation_checkpointing_type": "every_layer"}
     small: dict[str, object] = {"topology.micro_batch_size": 1} if topology.micro_batch > 1 else {}
     divided: dict[str, object] = {"topology.data_parallel_type": "fsdp"}
     if topology.micro_batch > 2:
         yield {"topology.micro_batch_size": topology.micro_batch // 2}
     if small:
         yield small
-    if recompute:
-        yield recompute
+    yield recompute
     yield {"optimizer.zero": True}
     yield divided
     yield {"optimizer.state_precision": "bfloat16"}
     yield {"transformer_architecture.precision": "bfloat16"}
-    if size >= 2 * topology.tensor * topology.pipeline:
+    if size >= 2 * topology.replica:
         yield {"topology.model_parallel_size": 2 * topology.tensor}
     yield {**small, **recompute, **divided, "transformer_architecture.precision": "bfloat16"}

@@ -31,10 +31,10 @@ class Kind(StrEnum):
     sums = "sums in fp64"
     activations = "activations"
     logits = "logits"
-    backward = "backward pass"
+    backward = "gradients on their way"
     gathered = "gathered parameters"
     buffers = "pipeline buffers"
-    step = "optimizer step"
+    step = "in the optimizer's step"
     start = "start"
 
 
@@ -46,12 +46,12 @@ class Peak:
     parts: Mapping[Kind, int]
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is not typed
     """While entered, notes the memory of whatever is computed. No tensor need be real: of numbers asked for, each is one."""
 
     def __init__(self, *, vocabulary: int, exact: bool) -> None:
         """`vocabulary`: tokens that this rank has the logits of. `exact`: what is in fp64 are sums."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary, self._exact = vocabulary, exact
         self._phase: Kind | None = Kind.start
         self._kinds: list[Kind] = []
@@ -86,7 +86,7 @@ class Ledger(TorchDispatchMode):
                 self._change(number, storage.nbytes())
             return done
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # not an operation, so nothing else tells of it
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # not an operation, so nothing else tells of it
         try:
             with self:
                 yield
@@ -109,7 +109,9 @@ class Ledger(TorchDispatchMode):
     def gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note what the gradients of `parameters` are, whenever a backward pass has made one."""
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda made: self.claim([made.grad], Kind.gradients))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda made: self.claim([made.grad], Kind.gradients)
+            )
 
     def mark(self) -> int:
         """Return the place in the book at which it is now."""

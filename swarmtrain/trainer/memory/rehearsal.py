@@ -47,7 +47,7 @@ def rehearse(config: Config, size: int, rank: int) -> tuple[Peak, Peak]:
     with _world(rank, size), _numbers(shape.precision), FakeTensorMode(allow_non_fake_inputs=True), ledger.watching():
         model = parallelize(Transformer(shape, config.trainer.seed), here)
         if isinstance(model.replicas, Replicas):
-            model.replicas._ddp.reducer = _Buckets(model.replicas._ddp.reducer)
+            model.replicas._ddp.reducer = _Buckets(model.replicas._ddp.reducer)  # type: ignore[assignment]  # it does what is asked of it
         optimizer = _Watched(model, config, ledger)
         started = ledger.mark()
         with ledger.during(None):
