@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import commands, labs, logs, runs, services, training
+from benchmarks import commands, data, labs, logs, runs, services, training
 from benchmarks.measure import Row
 
 
@@ -22,6 +22,7 @@ BENCHMARKS = (
     Benchmark("help", "CPU time of --help, beside other launchers", commands.help_time),
     Benchmark("generate", "CPU time of generate, beside another launcher's dry run", commands.generate_time),
     Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", commands.generate_many),
+    Benchmark("data", "tokens from warm token files, and a large one opened", data.loading),
     Benchmark("lab-up-4", "four engines up and joined", labs.lab_up),
     Benchmark("first-step", "deploy to the first optimizer step", runs.first_step),
     Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", runs.doctor),

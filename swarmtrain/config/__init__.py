@@ -72,6 +72,9 @@ class Config(Section):
             raise wrong(
                 "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
             )
+        for name, size in (("model_parallel_size", tensor), ("context_parallel_size", self.topology.context_parallel_size)):
+            if self.trainer.compile and size > 1:
+                raise wrong("trainer.compile", f"is not for ranks that share a layer or a sequence, and topology.{name} is {size}")
         cuts(self.topology, shape)
         if shape.umup.enable:
             _check_umup(self.optimizer, self.training_groups)

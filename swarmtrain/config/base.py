@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 
@@ -32,3 +34,16 @@ def check_multiple(name: str, value: int, of: str, unit: int) -> int:
 def twice(names: Iterable[str]) -> str:
     """Return those of `names` that come more than once, sorted, as text."""
     return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
+
+
+def _patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return patterns
+
+
+Patterns = Annotated[tuple[str, ...], AfterValidator(_patterns)]
+"""Regular expressions."""

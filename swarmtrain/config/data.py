@@ -18,14 +18,12 @@ class Packing(StrEnum):
 
 
 class BlendedDatasetConfig(Section):
-    """Token files blended by weight. Each has epochs of its own."""
+    """How several token files are blended. Unless one of the three ways to weigh them is set, they are one set."""
 
     weights: tuple[float, ...] | None = Field(
-        None, description="Share of each of data_prefixes, in their order; they need not add up to one. null: by documents."
+        None, description="Share of each of data_prefixes, in their order, by samples; they need not add up to one."
     )
-    weight_by_num_documents: bool | None = Field(
-        None, description="Weights are the numbers of documents. null: unless weights or weight_examples_proportional are set."
-    )
+    weight_by_num_documents: bool = Field(False, description="Weights are the numbers of documents.")
     weighted_sampler_alpha: float = Field(
         1.0,
         ge=0,
@@ -38,6 +36,11 @@ class BlendedDatasetConfig(Section):
     ep_maximum: int | None = Field(None, ge=1, description="Documents of a file that count at most. null: all.")
     ep_temperature: float = Field(1.0, ge=0.0625, description="Above 1: small files come more often than they are large.")
 
+    @property
+    def enabled(self) -> bool:
+        """True if files are blended."""
+        return self.weights is not None or self.weight_by_num_documents or self.weight_examples_proportional
+
     @model_validator(mode="after")
     def _one_way(self) -> BlendedDatasetConfig:
         for position, weight in enumerate(self.weights or ()):
@@ -45,11 +48,13 @@ class BlendedDatasetConfig(Section):
                 raise wrong(
                     "weights", f"has {weight} as number {position}", "weights are positive; leave out the prefix that shall not be read"
                 )
-        ways = (self.weights is not None, bool(self.weight_by_num_documents), self.weight_examples_proportional)
-        if sum(ways) > 1:
+        if (self.weights is not None) + self.weight_by_num_documents + self.weight_examples_proportional > 1:
             raise wrong("weights", "weights, weight_by_num_documents and weight_examples_proportional exclude each other", "keep one")
-        if not any(ways) and self.weight_by_num_documents is False:
-            raise wrong("weight_by_num_documents", "is false, and nothing else says what the weights are", "add weights: [0.7, 0.3]")
+        if self.weighted_sampler_alpha != 1 and not self.weight_by_num_documents:
+            raise wrong("weighted_sampler_alpha", "is a power of the number of documents", "add weight_by_num_documents: true")
+        if (self.ep_maximum is not None or self.ep_temperature != 1) and not self.weight_examples_proportional:
+            name = "ep_temperature" if self.ep_maximum is None else "ep_maximum"
+            raise wrong(name, "is of weights by examples", "add weight_examples_proportional: true")
         return self
 
 
@@ -68,18 +73,18 @@ class DataConfig(Section):
         Packing.stream,
         description="stream: samples are windows over all tokens. documents: whole documents, several to a sample, filled up with nothing.",
     )
-    blended_dataset: BlendedDatasetConfig | None = Field(
-        None, description="Read several data_prefixes by weight. null: they are one set, each token once an epoch."
+    blended_dataset: BlendedDatasetConfig = Field(
+        BlendedDatasetConfig(), description="Several data_prefixes by weight, each with epochs of its own."
     )
 
     @model_validator(mode="after")
     def _weights_fit(self) -> DataConfig:
-        given = self.blended_dataset.weights if self.blended_dataset else None
+        given = self.blended_dataset.weights
         if given is not None and len(given) != len(self.data_prefixes):
             raise wrong(
                 "blended_dataset", f"has {len(given)} weights for {len(self.data_prefixes)} data_prefixes", "give each prefix its own"
             )
-        if self.blended_dataset and len(self.data_prefixes) > MOST_SETS:
+        if self.blended_dataset.enabled and len(self.data_prefixes) > MOST_SETS:
             raise wrong("blended_dataset", f"{len(self.data_prefixes)} data_prefixes are more than can be blended: {MOST_SETS}")
         if self.validation_fraction and self.validation_data_prefixes:
             raise wrong("validation_fraction", "is not used where there are validation_data_prefixes", "keep one of them")

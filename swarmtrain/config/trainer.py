@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from swarmtrain.config.base import Section
+from swarmtrain.config.base import Patterns, Section
 
 
 class Deterministic(StrEnum):
@@ -26,6 +26,17 @@ class TrainerConfig(Section):
     save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints. null: only at the end and when asked to leave.")
     keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints to keep.")
     load_dir: Path | None = Field(None, description="Directory to start from if save_dir has no checkpoint yet.")
+    load_optimizer_states: bool = Field(True, description="Take the optimizer's state from load_dir too. false: parameters alone.")
+    load_context: bool = Field(True, description="Take step and place in the data from load_dir too. false: begin at step 0.")
+    ignore_keys_in_checkpoint: Patterns = Field(
+        (), description="Regular expressions searched in parameter names: what they match is not taken from load_dir."
+    )
+    allowed_missing_keys_in_checkpoint: Patterns = Field(
+        (), description="Regular expressions: parameters that load_dir may lack. They begin as in a new run."
+    )
+    allowed_unexpected_keys_in_checkpoint: Patterns = Field(
+        (), description="Regular expressions: parameters that load_dir may have and the model has not."
+    )
     eval_interval: int | None = Field(
         None, ge=1, description="Steps between held-out losses. null: only before the first and after the last."
     )
@@ -43,5 +54,10 @@ class TrainerConfig(Section):
         Deterministic.prefer,
         description="Operations that give the same result in every run. ignore: the fastest. prefer: these, on GPUs, where there are some. "
         "require: nothing else.",
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the blocks by torch.compile: faster steps, and a first one that takes a minute longer, or seconds if "
+        "docker_config.cache_dir has what an earlier run compiled. Needs a C++ compiler in the image, and Triton on GPUs.",
     )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")

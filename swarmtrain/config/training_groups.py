@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+from pydantic import Field
 
-from pydantic import AfterValidator, Field
-
-from swarmtrain.config.base import Section
+from swarmtrain.config.base import Patterns, Section
 from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.optimizer import OptimizerMethod
-
-
-def _patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-    return patterns
-
-
-Patterns = Annotated[tuple[str, ...], AfterValidator(_patterns)]
 
 
 class TrainingGroupConfig(Section):

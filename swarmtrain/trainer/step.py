@@ -62,8 +62,10 @@ def make_step(
     Raises TrainingError if the loss or the gradient is no longer a number, unless loss scaling skips such a step.
     """
     topology, mesh = here.config.topology, model.mesh
-    batch = data.batch(position, topology.global_batch)
-    mine = batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch)
+    batch, following = (data.batch(first, topology.global_batch) for first in (position, position + topology.global_batch))
+    mine, ahead = (each.dealt(mesh.shares, mesh.data_rank, topology.micro_batch) for each in (batch, following))
+    for _, ids in ahead:
+        data.expect(ids)  # read from the disk while this step is computed
     summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens))
     update = optimizer.step(number)
     loss_sum, asked = _exchange(model, [float(summed)], stop)

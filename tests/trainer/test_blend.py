@@ -65,9 +65,9 @@ def test_decimal_weights_are_exact() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (BlendedDatasetConfig(), [100, 10000]),
-        (BlendedDatasetConfig(weighted_sampler_alpha=0.5), [10, 100]),
-        (BlendedDatasetConfig(weighted_sampler_alpha=0.0), [1, 1]),
+        (BlendedDatasetConfig(weight_by_num_documents=True), [100, 10000]),
+        (BlendedDatasetConfig(weight_by_num_documents=True, weighted_sampler_alpha=0.5), [10, 100]),
+        (BlendedDatasetConfig(weight_by_num_documents=True, weighted_sampler_alpha=0.0), [1, 1]),
         (BlendedDatasetConfig(weight_examples_proportional=True, ep_maximum=400), [100, 400]),
         (BlendedDatasetConfig(weight_examples_proportional=True, ep_maximum=400, ep_temperature=2.0), [10, 20]),
     ],
@@ -81,7 +81,8 @@ def test_weights_by_documents(config: BlendedDatasetConfig, expected: list[int])
     [
         ({"weights": (0.5, 0.0)}, "has 0.0 as number 1"),
         ({"weights": (1.0,), "weight_by_num_documents": True}, "exclude each other"),
-        ({"weight_by_num_documents": False}, "nothing else says what the weights are"),
+        ({"weighted_sampler_alpha": 0.5}, "is a power of the number of documents"),
+        ({"ep_maximum": 5}, "is of weights by examples"),
     ],
 )
 def test_weights_that_make_no_sense(values: dict[str, object], message: str) -> None:

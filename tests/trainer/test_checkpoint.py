@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from worlds import World, changed, deviation, losses, manifest, steps_saved, train
 
-from swarmtrain.errors import CheckpointError
+from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer.checkpoint import fence, stage
+from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, names_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 
 
@@ -128,14 +129,64 @@ def test_another_model_is_refused(copy: Path, saving: dict[str, Any]) -> None:
     world = World(copy, changed(saving, transformer_architecture={"hidden_size": 64}), 2)
     assert world.wait() == [1, 1]
     assert "is of another model: model/blocks.0.attention.key.weight is (32, 32) there and (64, 64) here" in world.log()
+    assert "transformer_architecture.hidden_size is 32 there and 64 here" in world.log()
     assert steps_saved(copy) == [3, 6, 9], "nothing was touched"
+
+
+def test_parts_of_another_model_are_taken_by_pattern(copy: Path, saving: dict[str, Any]) -> None:
+    """A layer more, and another vocabulary: what both have is taken, the log lists the rest."""
+    takes = {
+        "load_dir": str(copy / "run"),
+        "load_optimizer_states": False,
+        "load_context": False,
+        "ignore_keys_in_checkpoint": ["^embedding"],
+        "allowed_missing_keys_in_checkpoint": [r"^blocks\.2\."],
+    }
+    other = changed(saving, transformer_architecture={"num_layers": 3, "vocab_size": 80}, trainer={**takes, "train_iterations": 1})
+    world = World(copy / "other", other, 2)
+    assert world.wait() == [0, 0], world.log()
+    assert "17 of 26 parameters taken; begin anew: blocks.2.attention.key.weight, " in world.log()
+    assert "embedding.weight; not taken: embedding.weight; 0 of 52 tensors of optimizer state taken" in world.log()
+    assert set(losses(copy / "other")) == {1}
+
+
+FOUND = {"model/a": (2,), "model/b": (3,), "optimizer/m/a": (2,), "optimizer/m/b": (3,), "optimizer/scale": ()}
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted", "taken"),
+    [
+        (EVERYTHING, FOUND, list(FOUND)),
+        (Rules(ignored=("b",)), FOUND, ["model/a", "optimizer/m/a", "optimizer/scale"]),
+        (Rules(ignored=("^b$",)), {"model/a": (2,), "model/b": (9,)}, ["model/a"]),
+        (Rules(optimizer=False), FOUND, ["model/a", "model/b"]),
+        (Rules(may_lack=("c",)), {**FOUND, "model/c": (1,), "optimizer/m/c": (1,)}, list(FOUND)),
+        (Rules(may_have=("b",)), {"model/a": (2,)}, ["model/a"]),
+    ],
+)
+def test_what_is_taken(rules: Rules, wanted: dict[str, tuple[int, ...]], taken: list[str]) -> None:
+    assert names_to_load(FOUND, wanted, "there", rules) == taken
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted", "message"),
+    [
+        (Rules(may_lack=("b",)), {"model/a": (2,), "model/b": (9,)}, r"model/b is \(3,\) there and \(9,\) here; 1 differ"),
+        (Rules(may_have=("a",)), {"model/a": (2,)}, r"model/b is \(3,\) there and missing here"),
+        (Rules(may_have=("c",)), {**FOUND, "model/c": (1,)}, r"model/c is missing there"),
+        (EVERYTHING, {"model/a": (2,), "model/b": (3,), "optimizer/v/a": (2,)}, "has another optimizer's state"),
+    ],
+)
+def test_what_fits_no_rule_is_refused(rules: Rules, wanted: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ForeignCheckpoint, match=message):
+        names_to_load(FOUND, wanted, "there", rules)
 
 
 def test_other_data_is_refused(copy: Path, saving: dict[str, Any]) -> None:
     other = changed(saving, data={"data_prefixes": saving["data"]["validation_data_prefixes"]})
     world = World(copy, other, 1)
     assert world.wait() == [1]
-    assert "was trained on other data" in world.log()
+    assert "was trained on other data, or in another order; data.data_prefixes is " in world.log()
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.packs import best_fit
 from swarmtrain.trainer.data.samples import Samples, open_data
 
-SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=32).model_copy(update={"reset_position_ids": True})
+SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=32, reset_position_ids=True)
 
 
 @given(sizes=some.lists(some.integers(1, 12), max_size=60))

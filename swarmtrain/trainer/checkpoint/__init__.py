@@ -24,7 +24,7 @@ from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.checkpoint import fence, manifest, stage
-from swarmtrain.trainer.checkpoint.fit import names_to_load
+from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import Reader, Writer
 from swarmtrain.trainer.optim import Optimizer
@@ -71,7 +71,7 @@ class Checkpoints:
             if found:
                 path, content = found
                 progress = self._progress(path, content, foreign=folder is not self.save_dir)
-                self._load(path, content)
+                self._load(path, content, Rules.of(self._here.config.trainer) if folder is not self.save_dir else EVERYTHING)
                 self.saved = content.step if folder is self.save_dir else None
                 return progress, path
         return Progress(), None
@@ -146,23 +146,33 @@ class Checkpoints:
         return [(path, content.to_text()) for path, content in stage.newest_first(folder)]
 
     def _progress(self, path: Path, content: Manifest, *, foreign: bool) -> Progress:
+        if foreign and not self._here.config.trainer.load_context:
+            return Progress()
         if content.data == self._data:
             return Progress(content.step, content.consumed_samples, content.loss_before)
         if foreign:
             return Progress(content.step, 0, None)
         raise ForeignCheckpoint(
-            "was trained on other data, or in another order",
+            f"was trained on other data, or in another order{self._changes(content, 'data')}",
             place=str(path),
             hint="choose another trainer.save_dir, or bring the data back",
         )
 
-    def _load(self, path: Path, content: Manifest) -> None:
+    def _changes(self, content: Manifest, section: str) -> str:
+        """Return what differs between the checkpoint's config and this one, side by side."""
+        here = self._here.config.model_dump(mode="json")
+        return "".join(f"; {line}" for line in differences(content.config.get(section, {}), here[section], section))
+
+    def _load(self, path: Path, content: Manifest, rules: Rules) -> None:
         tensors = self._tensors()
         found = {name: tuple(entry["size"]) for name, entry in content.tensors.items()}
         # What a rank has of the whole is for torch's planner to say; what stages of a pipeline have together is asked here.
         shapes = agreement.gather({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         wanted = {name: shape for part in shapes for name, shape in part.items()}
-        known = {name: tensors[name] for name in names_to_load(found, wanted, str(path)) if name in tensors}
+        names = names_to_load(found, wanted, str(path), rules, self._changes(content, "transformer_architecture"))
+        if rules != EVERYTHING:
+            self._note(f"{path}: {listing(found, wanted, names)}")
+        known = {name: tensors[name] for name in names if name in tensors}
         try:
             dcp.load(known, storage_reader=Reader(path, content.tensors))
         except CheckpointException as error:  # a BaseException, so nobody else would catch it

@@ -27,8 +27,7 @@ def weights(config: BlendedDatasetConfig, documents: Sequence[int]) -> list[Frac
     if config.weights is not None:
         return [Fraction(repr(weight)) for weight in config.weights]
     if config.weight_examples_proportional:
-        capped = [min(count, config.ep_maximum or count) for count in documents]
-        return [_power(count, 1 / config.ep_temperature) for count in capped]
+        return [_power(min(count, config.ep_maximum or count), 1 / config.ep_temperature) for count in documents]
     return [_power(count, config.weighted_sampler_alpha) for count in documents]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from swarmtrain.trainer.model.transformer import IGNORE
 from swarmtrain.trainer.runtime import derived_seed
 
 _PROBE = 1 << 20
+_BLOCK = 1 << 12
+"""Positions whose samples are worked out at once: one by one that would take longer than to load them."""
 _KINDS: dict[Packing, type[Windows] | type[Packs]] = {Packing.stream: Windows, Packing.documents: Packs}
 
 
@@ -75,26 +78,32 @@ class Samples:
                 "names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files"
             )
         self.sequence_length, self.vocab_size, self.seed = shape.sequence_length, shape.vocab_size, seed
-        self._numbered = getattr(shape, "reset_attention_mask", False) or getattr(shape, "reset_position_ids", False)
+        self._numbered = shape.tells_documents_apart
         self.maps = [MemoryMap(prefix).part(*part) for prefix in prefixes]
         self._cuts: list[Cut] = [_KINDS[packing](file, self.sequence_length) for file in self.maps]
         for file, cut in zip(self.maps, self._cuts, strict=True):
             if not len(cut):
                 raise _nothing(file, packing, part)
-            for tokens in _ends(file):
-                self._check(tokens, file)
+            if file.tokens.dtype.kind == "i" or np.iinfo(file.tokens.dtype).max >= self.vocab_size:
+                for tokens in _ends(file):
+                    self._check(int(tokens.min()), int(tokens.max()), f": {file.prefix}")
         self._ends = np.cumsum([len(cut) for cut in self._cuts])
         self._begins = np.concatenate([[0], self._ends[:-1]])
-        self._shares = blend.shares(blend.weights(mix, [len(file.documents) for file in self.maps])) if mix else []
-        self._blend = Blend(self._shares) if mix else None
-        self._order = f"{packing} {part} {self._shares}" if (packing, part, mix) != (Packing.stream, (0.0, 1.0), None) else ""
+        documents = [len(file.documents) for file in self.maps]
+        shares = blend.shares(blend.weights(mix, documents)) if mix and mix.enabled else []
+        self._blend = Blend(shares) if shares else None
+        plain = (packing, part, shares) == (Packing.stream, (0.0, 1.0), [])
+        self._block = functools.lru_cache(maxsize=2)(lambda number: self._ids(number * _BLOCK, _BLOCK))
+        self._order = "" if plain else f"{packing} {part} {shares}"
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
-        ids = self._ids(position, count)
+        first, last = position // _BLOCK, (position + count - 1) // _BLOCK
+        ids = np.concatenate([self._block(number) for number in range(first, last + 1)])
+        ids = ids[position - first * _BLOCK :][:count]
         targets = sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
         return Batch(ids, targets)
 
@@ -108,12 +117,13 @@ class Samples:
             spans = cut.spans(within)
             for row, column, start, count in zip(rows[spans.row], spans.column, spans.start, spans.count, strict=True):
                 window = file.tokens[start : start + count + 1]
-                self._check(window, file)
                 inputs[row, column : column + count] = window[:-1]
                 targets[row, column : column + count] = window[1:]
             if breaks is not None:
                 at, columns = cut.breaks(within)
                 breaks[rows[at], columns] = 1
+        if inputs.size:
+            self._check(int(inputs.min()), int(max(inputs.max(), targets.max())))
         documents = None if breaks is None else torch.from_numpy(breaks.cumsum(axis=1))
         return Rows(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
 
@@ -158,14 +168,11 @@ class Samples:
             rows = np.flatnonzero(files == number)
             yield number, rows, ids[rows] - self._begins[number]
 
-    def _check(self, tokens: Tokens, file: MemoryMap) -> None:
-        """Raises TrainingError if one of `tokens`, some of `file`, is outside the vocabulary."""
-        if np.iinfo(tokens.dtype).max < self.vocab_size and tokens.dtype.kind == "u":
-            return
-        low, high = int(tokens.min()), int(tokens.max())
+    def _check(self, low: int, high: int, where: str = "") -> None:
+        """Raises TrainingError if the tokens from `low` to `high` are not all in the vocabulary."""
         if low < 0 or high >= self.vocab_size:
             raise TrainingError(
-                f"is {self.vocab_size}, and token {low if low < 0 else high} is in the data: {file.prefix}",
+                f"is {self.vocab_size}, and token {low if low < 0 else high} is in the data{where}",
                 place="config transformer_architecture.vocab_size",
                 hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
             )

@@ -47,11 +47,14 @@ def noise(batch: int, places: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """Sets a part of what it is given to zero, and multiplies the rest so that the mean stays. In training only."""
 
+    key: Tensor
+    """A tensor, so that all layers are compiled as one."""
+
     def __init__(self, probability: float, place: str) -> None:
         """`place` is the module's own name: two of one name drop the same."""
         super().__init__()
         self.probability = probability
-        self._key = derived_seed("dropout", place) % _WORD
+        self.register_buffer("key", torch.tensor(derived_seed("dropout", place) % _WORD, dtype=torch.int32), persistent=False)
         self._kept = min(round((1 - probability) * 2 * _WORD), 2 * _WORD - 1) - _WORD
 
     def forward(self, hidden: Tensor, numbers: Tensor | None) -> Tensor:
@@ -59,7 +62,7 @@ class Dropout(nn.Module):
         if not self.probability or not self.training or numbers is None:
             return hidden
         dimensions = torch.arange(hidden.shape[-1], dtype=torch.int32, device=hidden.device) * _GOLDEN
-        words = _mixed(_mixed(numbers + self._key)[..., None] + dimensions)
+        words = _mixed(_mixed(numbers + self.key)[..., None] + dimensions)
         return torch.where(words < self._kept, hidden / (1 - self.probability), 0)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swarmtrain.config.topology import DataParallelType
+from swarmtrain.config.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import context, mesh, pipeline, recompute, tensor
+from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recompute, tensor
 from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline import Pipeline
@@ -41,11 +41,13 @@ class ParallelModel:
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
-    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology."""
+    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology, and TrainingError
+    if it is to be compiled and cannot be.
+    """
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     # A sum of two numbers is rounded once, however it is made.
-    exact = config.transformer_architecture.precision is Precision.float32 and config.topology.micro_batches > 2
+    exact = config.transformer_architecture.precision is Precision.float32 and _summands(config.topology) > 2
     piped = layout.pipe_size > 1
     tied = piped and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
@@ -70,8 +72,15 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
         replicas = Alone(model, exact=exact)
     else:
         replicas = Replicas(model, layout, here.device, exact=exact)
+    if config.trainer.compile:
+        compiled.blocks(model, here.device)
     by_data = frozenset(names if divided else ())
     pipe = layout.pipe_group if piped else None
     shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
     return ParallelModel(layout, model, replicas, shards, dict(zip(names, replicas.parameters, strict=True)), tuple(shapes), size)
+
+
+def _summands(topology: TopologyConfig) -> int:
+    """Return how many gradients of one parameter are added up in a step."""
+    return topology.micro_batches * topology.context_parallel_size

@@ -10,7 +10,7 @@ A sum of two numbers is rounded once in any case, so a step of two micro batches
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -63,7 +63,10 @@ class Replicas:
         self.parameters = list(model.parameters())
         self._aside: dict[Tensor, Tensor] = {}
         self._group = mesh.data_group
-        self._ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, gradient_as_bucket_view=True)
+        # Buffers are tables of constants, the same everywhere; DDP would send them before every forward pass.
+        self._ddp = DistributedDataParallel(
+            model, process_group=self._group, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
         self._ddp.register_comm_hook(self, _reduce)
         # DDP groups gradients anew, in the order in which they come, when its second pass begins. That changes the order
         # of additions: a resumed run's first step would differ in the last bits from that of a run that was never
@@ -106,7 +109,7 @@ def _reduce(replicas: Replicas, bucket: dist.GradBucket) -> torch.futures.Future
     return replicas.reduce(bucket)
 
 
-def _set_aside(parameters: Iterable[nn.Parameter], aside: dict[Tensor, Tensor]) -> None:
+def _set_aside(parameters: Sequence[Tensor], aside: dict[Tensor, Tensor]) -> None:
     """Add the gradients of a micro batch to the sums `aside`, in fp64, and clear them."""
     for parameter in parameters:
         if parameter.grad is not None:

@@ -11,12 +11,10 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
     set_checkpoint_early_stop,
 )
 
@@ -43,12 +41,13 @@ _PRODUCTS = frozenset(
 
 def layers(model: Transformer, kind: ActivationCheckpointing) -> None:
     """Let each layer of `model` keep only what `kind` says."""
-    contexts: Any = noop_context_fn
+    # torch's own default for context_fn is not named: torch.compile knows it only where nobody does.
+    options: dict[str, Any] = {}
     if kind is ActivationCheckpointing.selective:
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     if kind in (ActivationCheckpointing.every_layer, ActivationCheckpointing.selective):
         for block in model.blocks:
-            _wrap(block, contexts)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
 def stage(part: Transformer, kind: ActivationCheckpointing) -> None:
@@ -66,10 +65,6 @@ def stage(part: Transformer, kind: ActivationCheckpointing) -> None:
             return checkpoint(lambda *given, **named: around.run(passes, *given, **named), *args, use_reentrant=False, **options)
 
     part.forward = forward  # type: ignore[method-assign]  # what it computes, with the hooks around it left as they are
-
-
-def _wrap(module: nn.Module, contexts: Any) -> None:
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:

@@ -1,0 +1,29 @@
+"""Compiled blocks train as others do, and a machine that cannot compile says so before the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds
+from worlds import World, changed, deviation, held_out, train
+
+
+def test_compiled_replicas_equal_one_process_that_is_not(tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With activations computed again, which is done around what is compiled."""
+    monkeypatch.setattr(worlds, "TIMEOUT", 300.0)  # a C++ compiler on a busy machine
+    base = changed(config, trainer={"train_iterations": 4, "eval_iterations": 1}, topology={"micro_batch_size": 4})
+    one = train(tmp_path / "one", base)
+    topology, cache = {"activation_checkpointing_type": "every_layer"}, tmp_path / "cache"
+    compiled = changed(base, trainer={"compile": True}, topology=topology)
+    assert deviation(one, train(tmp_path / "compiled", compiled, 2, {"TORCHINDUCTOR_CACHE_DIR": str(cache)})) < 1e-5
+    assert deviation(held_out(tmp_path / "one"), held_out(tmp_path / "compiled")) < 1e-5
+    assert list(cache.rglob("*.so")), "nothing was compiled"
+
+
+def test_without_a_compiler(tmp_path: Path, config: dict[str, Any]) -> None:
+    world = World(tmp_path, changed(config, trainer={"compile": True}), 1, {"CXX": "no-such-compiler", "PATH": str(tmp_path)})
+    assert world.wait() == [1]
+    assert "config trainer.compile: needs a C++ compiler" in world.log()
+    assert not (tmp_path / "run").exists()
