@@ -1,4 +1,4 @@
-"""init, plan, generate, doctor, join: the commands before there is a run."""
+"""init, plan, memory, generate, doctor, join: the commands before there is a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from swarmtrain.cli.options import DEBUG, ConfigFile, Debug, Json, Name, Optiona
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for command in (init, plan, generate, doctor, join):
+    for command in (init, plan, memory, generate, doctor, join):
         app.command()(command)
 
 
@@ -41,6 +41,34 @@ def plan(
     config = load(config_file, [*(DEBUG if debug else ()), *override])
     made = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     runs.show_plan(launcher(config.runner.runner_type), made, as_json=json)
+
+
+def memory(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006  # typer's way
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Ranks in all. Without it: what plan would start.", show_default=False)
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", metavar="SIZE", help="What a rank has, such as 80GiB: does it fit?", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Tell what memory each rank will need, by rehearsing a step that computes nothing; takes no GPU and no cluster."""
+    from swarmtrain.config.load import load
+    from swarmtrain.errors import EXIT_ERROR
+    from swarmtrain.launchers import planned_ranks
+    from swarmtrain.view import memory
+    from swarmtrain.view.console import progress
+    from swarmtrain.view.data import show
+
+    config = load(config_file, override)
+    device = None if device_memory is None else memory.size(device_memory)
+    size = ranks or planned_ranks(config)
+    with progress(f"rehearsing a step of {size} rank{'' if size == 1 else 's'}"):
+        found = memory.ask(config, size, device)
+    show(found, as_json=json)
+    raise typer.Exit(0 if found.fits else EXIT_ERROR)
 
 
 def generate(

@@ -69,6 +69,21 @@ def offline_plan(config: Config, run: str, *, folder: Path) -> Plan:
     return noted(make_plan(config, machines, cargo, run=run), why)
 
 
+def planned_ranks(config: Config) -> int:
+    """Return the ranks that `config` would be started with: as it says, else by its hosts, else by the machines there are.
+
+    Raises SwarmtrainError if there is nothing to tell that from.
+    """
+    runner = config.runner
+    if config.topology.world_size:
+        return config.topology.world_size
+    try:
+        machines = offline(runner.hosts) if runner.hosts else inventory(config)
+        return make_plan(config, machines, Cargo(()), run="memory").world_size
+    except EngineError as error:
+        raise EngineError(error.message, place=error.place, hint="--ranks N says how many there will be") from None
+
+
 def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:
     """Return the plan of a run that exists, with `nodes` nodes; beyond its min..max the range is widened to hold them.
 

@@ -1,0 +1,45 @@
+"""Verbs that need torch, for the command line, which never imports it: `python -m swarmtrain.trainer VERB`.
+
+A verb reads its question from standard input as JSON and answers on standard output as JSON: {"error": …} where it cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from swarmtrain.config import Config
+from swarmtrain.errors import EXIT_USAGE, SwarmtrainError
+
+
+def memory(question: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config needs on each kind of rank, and, if that is more than `room` bytes, what changes would need."""
+    from swarmtrain.trainer.memory import alternatives, needs
+
+    config, size, room = Config.from_json(question["config"]), question["ranks"], question["room"]
+    found = needs(config, size)
+    answer: dict[str, Any] = {"ranks": [need.to_dict() for need in found], "alternatives": []}
+    if room is not None and max(need.peak for need in found) > room:
+        for changes, changed in alternatives(config, size):
+            answer["alternatives"].append({"changes": changes, "peak": max(need.peak for need in changed)})
+    return answer
+
+
+VERBS = {"memory": memory}
+
+
+def main() -> int:
+    if len(sys.argv) != 2 or sys.argv[1] not in VERBS:
+        sys.stderr.write(f"usage: python -m swarmtrain.trainer {'|'.join(VERBS)} < question.json\n")
+        return EXIT_USAGE
+    try:
+        answer = VERBS[sys.argv[1]](json.load(sys.stdin))
+    except SwarmtrainError as error:
+        answer = {"error": {"message": error.message, "place": error.place, "hint": error.hint}}
+    sys.stdout.write(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""The memory that a rehearsal foretells, against what torch's profiler sees allocated in real worlds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds
+
+from swarmtrain.config import Config
+from swarmtrain.trainer.memory import Kind, alternatives, needs
+from swarmtrain.trainer.memory.rehearsal import rehearse
+
+TOLERANCE = 0.06
+"""Of what tensors have. fully_shard over gloo holds a block's gradients for a moment longer than a rehearsal can know."""
+KERNELS = 0.3
+"""What the C library has given out beside it, at most: what operations and gloo take for a moment, and Python itself."""
+SHAPE = {"vocab_size": 2048, "hidden_size": 256, "num_layers": 4, "sequence_length": 64}
+WORLDS: dict[str, dict[str, Any]] = {
+    "ddp": {"transformer_architecture": {"precision": "bfloat16"}, "topology": {"activation_checkpointing_type": "every_layer"}},
+    "fsdp": {"topology": {"data_parallel_type": "fsdp"}},
+    "tensor": {"topology": {"model_parallel_size": 2, "sequence_parallel": True}},
+    "pipeline": {"topology": {"pipe_parallel_size": 2}},
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_rehearsal_foretells_the_peak(name: str, config: Mapping[str, Any], tmp_path: Path) -> None:
+    wanted = worlds.changed(worlds.changed(config, transformer_architecture=SHAPE, topology={"global_batch_size": 8}), **WORLDS[name])
+    world = worlds.World(tmp_path, wanted, 2, script="measured")
+    assert world.wait() == [0, 0], world.log()
+    for rank in range(2):
+        started, stepped = rehearse(Config.model_validate_json(json.dumps(wanted)), 2, rank)
+        foretold = max(started.size, stepped.size)
+        tensors, process = map(int, (tmp_path / f"peak-{rank}").read_text().split())
+        assert abs(foretold / tensors - 1) < TOLERANCE
+        assert foretold / process - 1 > -KERNELS
+        assert sum(stepped.parts.values()) == stepped.size
+
+
+def test_parts_of_a_pipeline_with_many_micro_batches(config: Mapping[str, Any]) -> None:
+    """What is drawn out from short steps is what the whole step takes."""
+    topology = {"pipe_parallel_size": 2, "global_batch_size": 20, "micro_batch_size": 1}
+    wanted = Config.model_validate_json(json.dumps(worlds.changed(config, topology=topology)))
+    for need in needs(wanted, 2):
+        assert need.peak == rehearse(wanted, 2, need.rank)[1].size
+        assert need.parts[Kind.buffers] > 0
+
+
+def test_what_would_need_less(config: Mapping[str, Any]) -> None:
+    """Every change is tried, and what does not go with the rest is left out."""
+    wanted = Config.model_validate_json(json.dumps(worlds.changed(config, transformer_architecture={"precision": "bfloat16"})))
+    whole = needs(wanted, 2)[0].peak
+    tried = {changes: found[0].peak for changes, found in alternatives(wanted, 2)}
+    assert tried[("topology.data_parallel_type=fsdp",)] < whole
+    assert tried[("topology.activation_checkpointing_type=every_layer",)] < whole
+    assert min(tried.values()) < tried[("topology.micro_batch_size=1",)] < whole
