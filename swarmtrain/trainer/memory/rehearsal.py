@@ -45,7 +45,7 @@ def rehearse(config: Config, size: int, rank: int) -> tuple[Peak, Peak]:
     here = Runtime(config, rank, size, 0, torch.device("cpu"), run="rehearsal", node="node0", board=None)
     shape = config.transformer_architecture
     ledger = Ledger(vocabulary=shape.vocab_size // config.topology.tensor, exact=shape.precision is Precision.float32)
-    with _world(rank, size), _numbers(shape.precision), FakeTensorMode(allow_non_fake_inputs=True), ledger.watching():
+    with _world(rank, size), FakeTensorMode(allow_non_fake_inputs=True), ledger.watching():
         model = parallelize(Transformer(shape, config.trainer.seed), here)
         if isinstance(model.replicas, Replicas):
             model.replicas._ddp.reducer = _Buckets(model.replicas._ddp.reducer)  # type: ignore[assignment]  # it does what is asked of it
@@ -87,6 +87,9 @@ class _Nothing(Samples):
         made: list[Tensor] = [torch.zeros((len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
         return Rows(made[0], made[1], made[2] if self._numbered else None)
 
+    def expect(self, ids: Ids) -> None:
+        """Nothing is on a disk."""
+
 
 class _Buckets:
     """DDP's reducer, but that it does not put its buckets into another order, for which it would read what ranks have agreed on."""
@@ -114,18 +117,6 @@ def _world(rank: int, size: int) -> Iterator[None]:
 
 _MESH = "__init__", "__getitem__", "get_coordinate"
 """What a mesh computes with tensors, and must know."""
-
-
-@contextmanager
-def _numbers(precision: Precision) -> Iterator[None]:
-    """In the body models are made in `precision` where they would be brought to it: a parameter without data is not to be moved."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if precision is Precision.float64 else before)
-    try:
-        with _replaced(lambda _: lambda model, *_: model, (Transformer, "to")):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:

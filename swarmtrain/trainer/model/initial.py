@@ -46,7 +46,7 @@ def fill(module: nn.Module, names: Mapping[nn.Parameter, str], value: Callable[[
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for key, parameter in list(owner._parameters.items()):
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and parameter.device.type == "meta":
                 if parameter not in made:
                     made[parameter] = nn.Parameter(value(names[parameter]).to(device))
                 setattr(owner, key, made[parameter])
