@@ -16,8 +16,8 @@ _HEAD = """# Speed
 Made by `make bench DOCS=1`, which runs every benchmark and writes this page. `make bench ONLY=help` runs one of them; there are
 {names}.
 Figures are medians; in brackets, the smallest and the largest. Ours and the other were measured in turns, so that both saw the
-same machine. A ratio is the median of the pairs'; in brackets, where it lies with a chance of 95 %. A limit is the most that
-ours may be: `make check` fails when a figure on this page is over it. A goal is the ratio that there should be.
+same machine. A ratio with brackets is the median of the pairs'; it lies within them with a chance of 95 %. A limit is the
+most that ours may be: `make check` fails when a figure on this page is over it. A goal is the ratio that there should be.
 What is not measured anew stays on the page.
 
 Measured on: {machine}.

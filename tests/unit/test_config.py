@@ -108,3 +108,10 @@ def test_names_that_clusters_have_are_taken() -> None:
 def test_an_alias_is_a_copy() -> None:
     config = parse("script: {a: &x {n: 1}, b: *x}", ["script.a.n=2"])
     assert config.script == {"a": {"n": 2}, "b": {"n": 1}}
+
+
+@pytest.mark.parametrize("name", ["model_parallel_size", "context_parallel_size"])
+def test_what_ranks_share_is_not_compiled(name: str) -> None:
+    values = {"trainer": {"compile": True}, "topology": {"global_batch_size": 8, "micro_batch_size": 1, name: 2}}
+    with pytest.raises(ValidationError, match=f"topology.{name} is 2"):
+        Config.model_validate(values)
