@@ -15,7 +15,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import shortage
 
 
-@pytest.mark.parametrize("place", ["step", "model"])
+@pytest.mark.parametrize("place", ["model"])
 def test_a_rank_without_room_says_what_to_change(place: str, config: Mapping[str, Any], tmp_path: Path) -> None:
     shape = {"mlp_factor": 4000.0} if place == "model" else {"sequence_length": 512, "mlp_factor": 64.0}
     world = worlds.World(tmp_path, worlds.changed(config, transformer_architecture=shape), 1, {"SHORT": place}, script="short")
