@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer import agreement, checks, replicas
+from swarmtrain.trainer import agreement, checks, replicas, shortage
 from swarmtrain.trainer.checkpoint import Checkpoints, Progress
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
@@ -41,6 +43,12 @@ def train(
     Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
     """
     config, last = here.config.trainer, here.config.trainer.train_iterations
+
+    def held() -> dict[str, list[Tensor | None]]:
+        parameters = list(model.parameters.values())
+        gradients = [parameter.grad for parameter in parameters]
+        return {"parameters": [*parameters], "gradients": gradients, "optimizer state": [*optimizer.moments().values()]}
+
     with Report(here) as report, StopFlag() as stop:
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
@@ -65,7 +73,7 @@ def train(
                 break
             profile.before_step()
             begun = time.monotonic()
-            with checks.explained(progress.step + 1):
+            with checks.explained(progress.step + 1), shortage.told(f"step {progress.step + 1} on rank {here.rank}", held):
                 made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
             patience.step_took(time.monotonic() - begun)
             profile.after_step()

@@ -34,7 +34,7 @@ from swarmtrain.config.files import reason
 from swarmtrain.config.load import load
 from swarmtrain.config.trainer import Deterministic
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
-from swarmtrain.trainer import agreement
+from swarmtrain.trainer import agreement, shortage
 
 LOG = logging.getLogger("swarmtrain")
 _PATIENCE = timedelta(minutes=30)
@@ -140,7 +140,8 @@ def start(config: Config) -> Iterator[Runtime]:
     _join(here)
     _be_brief()  # torch has put its own before ours, and names the rank in every line
     try:
-        yield here
+        with shortage.told(f"rank {here.rank}"):
+            yield here
     except SystemExit:
         dist.destroy_process_group()
         raise
