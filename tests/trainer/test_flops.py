@@ -23,7 +23,7 @@ def test_formula(*, tied: bool) -> None:
         mlp_type=MlpType.swiglu,
         weight_tying=tied,
     )
-    model = Transformer(shape, 0)
+    model = Transformer(shape, 0).fill()
     tokens = torch.zeros((2, shape.sequence_length), dtype=torch.int64)
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # which sees the whole sequence
         model(tokens, tokens).backward()

@@ -1,4 +1,4 @@
-"""The memory that a rehearsal foretells, against what torch's profiler sees allocated in real worlds."""
+"""The memory that a rehearsal foretells, against what tensors have in real worlds, and what their processes take."""
 
 from __future__ import annotations
 
