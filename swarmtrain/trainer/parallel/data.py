@@ -63,10 +63,10 @@ class Replicas:
         self.parameters = list(model.parameters())
         self._aside: dict[Tensor, Tensor] = {}
         self._group = mesh.data_group
-        # Buffers are tables of constants, the same everywhere; DDP would send them before every forward pass.
-        self._ddp = DistributedDataParallel(
-            model, process_group=self._group, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        self._ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, gradient_as_bucket_view=True)
+        # Buffers are tables of constants, the same everywhere; DDP would send them before every forward pass. Set here, since
+        # torch has changed the argument's name.
+        self._ddp.broadcast_buffers = False
         self._ddp.register_comm_hook(self, _reduce)
         # DDP groups gradients anew, in the order in which they come, when its second pass begins. That changes the order
         # of additions: a resumed run's first step would differ in the last bits from that of a run that was never
