@@ -124,7 +124,7 @@ def run(name: str, *, alone: bool) -> Result:
     folders = [str(ROOT / folder) for folder in SUITES[name] if (ROOT / folder).exists()]
     started = time.monotonic()
     print(f"--- {name} begins", flush=True)
-    argv = [sys.executable, "-m", "pytest", "-q", "--durations=5", *folders]
+    argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *folders]
     # Labs of two suites have their registries in two places: both push images of the same names.
     env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(base_directory() / name)}
     if name == "newer":
