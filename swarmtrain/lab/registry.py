@@ -25,7 +25,7 @@ def store(base: Path) -> Path:
 
 
 def start(description: Description, directory: Path) -> None:
-    """Start the lab's registry and return when it listens. Raises LabError with its log if it does not within 10 s."""
+    """Start the lab's registry and return when it listens. Raises LabError with its log if it does not within a minute."""
     images = store(directory.parent)
     images.mkdir(exist_ok=True)
     config = {
@@ -38,7 +38,7 @@ def start(description: Description, directory: Path) -> None:
     (directory / "registry.json").write_text(json.dumps(config))
     daemon, log = Daemon(directory / "registry.pid"), directory / "registry.log"
     daemon.spawn(["docker-registry", "serve", str(directory / "registry.json")], enter=fabric.enter(description.name, "fabric"), log=log)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # a disk that is busy takes long to read the program
     while not _listens(daemon.pid):
         if daemon.pid is None or time.monotonic() > deadline:
             raise LabError(f"the registry does not start:\n{tail(log)}", place="lab")
