@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,3 +60,15 @@ def test_what_would_need_less(config: Mapping[str, Any]) -> None:
     assert tried[("topology.data_parallel_type=fsdp",)] < whole
     assert tried[("topology.activation_checkpointing_type=every_layer",)] < whole
     assert min(tried.values()) < tried[("topology.micro_batch_size=1",)] < whole
+
+
+def test_it_is_told_without_a_cluster(config: Mapping[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yml").write_text(json.dumps(config))
+    options = ["--ranks", "2", "--device-memory", "1MiB", "-o", "transformer_architecture.num_layers=1", "--json"]
+    command = [sys.executable, "-m", "swarmtrain", "memory", "config.yml", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["world_size"], told["worst"], told["fits"]) == (2, 0, False)
+    assert sum(told["ranks"][0]["parts"].values()) == told["ranks"][0]["peak"] > 2**20
+    assert any(change["changes"] == ["topology.micro_batch_size=1"] for change in told["alternatives"])
