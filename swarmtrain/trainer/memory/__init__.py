@@ -64,7 +64,12 @@ def needs(config: Config, size: int) -> list[Need]:
 
 def alternatives(config: Config, size: int) -> Iterator[tuple[tuple[str, ...], list[Need]]]:
     """Yield changes that may need less, as overrides, and what each needs: one by one, then all that are known to go together."""
-    for changes in _changes(config.topology, size):
+    present, tried = config.model_dump(mode="json"), list[dict[str, object]]()
+    for every in _changes(config.topology, size):
+        changes = {key: value for key, value in every.items() if present[key.partition(".")[0]][key.partition(".")[2]] != value}
+        if not changes or changes in tried:
+            continue
+        tried.append(changes)
         try:
             changed = _changed(config, changes)
             found = needs(changed, size)
