@@ -64,7 +64,8 @@ def needs(config: Config, size: int) -> list[Need]:
 
 def alternatives(config: Config, size: int) -> Iterator[tuple[tuple[str, ...], list[Need]]]:
     """Yield changes that may need less, as overrides, and what each needs: one by one, then all that are known to go together."""
-    present, tried = config.model_dump(mode="json"), list[dict[str, object]]()
+    present = config.model_dump(mode="json")
+    tried: list[dict[str, object]] = []
     for every in _changes(config.topology, size):
         changes = {key: value for key, value in every.items() if present[key.partition(".")[0]][key.partition(".")[2]] != value}
         if not changes or changes in tried:
