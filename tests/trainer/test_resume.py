@@ -31,7 +31,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("size", "tensor", "precision"), [(1, 1, "float32"), (2, 1, "float32"), (3, 1, "float32"), (4, 2, "float32"), (3, 1, "bfloat16")]
+    ("size", "tensor", "precision"), [(1, 1, "float32"), (3, 1, "float32"), (4, 2, "float32"), (3, 1, "bfloat16")]
 )
 def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size: int, tensor: int, precision: str) -> None:
     base = changed(config, topology={"model_parallel_size": tensor}, trainer={"eval_interval": 4})
@@ -44,15 +44,6 @@ def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size:
     assert held_out(tmp_path / "twice").items() >= held_out(tmp_path / "once").items()
     # The files hold parameters and optimizer state: equal hashes mean equal bits.
     assert manifest(tmp_path / "twice", 12)["files"] == manifest(tmp_path / "once", 12)["files"]
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
-def test_other_number_of_replicas_bit_for_bit(tmp_path: Path, config: dict[str, Any], before: int, after: int) -> None:
-    """Other topologies: test_topologies.py."""
-    once = train(tmp_path / "once", config)
-    for steps, size in ((6, before), (12, after)):
-        both = train(tmp_path / "twice", changed(config, trainer={"train_iterations": steps}), size)
-    assert both == once
 
 
 @pytest.mark.parametrize("asked", [[0], [1], [0, 1, 2]], ids=str)
@@ -130,9 +121,8 @@ def test_plain_torchrun_restarts_a_killed_rank(tmp_path: Path, config: dict[str,
             [*command, str(ROOT / "training_code.py"), "config.yml"], cwd=tmp_path, env=environ, stdout=log, stderr=log
         )
         try:
-            for step in (20, 40):
-                _wait_until(lambda: step in steps_saved(tmp_path) or agent.poll() is not None)  # noqa: B023  # called before the loop goes on
-                os.kill(_children(agent.pid)[-1], signal.SIGKILL)
+            _wait_until(lambda: 20 in steps_saved(tmp_path) or agent.poll() is not None)
+            os.kill(_children(agent.pid)[-1], signal.SIGKILL)
             assert agent.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
         finally:
             agent.kill()

@@ -29,7 +29,7 @@ from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import feed_forward
 from swarmtrain.trainer.model.norm import norm
 from swarmtrain.trainer.model.rotary import Rotary, Rotation, starts
-from swarmtrain.trainer.runtime import derived_seed
+from swarmtrain.trainer.runtime import derived_seed, seed_torch
 
 IGNORE = -1
 """Target of a position that has none: it counts neither in the loss nor in the number of tokens."""
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
             mine = torch.arange(length, device=given.device) if places is None else places
             noise = dropout.noise(given.shape[0], mine.view(parts, -1)[part])
         if self.shape.dropout_attention_probs:
-            torch.manual_seed(derived_seed(torch.initial_seed(), *self.place))
+            seed_torch(derived_seed(torch.initial_seed(), *self.place))
         return Around(rotation, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
 
 
