@@ -160,7 +160,7 @@ def seed(*parts: object) -> None:
 def seed_torch(value: int) -> None:
     """Seed torch's generators in use. torch.manual_seed notes each call with its traceback where CUDA is not: 2 ms, and kept for ever."""
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own is not typed
         torch.cuda.manual_seed_all(value)
 
 

@@ -30,9 +30,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) 
     return folder
 
 
-@pytest.mark.parametrize(
-    ("size", "tensor", "precision"), [(1, 1, "float32"), (3, 1, "float32"), (4, 2, "float32"), (3, 1, "bfloat16")]
-)
+@pytest.mark.parametrize(("size", "tensor", "precision"), [(1, 1, "float32"), (3, 1, "float32"), (4, 2, "float32"), (3, 1, "bfloat16")])
 def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size: int, tensor: int, precision: str) -> None:
     base = changed(config, topology={"model_parallel_size": tensor}, trainer={"eval_interval": 4})
     base = changed(base, transformer_architecture={"precision": precision, "dropout_attention_probs": 0.1, "dropout_after_mlp": 0.1})
