@@ -66,7 +66,9 @@ def read(engine: Engine, service: Service, node: str, *, tail: int | None = None
     """
     lines: list[Line] = []
     try:
-        lines.extend(_lines(engine.frames(f"/services/{service.id}/logs", _params(tail=tail, since=since)), node))
+        told = _lines(engine.frames(f"/services/{service.id}/logs", _params(tail=tail, since=since)), node)
+        # Without a time, it is the engine that says which node it does not reach.
+        lines.extend(line for line in told if line.time)
     except EngineError as error:
         if error.status is not None:
             raise
