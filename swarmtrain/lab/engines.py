@@ -21,6 +21,8 @@ _NEW_NAMESPACES = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "-
 # Where docker looks by itself: on the machine, this is the machine's own engine.
 OWN_SOCKET = "unix:///var/run/docker.sock"
 _CGROUPS = Path("/sys/fs/cgroup")
+# dockerd gives its containerd 15 s, less than a busy disk may take to read it; by the second time it has been read.
+_IMPATIENT = "timeout waiting for containerd to start"
 
 
 def machine(directory: Path, node: str) -> Daemon:
@@ -87,7 +89,19 @@ def wait_until_up(directory: Path, node: str, *, seconds: float = 60) -> dict[st
 def wait_until_all_up(directory: Path, description: Description) -> None:
     """Return when all engines answer. Raises LabError with the log of one that does not."""
     with ThreadPoolExecutor(len(description.nodes)) as pool:
-        list(pool.map(lambda node: wait_until_up(directory, node), description.nodes))
+        list(pool.map(lambda node: _wait_or_boot_again(directory, description, node), description.nodes))
+
+
+def _wait_or_boot_again(directory: Path, description: Description, node: str) -> None:
+    try:
+        wait_until_up(directory, node)
+    except LabError as error:
+        if _IMPATIENT not in error.message:
+            raise
+        power_off(directory, description, node)
+        fabric.connect(description, node)
+        boot(directory, description, node)
+        wait_until_up(directory, node)
 
 
 def form_swarm(directory: Path, description: Description) -> None:
