@@ -64,11 +64,10 @@ def test_what_would_need_less(config: Mapping[str, Any]) -> None:
 
 def test_it_is_told_without_a_cluster(config: Mapping[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.yml").write_text(json.dumps(config))
-    options = ["--ranks", "2", "--device-memory", "1MiB", "-o", "transformer_architecture.num_layers=1", "--json"]
+    options = ["--ranks", "2", "--device-memory", "1GiB", "-o", "transformer_architecture.num_layers=1", "--json"]
     command = [sys.executable, "-m", "swarmtrain", "memory", "config.yml", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (told["world_size"], told["worst"], told["fits"]) == (2, 0, False)
-    assert sum(told["ranks"][0]["parts"].values()) == told["ranks"][0]["peak"] > 2**20
-    assert any(change["changes"] == ["topology.micro_batch_size=1"] for change in told["alternatives"])
+    assert (told["world_size"], told["worst"], told["fits"], told["alternatives"]) == (2, 0, True, [])
+    assert sum(told["ranks"][0]["parts"].values()) == told["ranks"][0]["peak"] > 2**16
