@@ -81,7 +81,7 @@ CONFIGS = st.fixed_dictionaries({name: section(*fields) for name, fields in SECT
 
 
 @settings(
-    max_examples=int(FUZZ or 120),
+    max_examples=int(FUZZ or 60),
     derandomize=FUZZ is None,
     phases=[Phase.generate],  # to make a failing config smaller takes minutes, and says little more
     suppress_health_check=list(HealthCheck),
