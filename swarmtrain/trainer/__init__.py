@@ -5,8 +5,9 @@ data        token files, samples, their order
 model       a decoder-only transformer
 parallel    one mesh; tensor and pipeline parallel within a replica, data parallel between them
 optim       AdamW, SGD, Muon, groups, schedules, clipping
+memory      what a step will need, before there is one
 loop        train(): steps, held-out losses, checkpoints, leaving when asked
-checkpoint, metrics, guard, checks, replicas      what the loop uses
+checkpoint, metrics, guard, checks, replicas, shortage      what the loop uses
 """
 
 from __future__ import annotations

@@ -1,24 +1,20 @@
-"""The memory that a config needs: asked of the trainer, in a process of its own, and told as a table."""
+"""The memory that a config needs: asked of the trainer, and told as a table."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarmtrain import process
 from swarmtrain.config import Config
 from swarmtrain.errors import SwarmtrainError
+from swarmtrain.launchers import verbs
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _SPARE = 0.9
 """The part of a device's memory that tensors can fill: the rest is CUDA's own, NCCL's, and lost between pieces."""
-_LONGEST = 3600.0
 
 
 @dataclass(frozen=True)
@@ -80,19 +76,8 @@ class Memory:
 
 def ask(config: Config, ranks: int, device: int | None) -> Memory:
     """Return what `config` needs in a world of `ranks`. Raises SwarmtrainError if torch is not here, or cannot tell."""
-    if importlib.util.find_spec("torch") is None:
-        raise SwarmtrainError(
-            f"{sys.executable} cannot find torch, and a step is rehearsed with it",
-            place="this machine",
-            hint="pip install 'swarmtrain[train]'",
-        )
     question = {"config": config.to_json(), "ranks": ranks, "room": None if device is None else int(_SPARE * device)}
-    # No GPU is wanted for it, and looking for one takes a second.
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "swarmtrain.trainer", "memory"]
-    answer = json.loads(process.run(argv, env=quiet, input=json.dumps(question), timeout=_LONGEST))
-    if "error" in answer:
-        raise SwarmtrainError(answer["error"]["message"], place=answer["error"]["place"], hint=answer["error"]["hint"])
+    answer = verbs.ask("memory", question)
     return Memory(ranks, answer["ranks"], device, answer["alternatives"])
 
 
