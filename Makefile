@@ -1,5 +1,6 @@
 # make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
 # make test    everything, with the time of each suite
+# make chaos   every fault that we know of, on a real swarm, and a table of what it cost: an hour and a half; ONLY=words picks rows
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
 # make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
 # Each target installs what it needs, is safe to repeat, and works in a fresh clone.
@@ -12,13 +13,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test check bench format clean system install install-train install-test
+.PHONY: demo test chaos check bench format clean system install install-train install-test
 
 demo: system install
 	@VENV=$(VENV) TORCH=$(TORCH) MAKE="$(MAKE)" sh examples/demo.sh
 
 test: system install-test
 	@$(BIN)/python tests/suites.py $(SUITES)
+
+chaos: system install-test
+	@SWARMTRAIN_CHAOS=$(or $(ONLY),all) $(BIN)/python tests/suites.py chaos
+	@cat build/chaos.md
 
 check: install-test
 	$(BIN)/ruff format --check .

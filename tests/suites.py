@@ -26,6 +26,7 @@ from swarmtrain.images.base import cache_directory
 from swarmtrain.lab.state import base_directory
 
 ROOT = Path(__file__).parent
+_CHAOS = "test_chaos"
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
 _NEWER = [
     "the_same_specs_as_docker_stack_deploy",
@@ -40,13 +41,14 @@ _NEWER = [
 # `newer` repeats tests of the lab with a newer engine than the system's: those that live by what an engine answers.
 # In the order in which two workers take them up, such that both are done at about the same time.
 SUITES = {
-    "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in _FAULTS],
+    "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS)],
     "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
     "launchers": ["launchers", "interruption"],
     "howto": ["howto"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
+    "chaos": [f"lab/{_CHAOS}.py"],
     "newer": [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER],
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")

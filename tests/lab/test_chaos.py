@@ -1,0 +1,152 @@
+"""Whatever happens to a run, it goes on by itself, and ends as if nothing had happened.
+
+A row of the table in faults.py is a test, once with the whole state on each rank and once with it divided among them. With
+SWARMTRAIN_CHAOS=all every row is run, with some of its words those that have them, and otherwise those that are marked.
+What is asserted is read from the audit files.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from audit import Story, largest_difference, problems
+from faults import FAULTS, Fault
+from scene import NODES, ROOT, STEPS, Scene
+
+from swarmtrain.lab import Lab
+from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.swarm import observe
+
+TOPOLOGIES = {"replicated": (), "divided": ("topology.data_parallel_type=fsdp",)}
+TABLE = ROOT / "build" / "chaos.md"
+HEAD = """| what happens | state | seconds to the next step | steps lost | ranks of each world | largest difference of a loss |
+| --- | --- | ---: | ---: | --- | ---: |"""
+_CHOSEN = os.environ.get("SWARMTRAIN_CHAOS", "")
+_DISK = 2**30
+_STRIKE_AT = 70
+
+
+def _is_wanted(fault: Fault, state: str) -> bool:
+    if not _CHOSEN:
+        return state in fault.usual
+    return _CHOSEN == "all" or _CHOSEN in f"{fault.name}, {state}"
+
+
+ROWS = [(fault, state) for fault in FAULTS for state in TOPOLOGIES if _is_wanted(fault, state)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a run, as a line of the table."""
+
+    fault: str
+    state: str
+    seconds: float
+    lost: int
+    sizes: tuple[int, ...]
+    difference: float
+
+    def __str__(self) -> str:
+        worlds = ", ".join(map(str, self.sizes))
+        return f"| {self.fault} | {self.state} | {self.seconds:.1f} | {self.lost} | {worlds} | {self.difference:.1e} |"
+
+
+@pytest.fixture(scope="session")
+def lab(new_lab: Callable[[str], Lab], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab of three nodes whose shared disk can be full."""
+    disk = tmp_path_factory.mktemp("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(disk)], check=True)
+    lab = new_lab("chaos")
+    lab.up(len(NODES), shared=disk, say=print)
+    yield lab
+    lab.down(say=print)
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture(scope="session")
+def table() -> Iterator[list[Row]]:
+    """The rows that were run; at the end they are put into TABLE."""
+    rows: list[Row] = []
+    yield rows
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(f"{HEAD}\n" + "".join(f"{row}\n" for row in rows))
+
+
+@pytest.fixture
+def begin(lab: Lab, image: str) -> Iterator[Callable[..., Scene]]:
+    """Return a function that begins a run; what a test leaves of it is taken down."""
+    scenes: list[Scene] = []
+
+    def make(run: str, state: str, *more: str) -> Scene:
+        scenes.append(Scene(lab, image, run, TOPOLOGIES[state]))
+        scenes[-1].begin(*more)
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.down()
+
+
+@pytest.fixture
+def undisturbed(begin: Callable[..., Scene], stories: dict[str, Story], state: str) -> Story:
+    """What a run does to which nothing happens."""
+    if state not in stories:
+        scene = begin(f"undisturbed-{state}", state, "runner.min_nodes=3", "runner.max_nodes=3")
+        assert scene.end() == 0
+        stories[state] = scene.story
+    return stories[state]
+
+
+@pytest.fixture(scope="session")
+def stories() -> dict[str, Story]:
+    """What undisturbed runs did, by their state, as far as any test has asked."""
+    return {}
+
+
+@pytest.mark.parametrize("state", TOPOLOGIES)
+def test_nothing_happens(state: str, undisturbed: Story) -> None:
+    assert undisturbed.sizes == [len(NODES)]
+    assert sorted(undisturbed.final) == list(range(1, STEPS + 1))
+    seen = [sample for lines in undisturbed.final.values() for line in lines for sample in line.samples]
+    assert len(seen) == len(set(seen)), "a sample was seen twice"
+
+
+@pytest.mark.parametrize(("fault", "state"), ROWS, ids=[f"{fault.name}-{state}".replace(" ", "_") for fault, state in ROWS])
+def test_whatever_happens(fault: Fault, state: str, begin: Callable[..., Scene], undisturbed: Story, table: list[Row]) -> None:
+    scene = begin(f"run{FAULTS.index(fault)}-{state}", state)
+    scene.reach(_STRIKE_AT)
+    began, token = time.monotonic(), scene.token
+    fault.strike(scene)
+    if scene.token == token:
+        scene.until(lambda: scene.token > token or scene.step == STEPS, "training does not go on")
+    seconds = time.monotonic() - began if scene.token > token else 0.0
+    assert scene.end() == 0, "the run did not end well"
+    story = scene.story
+    row = Row(fault.name, state, seconds, story.lost, tuple(story.sizes), largest_difference(story, undisturbed))
+    print(row)
+    table.append(row)
+    assert problems(story, undisturbed, tolerance=0.0 if set(story.sizes) == set(undisturbed.sizes) else 1e-5) == []
+    assert story.lost <= (fault.replicated if state == "replicated" else fault.divided)
+    scene.down()
+    _nothing_left(scene)
+
+
+def _nothing_left(scene: Scene) -> None:
+    assert observe.observe(Engine(scene.lab.docker_host("node0")), scene.run).empty
+    for node in NODES:
+        assert scene.docker(node, "ps", "-aq") == "", f"{node} has a container left"
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, f"runs/{scene.run}")]
+    assert left == []
+
+
+def _names(path: Path, words: str) -> bool:
+    try:
+        return words.encode() in path.read_bytes()
+    except OSError:
+        return False
