@@ -143,7 +143,9 @@ def _tell(node: NodeEnv, error: BaseException) -> Receipt:
         facts["hint"] = hint
     if isinstance(error, SwarmtrainError) and error.rank is not None:
         facts["befell"] = error.rank
-    if lasting := permanent(error, node.script):
+    if (step := getattr(error, "step", None)) is not None:
+        facts["step"] = step
+    if (lasting := permanent(error, node.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = lasting
     receipt = _post(node, failure_event(node, **facts))
     sys.stderr.write(brief if receipt.known else trace or brief)

@@ -69,4 +69,5 @@ def board_env(plan: Plan, place: Place) -> dict[str, str]:
         store_port=place.store_port,
         bind=place.bind,
         max_restarts=plan.config.runner.max_restarts,
+        max_restarts_per_hour=plan.config.runner.restarts_per_hour,
     ).to_env()
