@@ -61,14 +61,16 @@ def train(
             _leave(checkpoints, progress, report, patience)
         while True:
             done = progress.step >= last
-            if done or _due(progress.step, config.save_interval):
-                _save(checkpoints, progress, report, patience)
-            if held_out and (done or progress.loss_before is None or _due(progress.step, config.eval_interval)):
+            measured = held_out is not None and (done or progress.loss_before is None or _due(progress.step, config.eval_interval))
+            if held_out and measured:
                 loss = held_out_loss(here, model, held_out, None if done else stop)
                 if loss is None:
                     _leave(checkpoints, progress, report, patience)
                 report.evaluated(progress.step, loss)
-                progress = replace(progress, loss_before=loss if progress.loss_before is None else progress.loss_before)
+                progress = replace(progress, held_out_loss=loss, loss_before=loss if progress.loss_before is None else progress.loss_before)
+            wanted = _due(progress.step, config.save_interval) or _due(progress.step, config.keep_checkpoints_every)
+            if done or wanted or (measured and progress.step and config.keep_best_checkpoints):
+                _save(checkpoints, progress, report, patience)
             if done:
                 break
             profile.before_step()
@@ -77,7 +79,8 @@ def train(
                 made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
             patience.step_took(time.monotonic() - begun)
             profile.after_step()
-            progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
+            consumed = progress.consumed_samples + here.config.topology.global_batch
+            progress = replace(progress, step=made.number, consumed_samples=consumed, held_out_loss=None)
             audit.write(made)
             report.step(made)
             _tell(checkpoints, report)
@@ -85,7 +88,7 @@ def train(
                 replicas.check(here, model, optimizer, made.number)
             if made.asked_to_leave and made.number < last:
                 _leave(checkpoints, progress, report, patience)
-        _wait(checkpoints, report, patience)
+        _stand(checkpoints, progress, report, patience)
         report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})
         return Result(progress.step, progress.loss_before, loss)
 
@@ -102,9 +105,9 @@ def _save(checkpoints: Checkpoints, progress: Progress, report: Report, patience
     _tell(checkpoints, report)
 
 
-def _wait(checkpoints: Checkpoints, report: Report, patience: Patience) -> None:
+def _stand(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> None:
     with patience.suspended():
-        checkpoints.wait()
+        checkpoints.stand(progress)
     _tell(checkpoints, report)
 
 
@@ -115,8 +118,7 @@ def _tell(checkpoints: Checkpoints, report: Report) -> None:
 
 def _leave(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> NoReturn:
     if progress.step:
-        _save(checkpoints, progress, report, patience)
-    _wait(checkpoints, report, patience)
+        _stand(checkpoints, progress, report, patience)
     report.leaves(progress.step)
     raise SystemExit(EXIT_PLANNED)
 
