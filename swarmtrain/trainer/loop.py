@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks, replicas, shortage
-from swarmtrain.trainer.checkpoint import Checkpoints, Progress
+from swarmtrain.trainer.checkpoint import Checkpoints, Progress, survive
 from swarmtrain.trainer.checkpoint.rhythm import Rhythm
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
@@ -40,7 +40,7 @@ def train(
     """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
 
     `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM), all save
-    the same step and raise SystemExit(EXIT_PLANNED).
+    the same step and raise SystemExit(EXIT_PLANNED). When a rank dies, the others save the last step that is whole among them.
     Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
     """
     config, last = here.config.trainer, here.config.trainer.train_iterations
@@ -59,38 +59,41 @@ def train(
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         rhythm, to_be_saved = Rhythm(config, len(data), here.config.topology.global_batch), False
         loss = None
-        if asked_to_leave(stop):
-            _leave(checkpoints, progress, report, patience)
-        while True:
-            done = progress.step >= last
-            measured = held_out is not None and (done or progress.loss_before is None or _due(progress.step, config.eval_interval))
-            if held_out and measured:
-                loss = held_out_loss(here, model, held_out, None if done else stop)
-                if loss is None:
-                    _leave(checkpoints, progress, report, patience)
-                report.evaluated(progress.step, loss)
-                progress = replace(progress, held_out_loss=loss, loss_before=loss if progress.loss_before is None else progress.loss_before)
-            if done or to_be_saved or rhythm.due(progress.step, progress.consumed_samples, measured=measured):
-                _save(checkpoints, progress, report, patience, rhythm)
-            if done:
-                break
-            profile.before_step()
-            begun, wish = time.monotonic(), here.first and rhythm.wished
-            with checks.explained(progress.step + 1), shortage.told(f"step {progress.step + 1} on rank {here.rank}", held):
-                position, number = progress.consumed_samples, progress.step + 1
-                made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
-            patience.step_took(time.monotonic() - begun)
-            profile.after_step()
-            consumed, to_be_saved = position + here.config.topology.global_batch, made.to_be_saved
-            progress = replace(progress, step=made.number, consumed_samples=consumed, held_out_loss=None)
-            audit.write(made)
-            report.step(made)
-            _tell(checkpoints, report, rhythm)
-            if _due(made.number, config.check_replicas_interval):
-                replicas.check(here, model, optimizer, made.number)
-            if made.asked_to_leave and made.number < last:
+        with survive.outlived(here, model, optimizer, checkpoints, lambda: progress):
+            if asked_to_leave(stop):
                 _leave(checkpoints, progress, report, patience)
-        _stand(checkpoints, progress, report, patience)
+            while True:
+                done = progress.step >= last
+                measured = held_out is not None and (done or progress.loss_before is None or _due(progress.step, config.eval_interval))
+                if held_out and measured:
+                    loss = held_out_loss(here, model, held_out, None if done else stop)
+                    if loss is None:
+                        _leave(checkpoints, progress, report, patience)
+                    report.evaluated(progress.step, loss)
+                    progress = replace(
+                        progress, held_out_loss=loss, loss_before=loss if progress.loss_before is None else progress.loss_before
+                    )
+                if done or to_be_saved or rhythm.due(progress.step, progress.consumed_samples, measured=measured):
+                    _save(checkpoints, progress, report, patience, rhythm)
+                if done:
+                    break
+                profile.before_step()
+                begun, position, number = time.monotonic(), progress.consumed_samples, progress.step + 1
+                wish = here.first and rhythm.wished
+                with checks.explained(number), shortage.told(f"step {number} on rank {here.rank}", held):
+                    made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
+                patience.step_took(time.monotonic() - begun)
+                profile.after_step()
+                audit.write(made)  # what survivors save has been recorded
+                consumed, to_be_saved = position + here.config.topology.global_batch, made.to_be_saved
+                progress = replace(progress, step=made.number, consumed_samples=consumed, held_out_loss=None)
+                report.step(made)
+                _tell(checkpoints, report, rhythm)
+                if _due(made.number, config.check_replicas_interval):
+                    replicas.check(here, model, optimizer, made.number)
+                if made.asked_to_leave and made.number < last:
+                    _leave(checkpoints, progress, report, patience)
+            _stand(checkpoints, progress, report, patience)
         report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})
         return Result(progress.step, progress.loss_before, loss)
 

@@ -6,6 +6,7 @@ manifest    everything else, as JSON, with hashes
 stage       written aside, moved in by rename; what stands in save_dir
 retention   what of that stays
 background  written while training goes on
+survive     written by those that are left when a world breaks
 fence       one world at a time can commit
 """
 
@@ -25,11 +26,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
+from swarmtrain.board import Board
 from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
-from swarmtrain.trainer.checkpoint import fence, manifest, stage
-from swarmtrain.trainer.checkpoint.background import Background, collect_notes, leave_note
+from swarmtrain.trainer.checkpoint import fence, manifest, stage, survive
+from swarmtrain.trainer.checkpoint.background import Background, Files, collect_notes, leave_note
 from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.retention import Keep
@@ -96,6 +98,7 @@ class Checkpoints:
         self._all_written = threading.Event()
         self._underway: _Underway | None = None
         self._landed: list[Saved] = []
+        self._await_rescue()
         self.token = agreement.by_first_rank(self._claim)
         if self.save_dir is not None:
             fence.find(self.save_dir, self.token)
@@ -141,6 +144,13 @@ class Checkpoints:
         if self.save_dir is not None and self.saved != progress.step:
             self._wait(self._begin(progress))
 
+    def take(self, folder: Path) -> tuple[Writer, dict[str, Any]]:
+        """Copy this rank's part into memory; return what writes it into `folder`, and its index. Needs no other rank."""
+        if self._underway:
+            self._underway.writing.end()  # it writes from that memory, and counts if the others could write too
+        writer = Writer(folder, self._here.rank, self._memory)
+        return writer, writer.take(self._tensors())
+
     def landed(self) -> list[Saved]:
         """Return the checkpoints that have come to stand since this was last asked; none but on rank 0, which may call it alone."""
         committing = self._underway.committing if self._underway else None
@@ -167,7 +177,8 @@ class Checkpoints:
             leave_note(folder, self._here.rank, writer.write())
 
         def commit() -> Saved:
-            path = self._commit(save_dir, folder, progress, writer.tensors)
+            files = collect_notes(folder, self._here.size, self._all_written)
+            path = self.commit(save_dir, folder, progress, files, writer.tensors)
             seconds = time.monotonic() - begun
             return Saved(progress.step, path, seconds, stood if background else seconds)
 
@@ -212,14 +223,22 @@ class Checkpoints:
             self._landed.append(underway.committing.result())
             self._underway = replace(underway, committing=None)
 
+    def _await_rescue(self) -> None:
+        """Survivors of the last world may be saving still: to claim the folder now would be to lose what they hold."""
+        if self._here.first and self._here.board and self.save_dir:
+            survive.await_rescue(Board(self._here.board))
+
     def _claim(self) -> int:
         if self.save_dir is None:
             return 0
         return fence.claim(self.save_dir, max((content.token for _, content in stage.newest_first(self.save_dir)), default=0))
 
-    def _commit(self, save_dir: Path, folder: Path, progress: Progress, tensors: dict[str, Any]) -> Path:
+    def commit(self, save_dir: Path, folder: Path, progress: Progress, files: Files, tensors: dict[str, Any]) -> Path:
+        """Turn `folder`, which holds `files` and in them `tensors`, into the checkpoint of a step. Called by one rank.
+
+        Raises WorldError if a newer world has taken over, CheckpointError if a file is not there, OSError.
+        """
         mesh, config = self._model.mesh, self._here.config
-        files = collect_notes(folder, self._here.size, self._all_written)
         content = Manifest(
             token=self.token,
             step=progress.step,
