@@ -191,6 +191,12 @@ AT_FIRST = "at first"
 """What `permanent` says of a failure: True, it comes again whenever it is tried; AT_FIRST, it does so unless a step has been
 made before, as when a file is missing; False, it may pass; nothing, it may pass unless it is the same at the same step again."""
 
+
+def world_key(environ: Mapping[str, str]) -> str:
+    """Name the world of the rank whose environment this is; the same for all its ranks, another for each world."""
+    return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+
+
 _COLLATERAL = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
     r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM",

@@ -330,7 +330,7 @@ class Notices:
     def _blame(self, cause: _Cause) -> None:
         self._cause = cause
         self._budget.caused(cause.world, cause.data)
-        if found := self._budget.suspect():
+        if not self._budget.bug and (found := self._budget.suspect()):
             node, times = found
             often = f"{times} times within an hour, more often than all others together"
             message = f"{node} was the first to fail {often}: is its machine sound? A drained one is done without, if min_nodes allows"

@@ -22,6 +22,7 @@ from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import asked_to_leave, held_out_loss, make_step
+from swarmtrain.trainer.watchdog import Watchdog
 from swarmtrain.wire import EXIT_PLANNED
 
 
@@ -50,7 +51,7 @@ def train(
         gradients = [parameter.grad for parameter in parameters]
         return {"parameters": [*parameters], "gradients": gradients, "optimizer state": [*optimizer.moments().values()]}
 
-    with Report(here) as report, StopFlag() as stop:
+    with Report(here) as report, StopFlag() as stop, Watchdog(here) as watchdog:
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
         progress, path = checkpoints.restore()
@@ -80,7 +81,7 @@ def train(
                 profile.before_step()
                 begun, position, number = time.monotonic(), progress.consumed_samples, progress.step + 1
                 wish = here.first and rhythm.wished
-                with checks.explained(number), shortage.told(f"step {number} on rank {here.rank}", held):
+                with watchdog.step(number), checks.explained(number), shortage.told(f"step {number} on rank {here.rank}", held):
                     made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
                 patience.step_took(time.monotonic() - begun)
                 profile.after_step()
