@@ -23,7 +23,7 @@ from swarmtrain.board import Board
 from swarmtrain.entrypoint import rank
 from swarmtrain.entrypoint.usage import own_cgroup
 from swarmtrain.errors import BoardError
-from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv
+from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv, world_key
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -183,7 +183,7 @@ class DeathReporter(logging.Handler):
         if code in (0, EXIT_PLANNED):
             return
         environ = self.logs.ranks[local_rank]
-        facts = {"node": self.node.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": rank.world_key(environ)}
+        facts = {"node": self.node.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": world_key(environ)}
         cause = _cause(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if cause.get("signal") == "SIGKILL" and self.cgroup and self.cgroup.oom_kills() > self.oom_kills:
             self.oom_kills = self.cgroup.oom_kills()

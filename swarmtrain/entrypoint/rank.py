@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from swarmtrain.board import Board
 from swarmtrain.errors import BoardError, SwarmtrainError
 from swarmtrain.process import die_with_parent_now
-from swarmtrain.wire import AT_FIRST, EXIT_PLANNED, FAILURE, RETURNED, WORLD, Event, NodeEnv, Receipt
+from swarmtrain.wire import AT_FIRST, EXIT_PLANNED, FAILURE, RETURNED, WORLD, Event, NodeEnv, Receipt, world_key
 
 _TRACEBACK_LIMIT = 16_000
 _ERROR_LIMIT = 500
@@ -60,11 +60,6 @@ def run() -> None:
             _await_the_end()
     if os.environ["LOCAL_RANK"] == "0":
         _post(node, Event(RETURNED, {"node": node.node, "world": world_key(os.environ)}))
-
-
-def world_key(environ: Any) -> str:
-    """Name the world that this rank belongs to; the same for all its ranks, another for each world."""
-    return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
 
 
 def world_event(node: NodeEnv) -> Event:

@@ -96,7 +96,7 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
         return  # without a board, or with no other rank that holds the same, there is nothing to agree on
     hang_up()
     stand = Stand(progress.step, optimizer.prepared, part, parts, here.size)
-    with _Council(Board(here.board), f"{checkpoints.save_dir}:{checkpoints.token}", here.rank, stand) as council:
+    with _Council(Board(here.board), wire.world_key(os.environ), here.rank, stand) as council:
         tried = 0
         while not (rescue := council.latest).over:
             if here.rank in rescue.writers and rescue.attempt > tried:
