@@ -20,7 +20,7 @@ from swarmtrain.trainer.metrics.profile import Profile
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.step import asked_to_leave, held_out_loss, make_step
+from swarmtrain.trainer.step import Step, asked_to_leave, held_out_loss, make_step
 from swarmtrain.wire import EXIT_PLANNED
 
 
@@ -57,7 +57,8 @@ def train(
         patience, profile = Patience(model.mesh.groups), Profile(here)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         loss = None
-        with survive.outlived(here, model, optimizer, checkpoints, lambda: progress):
+        made: Step | None = None
+        with survive.outlived(here, model, optimizer, checkpoints, come=lambda: progress, saved=lambda step: report.catches_up(step, made)):
             if asked_to_leave(stop):
                 _leave(checkpoints, progress, report, patience)
             while True:
