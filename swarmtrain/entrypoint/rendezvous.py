@@ -84,7 +84,9 @@ class BoardServer(socketserver.ThreadingTCPServer):
                 case "ping":
                     return {"time": time.time()}
                 case "post":
-                    return asdict(self._notices.post(Event(**request)))
+                    event = Event(**request)
+                    self._rescues.hear(event)
+                    return asdict(self._notices.post(event))
                 case "join" | "beat" as op:
                     here = self._notices.join if op == "join" else self._notices.beat
                     return asdict(here(request["node"]))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from swarmtrain.wire import Rescue, Stand
+from swarmtrain.wire import FAILURE, Event, Rescue, Stand
 
 PATIENCE = 10.0
 """Seconds, from when the first rank has said where it stands, in which others may come that change the decision."""
@@ -28,6 +28,7 @@ _KEPT = 8
 class _World:
     born: float
     stands: dict[int, Stand] = field(default_factory=dict)
+    dead: set[int] = field(default_factory=set)
     seen: dict[int, float] = field(default_factory=dict)
     rescue: Rescue = field(default_factory=Rescue)
 
@@ -54,13 +55,17 @@ class Rescues:
 
     def stand(self, key: str, rank: int, stand: Stand) -> Rescue:
         """Rank `rank` of the world `key` lives, and holds what `stand` says."""
-        world = self._worlds.setdefault(key, _World(self._now()))
-        while len(self._worlds) > _KEPT:
-            del self._worlds[next(iter(self._worlds))]
+        world = self._world(key)
         world.stands[rank], world.seen[rank] = stand, self._now()
         if not world.rescue.over:
             self._decide(world)
         return world.rescue
+
+    def hear(self, event: Event) -> None:
+        """Learn from a failure that a rank is dead: nobody needs to wait for what it might say."""
+        if event.kind == FAILURE and {"world", "rank"} <= event.data.keys():
+            world = self._world(str(event.data["world"]))
+            world.dead.add(int(event.data["rank"]))
 
     def rescued(self, key: str, attempt: int) -> None:
         """The first writer of an attempt is done: its checkpoint stands, or it could not be written."""
@@ -68,11 +73,16 @@ class Rescues:
         if world and attempt == world.rescue.attempt:
             world.rescue = Rescue(world.rescue.step, world.rescue.writers, attempt, over=True)
 
+    def _world(self, key: str) -> _World:
+        while len(self._worlds) > _KEPT:
+            del self._worlds[next(iter(self._worlds))]
+        return self._worlds.setdefault(key, _World(self._now()))
+
     def _decide(self, world: _World) -> None:
         alive, last = self._alive(world), world.rescue
         if last.writers and alive.keys() >= set(last.writers):
             return
-        everybody = len(alive) == next(iter(alive.values())).size
+        everybody = len(alive.keys() | world.dead) == next(iter(alive.values())).size
         late = everybody or self._now() - world.born > PATIENCE
         step, writers = chosen(alive, late=late)
         if writers:
@@ -83,7 +93,7 @@ class Rescues:
             world.rescue = Rescue(attempt=last.attempt)
 
     def _alive(self, world: _World) -> dict[int, Stand]:
-        return {rank: stand for rank, stand in world.stands.items() if self._now() - world.seen[rank] <= SILENT}
+        return {rank: stand for rank, stand in world.stands.items() if rank not in world.dead and self._now() - world.seen[rank] <= SILENT}
 
 
 def chosen(stands: dict[int, Stand], *, late: bool) -> tuple[int, tuple[int, ...]]:

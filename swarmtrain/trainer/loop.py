@@ -21,7 +21,7 @@ from swarmtrain.trainer.metrics.profile import Profile
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.step import asked_to_leave, held_out_loss, make_step
+from swarmtrain.trainer.step import Step, asked_to_leave, held_out_loss, make_step
 from swarmtrain.trainer.watchdog import Watchdog
 from swarmtrain.wire import EXIT_PLANNED
 
@@ -60,7 +60,8 @@ def train(
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         rhythm, to_be_saved = Rhythm(config, len(data), here.config.topology.global_batch), False
         loss = None
-        with survive.outlived(here, model, optimizer, checkpoints, lambda: progress):
+        made: Step | None = None
+        with survive.outlived(here, model, optimizer, checkpoints, come=lambda: progress, saved=lambda step: report.catches_up(step, made)):
             if asked_to_leave(stop):
                 _leave(checkpoints, progress, report, patience)
             while True:

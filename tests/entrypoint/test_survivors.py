@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,32 @@ import pytest
 
 pytest.importorskip("torch", reason="the trainer needs torch")
 
-from swarmtrain.process import run
+from swarmtrain import process
 from swarmtrain.trainer.data import memory_map
 
 ROOT = Path(__file__).parents[2]
 
 # The real training_code.py, a little slower than it could be, so that a test can meet it between two steps of its choice.
 TRAIN = """
-import time
+import os, pathlib, sys, time
 import training_code
 from swarmtrain.trainer import loop
-make_step = loop.make_step
+from swarmtrain.trainer.checkpoint.storage import Writer
+make_step, write, folder = loop.make_step, Writer.write, pathlib.Path(sys.argv[1])
 def slowly(*args, **options):
     time.sleep(0.02)
     return make_step(*args, **options)
-loop.make_step = slowly
+def watched(writer):
+    if (folder / "slow").exists():
+        (folder / "slow").unlink()
+        (writer.folder / writer.name).write_bytes(b"torn")
+        (folder / "writing").write_text(str(os.getpid()))
+        time.sleep(60)
+    return write(writer)
+loop.make_step, Writer.write = slowly, watched
 training_code.main()
 """
-STEPS = 150
+STEPS = 80
 CONFIG: dict[str, Any] = {
     "topology": {"global_batch_size": 8, "micro_batch_size": 2},
     "optimizer": {"gradient_clipping": 0.5},
@@ -43,27 +52,43 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def prepare(folder: Path, topology: Mapping[str, Any]) -> Path:
+    """Write data and config into `folder`, and return the config's path."""
+    memory_map.write(folder / "train", np.array_split(np.random.default_rng(1).integers(0, 64, 4000), 20), "uint8")
+    config = {
+        **CONFIG,
+        "topology": {**CONFIG["topology"], **topology},
+        "trainer": {**CONFIG["trainer"], "save_dir": str(folder / "run")},
+        "logger": {"audit_dir": str(folder / "audit")},
+        "data": {"data_prefixes": [str(folder / "train")]},
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("alone")
+    environment = {"SWARMTRAIN_CONFIG": str(prepare(folder, {})), "OMP_NUM_THREADS": "1"}
+    process.run([sys.executable, "training_code.py"], cwd=ROOT, env=environment)
+    lines = (folder / "audit" / "world-000001-rank-0000.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
 class Trained:
     """A small run of two nodes that trains for real, and what its ranks have recorded."""
 
     def __init__(self, run: Any, **topology: Any) -> None:
         self.run = run
-        folder: Path = run.folder
-        memory_map.write(folder / "train", np.array_split(np.random.default_rng(1).integers(0, 64, 4000), 20), "uint8")
-        config = {
-            **CONFIG,
-            "topology": {**CONFIG["topology"], **topology},
-            "trainer": {**CONFIG["trainer"], "save_dir": str(folder / "run")},
-            "logger": {"audit_dir": str(folder / "audit")},
-            "data": {"data_prefixes": [str(folder / "train")]},
-        }
-        (folder / "config.json").write_text(json.dumps(config))
+        prepare(run.folder, topology)
         run.start_board()
         for number in (0, 1):
             self.start(number)
 
     def start(self, number: int) -> None:
-        self.run.start_node(number, TRAIN)
+        self.run.start_node(number, TRAIN, str(self.run.folder))
 
     def audit(self) -> dict[int, dict[int, list[dict[str, Any]]]]:
         """Return by token and step what ranks have recorded."""
@@ -80,6 +105,14 @@ class Trained:
             assert time.monotonic() < end, self.run.transcript()
             time.sleep(0.02)
 
+    def writer(self) -> int:
+        """Return the pid of the rank that has begun to write, and sleeps over it."""
+        path, end = self.run.folder / "writing", time.monotonic() + 60
+        while not path.exists() or not path.read_text():
+            assert time.monotonic() < end, self.run.transcript()
+            time.sleep(0.02)
+        return int(path.read_text())
+
     def lost(self) -> list[int]:
         """Return for each world after the first how many steps that had been made before it made again."""
         worlds = [steps for _, steps in sorted(self.audit().items())]
@@ -95,11 +128,13 @@ class Trained:
         return {step: next(iter(values)) for step, values in seen.items()}
 
 
-def test_what_survives_a_death_saves_the_last_step(small_run: Any) -> None:
-    """A rank is killed, then a node; then a rank stands still, and comes back when the others have given it up."""
+def test_what_survives_a_death_saves_the_last_step(small_run: Any, undisturbed: dict[int, float]) -> None:
+    """A rank is killed, and the one that saves for it too; then a node; then a rank stands still, and comes back too late."""
     trained = Trained(small_run)
     trained.until(1)
+    (small_run.folder / "slow").touch()
     os.kill(small_run.ranks(1)[0], signal.SIGKILL)
+    os.kill(trained.writer(), signal.SIGKILL)
     trained.until(2)
     small_run.nodes["node0"].kill()
     small_run.nodes["node0"].wait()
@@ -113,16 +148,24 @@ def test_what_survives_a_death_saves_the_last_step(small_run: Any) -> None:
     assert len(small_run.events("world")) == 4
     assert trained.lost() == [0, 0, 0]
     assert [len(event.data["survivors"]) for event in small_run.events("checkpoint")[:3]] == [1, 1, 1]
-    assert trained.losses() == undisturbed(small_run.folder)
+    assert trained.losses() == undisturbed
 
 
-def undisturbed(folder: Path) -> dict[int, float]:
-    """Return the losses of one process that trains the same, and that nobody disturbs."""
-    config = json.loads((folder / "config.json").read_text())
-    alone = folder / "alone"
-    alone.mkdir()
-    config["trainer"]["save_dir"], config["logger"]["audit_dir"] = str(alone / "run"), str(alone / "audit")
-    (alone / "config.json").write_text(json.dumps(config))
-    run([sys.executable, "training_code.py"], cwd=ROOT, env={"SWARMTRAIN_CONFIG": str(alone / "config.json"), "OMP_NUM_THREADS": "1"})
-    lines = [json.loads(line) for line in (alone / "audit" / "world-000001-rank-0000.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
+def test_a_divided_state_is_saved_by_what_is_left_of_its_replicas(small_run: Any, undisturbed: dict[int, float]) -> None:
+    """Each replica has two parts. One of each dies: the other two are a whole. Then a part dies with both that held it."""
+    trained = Trained(small_run, data_parallel_type="hsdp", data_parallel_shard_size=2)
+    trained.until(1)
+    for number, part in ((0, 0), (1, 1)):
+        os.kill(small_run.ranks(number)[part], signal.SIGKILL)
+    trained.until(2)
+    saved = small_run.events("checkpoint")[0].data
+    for number in (0, 1):
+        os.kill(small_run.ranks(number)[0], signal.SIGKILL)
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    ranks = small_run.events("world")[0].data["ranks"]
+    assert sorted(saved["survivors"]) == sorted([ranks["node0"][1], ranks["node1"][0]])
+    first, second = trained.lost()
+    assert first == 0
+    assert second > 0, "nobody had the whole of the last step"
+    assert [event.data["step"] for event in small_run.events("resumed")] == [saved["step"]] * 2
+    assert trained.losses() == undisturbed

@@ -18,7 +18,7 @@ from swarmtrain import wire
 from swarmtrain.entrypoint.notices import Notices
 from swarmtrain.entrypoint.rendezvous import BoardServer
 from swarmtrain.trainer.metrics.board import Poster
-from swarmtrain.trainer.metrics.files import MetricsFile
+from swarmtrain.trainer.metrics.files import MetricsFile, add_missing
 from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.wire import Event
 
@@ -195,3 +195,12 @@ def test_wandb_without_a_key_says_so(tmp_path: Path, config: dict[str, Any]) -> 
     world = World(tmp_path, changed(config, logger={"use_wandb": True}), 1, {"HOME": str(tmp_path)})
     assert world.wait() == [1]
     assert "config logger.use_wandb: has no key" in world.log()
+
+
+def test_a_survivor_writes_the_line_that_rank_0_died_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 6, "loss": 2.5}\n{"step": 7, "lo')
+    add_missing(tmp_path, 7, {"loss": 2.25})
+    add_missing(tmp_path, 7, {"loss": 2.25})
+    add_missing(tmp_path, 9, {"loss": 2.0})
+    assert MetricsFile(tmp_path, 7).path.read_text() == '{"step": 6, "loss": 2.5}\n{"step": 7, "loss": 2.25}\n'

@@ -47,9 +47,17 @@ _UNHEARD = 10.0
 
 @contextmanager
 def outlived(
-    here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoints: Checkpoints, come: Callable[[], Progress]
+    here: Runtime,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    checkpoints: Checkpoints,
+    *,
+    come: Callable[[], Progress],
+    saved: Callable[[int], None],
 ) -> Iterator[None]:
-    """Train in the body; what raises there breaks the world, and its survivors save what they hold. `come`: how far training is now.
+    """Train in the body; what raises there breaks the world, and its survivors save what they hold.
+
+    `come`: how far training is now. `saved` is called with a step on the rank that has saved it for all.
 
     Errors of ours are raised as they are: all ranks meet them, or the one that does has nothing that is worth saving.
     """
@@ -59,7 +67,8 @@ def outlived(
         raise
     except Exception:
         try:
-            _rescue(here, model, optimizer, checkpoints, come())
+            if step := _rescue(here, model, optimizer, checkpoints, come()):
+                saved(step)
         except Exception as error:  # noqa: BLE001  # what broke the world is to be told, not what came of it
             LOG.warning("rank %d could not save what it holds: %s", here.rank, str(error).partition("\n")[0])
         raise
@@ -85,7 +94,8 @@ def hang_up() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoints: Checkpoints, progress: Progress) -> None:
+def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoints: Checkpoints, progress: Progress) -> int | None:
+    """Return the step that this rank has saved for all, if it was the one to do so."""
     mesh = model.mesh.device_mesh
     divided = [mesh[name] for name in ("pipe", "tensor", "shard")]
     part, parts = 0, 1
@@ -93,11 +103,11 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
         part, parts = part * dimension.size() + dimension.get_local_rank(), parts * dimension.size()
     held = not optimizer.writing and optimizer.made in (0, progress.step)
     if here.board is None or checkpoints.save_dir is None or not held or parts == here.size:
-        return  # without a board, or with no other rank that holds the same, there is nothing to agree on
+        return None  # without a board, or with no other rank that holds the same, there is nothing to agree on
     hang_up()
     stand = Stand(progress.step, optimizer.prepared, part, parts, here.size)
-    with _Council(Board(here.board), f"{checkpoints.save_dir}:{checkpoints.token}", here.rank, stand) as council:
-        tried = 0
+    with _Council(Board(here.board), wire.world_key(os.environ), here.rank, stand) as council:
+        tried, done = 0, None
         while not (rescue := council.latest).over:
             if here.rank in rescue.writers and rescue.attempt > tried:
                 tried = rescue.attempt
@@ -105,32 +115,35 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
                     optimizer.step(rescue.step)
                     consumed = progress.consumed_samples + here.config.topology.global_batch
                     progress = replace(progress, step=rescue.step, consumed_samples=consumed, held_out_loss=None)
-                _save(here, checkpoints, progress, rescue, council)
+                if _save(here, checkpoints, progress, rescue, council):
+                    done = progress.step
             time.sleep(_POLL)
+        return done
 
 
-def _save(here: Runtime, checkpoints: Checkpoints, progress: Progress, rescue: Rescue, council: _Council) -> None:
-    """Write this rank's part; as the first of the writers commit them all."""
+def _save(here: Runtime, checkpoints: Checkpoints, progress: Progress, rescue: Rescue, council: _Council) -> bool:
+    """Write this rank's part; as the first of the writers commit them all. Return whether this rank has done that."""
     save_dir = checkpoints.save_dir
     if save_dir is None:
         raise ValueError("a checkpoint without trainer.save_dir")
     begun, leads = time.monotonic(), here.rank == rescue.writers[0]
     try:
         if leads and _stands(save_dir, progress.step, checkpoints):
-            return
+            return True
         folder = save_dir / f".step-{progress.step:08}.rescue-{rescue.attempt}.world-{checkpoints.token}"
         folder.mkdir(exist_ok=True)
         writer, index = checkpoints.take(folder)
         files = writer.write()
         _leave_note(folder, here.rank, {"files": files, "tensors": index})
         if not leads or not (notes := _notes(folder, rescue, council)):
-            return
+            return False
         path = checkpoints.commit(save_dir, folder, progress, *_together(notes))
         seconds = round(time.monotonic() - begun, 3)
         ranks = ", ".join(map(str, rescue.writers))
         LOG.warning("step %d is saved by what has survived, rank %s: %s, in %.2f s", progress.step, ranks, path, seconds)
         facts = {"step": progress.step, "path": str(path), "seconds": seconds, "survivors": list(rescue.writers)}
-        Board(council.board.address).post(Event(wire.CHECKPOINT, facts))
+        council.board.post(Event(wire.CHECKPOINT, facts))
+        return True
     finally:
         if leads:
             council.board.rescued(council.world, rescue.attempt)

@@ -11,7 +11,7 @@ from swarmtrain import wire
 from swarmtrain.trainer.checkpoint import Saved
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.board import Poster
-from swarmtrain.trainer.metrics.files import MetricsFile, finite
+from swarmtrain.trainer.metrics.files import MetricsFile, add_missing, finite
 from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.trainer.metrics.wandb_run import WandbRun
 from swarmtrain.trainer.parallel import ParallelModel
@@ -91,6 +91,14 @@ class Report:
                 timedelta(seconds=round(eta)),
                 f"  skipped: gradients overflow at loss scale {made.loss_scale:g}" if made.skipped else "",
             )
+
+    def catches_up(self, step: int, made: Step | None) -> None:
+        """This rank has saved `step` for all. Rank 0 may have died before it wrote that step's line; `made` has it, if it is that step."""
+        config = self._here.config
+        folder = config.logger.log_dir or config.trainer.save_dir
+        if folder and made and made.number == step:
+            values = {"loss": finite(made.loss), "learning_rate": made.learning_rate, "gradient_norm": finite(made.gradient_norm)}
+            add_missing(folder, step, values)
 
     def evaluated(self, step: int, loss: float) -> None:
         """The held-out loss after `step` has been measured, in nats per token."""

@@ -51,6 +51,17 @@ class MetricsFile:
         self._file.close()
 
 
+def add_missing(folder: Path, step: int, values: dict[str, Any]) -> None:
+    """Append a step's line to the `metrics.jsonl` in `folder`, where it is the next: who writes it has died before. Raises OSError."""
+    path = folder / "metrics.jsonl"
+    lines = _lines(path)
+    whole = [line for line in lines if _stands(line, step)]
+    if whole and json.loads(whole[-1])["step"] == step - 1:
+        torn = "" if lines[-1].endswith("\n") else "\n"
+        with path.open("a") as file:
+            file.write(torn + json.dumps({"step": step, **values}) + "\n")
+
+
 class AuditFile:
     """What one rank of one world did, step by step, on disk before the next step begins."""
 
