@@ -285,6 +285,15 @@ def test_torn_checkpoints(answer: Answer) -> None:
     answer("python training_code.py config.yml", code=0, only="passed over|counts as empty|goes on", changes=RUN)
 
 
+def test_nothing_to_load(answer: Answer) -> None:
+    """A load_dir without a checkpoint
+
+    The run does not quietly begin anew.
+    """
+    training(answer)
+    answer("python training_code.py config.yml -o trainer.load_dir=runs/pretraned", changes=RUN)
+
+
 def test_another_model(answer: Answer) -> None:
     """A checkpoint of another model
 
