@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from swarmtrain.errors import BoardError
-from swarmtrain.wire import Event, Orders, Receipt, Verdict
+from swarmtrain.wire import Event, Orders, Receipt, Rescue, Stand, Verdict
 
 _RETRY_EVERY = 0.5
 _TRIES = 5
@@ -46,6 +46,19 @@ class Board:
     def leave(self, node: str, exit_code: int) -> Orders:
         """Say that `node` has ended: 0 all its ranks are done, EXIT_PLANNED it was asked to go. Raises BoardError."""
         return self._orders("leave", node=node, exit_code=exit_code)
+
+    def stand(self, world: str, rank: int, stand: Stand) -> Rescue:
+        """Say what this rank of a broken world holds, and again and again that it lives; learn who saves. Raises BoardError."""
+        answer = self._call("stand", world=world, rank=rank, stand=asdict(stand))
+        return Rescue(**{**answer, "writers": tuple(answer["writers"])})
+
+    def rescued(self, world: str, attempt: int) -> None:
+        """Say that the first of the writers is done, well or not. Raises BoardError."""
+        self._call("rescued", world=world, attempt=attempt)
+
+    def rescuing(self) -> bool:
+        """Return whether survivors of a broken world are saving. Raises BoardError."""
+        return bool(self._call("rescuing")["rescuing"])
 
     def clock(self) -> float:
         """Return by how many seconds this machine's clock is ahead of the board's, of a few tries by the quickest. Raises BoardError."""

@@ -147,6 +147,22 @@ class BoardEnv(_Env):
     """Failures in a row, without a new step between them, after which the run is given up."""
 
 
+@dataclass(frozen=True)
+class Stand:
+    """Where one rank of a world that has broken stands; what it holds is whole."""
+
+    step: int
+    """Optimizer steps made."""
+    ready: bool
+    """It has all that the next step takes, and can make it alone."""
+    part: int
+    """Which part of parameters and state it holds; ranks of the same part hold the same."""
+    parts: int
+    """Parts in all: one, unless the state is divided."""
+    size: int
+    """Ranks of the world."""
+
+
 # Kinds of events, with the fields that readers may rely on.
 BOARD_UP = "board"  # run
 JOINED = "joined"  # node, host, address, interface, slots
@@ -232,6 +248,19 @@ class Receipt:
     """The event is a failure whose reason has been told already, by another rank of its world."""
     over: bool = False
     """The run has failed: nothing is to be started again."""
+
+
+@dataclass(frozen=True)
+class Rescue:
+    """What the board answers to survivors: who of them saves which step."""
+
+    step: int = 0
+    writers: tuple[int, ...] = ()
+    """Ranks that write, one for each part; the first puts the parts together. Empty while that is being decided."""
+    attempt: int = 0
+    """Goes up when a writer has died and others are chosen."""
+    over: bool = False
+    """The checkpoint stands, or none can be had: there is nothing left to wait for."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Patterns, Section
+from swarmtrain.config.base import Patterns, Section, wrong
 
 
 class Deterministic(StrEnum):
@@ -28,6 +28,12 @@ class TrainerConfig(Section):
         True, description="Train on while a checkpoint is written. It takes memory of the host's, as much as a rank's part of it."
     )
     keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints to keep.")
+    keep_best_checkpoints: int = Field(
+        0, ge=0, description="Beside them, so many with the lowest held-out loss: one is saved after each that is measured."
+    )
+    keep_checkpoints_every: int | None = Field(
+        None, ge=1, description="Beside them, all whose step is a multiple of this: one is saved at each. null: none."
+    )
     load_dir: Path | None = Field(None, description="Directory to start from if save_dir has no checkpoint yet.")
     load_optimizer_states: bool = Field(True, description="Take the optimizer's state from load_dir too. false: parameters alone.")
     load_context: bool = Field(True, description="Take step and place in the data from load_dir too. false: begin at step 0.")
@@ -64,3 +70,9 @@ class TrainerConfig(Section):
         "docker_config.cache_dir has what an earlier run compiled. Needs a C++ compiler in the image, and Triton on GPUs.",
     )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> TrainerConfig:
+        if self.keep_best_checkpoints and self.eval_interval is None:
+            raise wrong("keep_best_checkpoints", "nothing is measured on the way: eval_interval is null", "trainer.eval_interval: 100")
+        return self

@@ -23,6 +23,7 @@ from typing import Any
 
 from swarmtrain.entrypoint import liveness
 from swarmtrain.entrypoint.notices import Notices
+from swarmtrain.entrypoint.rescues import Rescues
 from swarmtrain.errors import EXIT_ERROR
 from swarmtrain.wire import FAILURE, RENDEZVOUS, BoardEnv, Event
 
@@ -65,6 +66,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, address: tuple[str, int], notices: Notices) -> None:
         self._notices = notices
+        self._rescues = Rescues(time.monotonic)
         self._lock = threading.Lock()
         super().__init__(address, _Caller)
 
@@ -76,14 +78,15 @@ class BoardServer(socketserver.ThreadingTCPServer):
                     return {"time": time.time()}
                 case "post":
                     return asdict(self._notices.post(Event(**request)))
-                case "join":
-                    return asdict(self._notices.join(request["node"]))
-                case "beat":
-                    return asdict(self._notices.beat(request["node"]))
+                case "join" | "beat" as op:
+                    here = self._notices.join if op == "join" else self._notices.beat
+                    return asdict(here(request["node"]))
                 case "close":
                     return asdict(self._notices.close(request["node"], request["round"]))
                 case "leave":
                     return asdict(self._notices.leave(request["node"], int(request["exit_code"])))
+                case "stand" | "rescued" | "rescuing" as op:
+                    return self._rescues.answer(op, request)
                 case op:
                     raise ValueError(f"no such operation: {op}")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks, replicas, shortage
-from swarmtrain.trainer.checkpoint import Checkpoints, Progress
+from swarmtrain.trainer.checkpoint import Checkpoints, Progress, survive
 from swarmtrain.trainer.data import vocabulary
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
@@ -40,7 +40,7 @@ def train(
     """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
 
     `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM), all save
-    the same step and raise SystemExit(EXIT_PLANNED).
+    the same step and raise SystemExit(EXIT_PLANNED). When a rank dies, the others save the last step that is whole among them.
     Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
     """
     config, last = here.config.trainer, here.config.trainer.train_iterations
@@ -59,35 +59,41 @@ def train(
         patience, profile = Patience(model.mesh.groups), Profile(here)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         loss = None
-        if asked_to_leave(stop):
-            _leave(checkpoints, progress, report, patience)
-        while True:
-            done = progress.step >= last
-            if done or _due(progress.step, config.save_interval):
-                _save(checkpoints, progress, report, patience)
-            if held_out and (done or progress.loss_before is None or _due(progress.step, config.eval_interval)):
-                loss = held_out_loss(here, model, held_out, None if done else stop)
-                if loss is None:
-                    _leave(checkpoints, progress, report, patience)
-                report.evaluated(progress.step, loss)
-                progress = replace(progress, loss_before=loss if progress.loss_before is None else progress.loss_before)
-            if done:
-                break
-            profile.before_step()
-            begun = time.monotonic()
-            with checks.explained(progress.step + 1), shortage.told(f"step {progress.step + 1} on rank {here.rank}", held):
-                made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
-            patience.step_took(time.monotonic() - begun)
-            profile.after_step()
-            progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
-            audit.write(made)
-            report.step(made)
-            _tell(checkpoints, report)
-            if _due(made.number, config.check_replicas_interval):
-                replicas.check(here, model, optimizer, made.number)
-            if made.asked_to_leave and made.number < last:
+        with survive.outlived(here, model, optimizer, checkpoints, lambda: progress):
+            if asked_to_leave(stop):
                 _leave(checkpoints, progress, report, patience)
-        _wait(checkpoints, report, patience)
+            while True:
+                done = progress.step >= last
+                measured = held_out is not None and (done or progress.loss_before is None or _due(progress.step, config.eval_interval))
+                if held_out and measured:
+                    loss = held_out_loss(here, model, held_out, None if done else stop)
+                    if loss is None:
+                        _leave(checkpoints, progress, report, patience)
+                    report.evaluated(progress.step, loss)
+                    progress = replace(
+                        progress, held_out_loss=loss, loss_before=loss if progress.loss_before is None else progress.loss_before
+                    )
+                wanted = _due(progress.step, config.save_interval) or _due(progress.step, config.keep_checkpoints_every)
+                if done or wanted or (measured and progress.step and config.keep_best_checkpoints):
+                    _save(checkpoints, progress, report, patience)
+                if done:
+                    break
+                profile.before_step()
+                begun = time.monotonic()
+                with checks.explained(progress.step + 1), shortage.told(f"step {progress.step + 1} on rank {here.rank}", held):
+                    made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
+                patience.step_took(time.monotonic() - begun)
+                profile.after_step()
+                audit.write(made)  # what survivors save has been recorded
+                consumed = progress.consumed_samples + here.config.topology.global_batch
+                progress = replace(progress, step=made.number, consumed_samples=consumed, held_out_loss=None)
+                report.step(made)
+                _tell(checkpoints, report)
+                if _due(made.number, config.check_replicas_interval):
+                    replicas.check(here, model, optimizer, made.number)
+                if made.asked_to_leave and made.number < last:
+                    _leave(checkpoints, progress, report, patience)
+            _stand(checkpoints, progress, report, patience)
         report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})
         return Result(progress.step, progress.loss_before, loss)
 
@@ -104,9 +110,9 @@ def _save(checkpoints: Checkpoints, progress: Progress, report: Report, patience
     _tell(checkpoints, report)
 
 
-def _wait(checkpoints: Checkpoints, report: Report, patience: Patience) -> None:
+def _stand(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> None:
     with patience.suspended():
-        checkpoints.wait()
+        checkpoints.stand(progress)
     _tell(checkpoints, report)
 
 
@@ -117,8 +123,7 @@ def _tell(checkpoints: Checkpoints, report: Report) -> None:
 
 def _leave(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> NoReturn:
     if progress.step:
-        _save(checkpoints, progress, report, patience)
-    _wait(checkpoints, report, patience)
+        _stand(checkpoints, progress, report, patience)
     report.leaves(progress.step)
     raise SystemExit(EXIT_PLANNED)
 

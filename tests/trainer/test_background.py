@@ -59,12 +59,30 @@ def test_a_run_that_is_killed_while_it_writes(tmp_path: Path, saving: dict[str, 
     assert not list((tmp_path / "run").glob(".step-*"))
 
 
-def test_an_error_comes_out_at_the_next_save(tmp_path: Path, saving: dict[str, Any]) -> None:
+def test_what_one_rank_cannot_write_is_told_and_missing_at_the_end(tmp_path: Path, saving: dict[str, Any]) -> None:
+    """A rank's disk is full: all ranks train on alike, and the run does not look finished."""
     world = World(tmp_path, saving, 2, {"FULL": "yes"}, script="slow_disk")
     assert world.wait() == [1, 1], world.log()
     assert steps_saved(tmp_path) == [3]
-    assert world.log().count("part-00001.bin: no space left on device") >= 2, "on every rank"
-    assert max(line["step"] for line in audit(tmp_path)) == 9
+    for step in (6, 9):
+        told = f"no checkpoint of step {step}: rank 1: config trainer.save_dir run: part-00001.bin: no space left on device"
+        assert f"{told}; training goes on, the newest is of step 3" in world.log()
+    assert max(line["step"] for line in audit(tmp_path)) == 12
+    assert world.log().count("CheckpointError: config trainer.save_dir run: part-00001.bin: no space left on device") == 2, "on every rank"
+    assert not list((tmp_path / "run").glob(".step-00000006*")), "nothing half-written stays"
+
+
+def test_memory_does_not_grow_where_the_disk_is_slower_than_training(tmp_path: Path, config: dict[str, Any]) -> None:
+    """One part is written at a time, from the room that the one before it had: training waits for the disk."""
+    large = changed(config, transformer_architecture={"hidden_size": 192}, trainer={"save_interval": 1, "train_iterations": 10})
+    world = World(tmp_path, large, 1, {"SLOW": "0.2"}, script="slow_disk")
+    assert world.wait() == [0], world.log()
+    size = (tmp_path / "run" / "step-00000010" / "part-00000.bin").stat().st_size
+    assert size > 8e6
+    lines = [line.split() for line in (tmp_path / "memory").read_text().splitlines()]
+    assert [line[0] for line in lines] == ["begin", "end"] * 10
+    memory = [int(line[1]) for line in lines[::2]]
+    assert max(memory[3:]) - memory[2] < size / 2, memory
 
 
 def test_asked_to_leave_while_it_writes(tmp_path: Path, saving: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import World, changed, deviation, losses, manifest, steps_saved, train
+from worlds import World, changed, deviation, held_out, losses, manifest, steps_saved, train
 
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer.checkpoint import fence, stage
@@ -190,8 +190,15 @@ def test_other_data_is_refused(copy: Path, saving: dict[str, Any]) -> None:
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path, config: dict[str, Any]) -> None:
-    train(tmp_path, changed(config, trainer={"save_interval": 2, "keep_checkpoints": 2}))
-    assert steps_saved(tmp_path) == [10, 12]
+    """The newest two stay, the best, and each multiple of five, at which one is saved."""
+    keeps = {"save_interval": 4, "keep_checkpoints": 2, "eval_interval": 3, "keep_best_checkpoints": 1, "keep_checkpoints_every": 5}
+    growing = {"learning_rate": 30.0, "learning_rate_warmup_steps": 12}
+    train(tmp_path, changed(config, trainer=keeps, learning_rate_scheduler=growing))
+    measured = {step: loss for step, loss in held_out(tmp_path).items() if step}
+    best = min(measured, key=lambda step: measured[step])
+    assert best == 3, "the learning rate was chosen so that it grows worse"
+    assert steps_saved(tmp_path) == [3, 5, 10, 12]
+    assert [manifest(tmp_path, step)["held_out_loss"] for step in (3, 5, 12)] == [measured[3], None, measured[12]]
     assert not list((tmp_path / "run").glob(".step-*"))
 
 
@@ -221,6 +228,7 @@ def test_what_a_cut_off_world_left_is_worth_less(copy: Path, saving: dict[str, A
 
 def test_half_written_is_never_in_sight(tmp_path: Path) -> None:
     """At every moment of a commit, what stands in save_dir has a sound manifest."""
+    fence.claim(tmp_path, 0)
     folder = stage.begin(tmp_path, 3, 1)
     assert list(stage.known(tmp_path)) == []
     (folder / "part-00000.bin").write_bytes(b"12345678")
@@ -231,6 +239,7 @@ def test_half_written_is_never_in_sight(tmp_path: Path) -> None:
 
 
 def test_commit_behind_the_fence(tmp_path: Path) -> None:
+    fence.claim(tmp_path, 0)
     folder = stage.begin(tmp_path, 3, 1)
     (folder / "part-00000.bin").write_bytes(b"12345678")
     fence.claim(tmp_path, 5)
@@ -241,6 +250,7 @@ def test_commit_behind_the_fence(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_SEEN_WITHIN", 0.2)
+    fence.claim(tmp_path, 0)
     folder = stage.begin(tmp_path, 3, 1)
     with pytest.raises(CheckpointError, match=r"part-00000\.bin, written by another node, is not to be seen here"):
         stage.commit(tmp_path, folder, made_up(token=1, step=3))

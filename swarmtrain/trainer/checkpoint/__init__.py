@@ -4,16 +4,19 @@ storage     tensor bytes, behind torch's distributed checkpoint
 fit         whether it is of this model and this optimizer
 manifest    everything else, as JSON, with hashes
 stage       written aside, moved in by rename; what stands in save_dir
+retention   what of that stays
 background  written while training goes on
+survive     written by those that are left when a world breaks
 fence       one world at a time can commit
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,18 +26,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
+from swarmtrain.board import Board
 from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
-from swarmtrain.trainer.checkpoint import fence, manifest, stage
-from swarmtrain.trainer.checkpoint.background import Background, collect_notes, leave_note
+from swarmtrain.trainer.checkpoint import fence, manifest, stage, survive
+from swarmtrain.trainer.checkpoint.background import Background, Files, collect_notes, leave_note
 from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.retention import Keep
 from swarmtrain.trainer.checkpoint.storage import Memory, Reader, Writer
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 
+LOG = logging.getLogger("swarmtrain")
 Note = Callable[[str], None]
 T = TypeVar("T")
 
@@ -46,6 +52,20 @@ class Progress:
     step: int = 0
     consumed_samples: int = 0
     loss_before: float | None = None
+    """Held-out loss before the first step."""
+    held_out_loss: float | None = None
+    """Held-out loss after `step`, where it has been measured."""
+
+
+@dataclass(frozen=True)
+class _Underway:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    writing: Background[None]
+    committing: Background[Saved] | None
+    """On rank 0."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,8 @@ class Checkpoints:
     """The checkpoints of one run, as one world sees them. All methods are called by all ranks together."""
 
     def __init__(self, here: Runtime, model: ParallelModel, optimizer: Optimizer, data: str, note: Note) -> None:
-        """Claim save_dir for this world. `data` is the training data's fingerprint; `note` is told of checkpoints that are passed over.
+        """Claim save_dir for this world. `data` is the training data's fingerprint; `note` is told of checkpoints that are passed
+        over, and of those that cannot be written.
 
         Raises CheckpointError if save_dir cannot be written, or is not the same folder on all nodes.
         """
@@ -72,11 +93,12 @@ class Checkpoints:
         self.save_dir = here.config.trainer.save_dir
         self.saved: int | None = None
         """Step of the newest checkpoint that this world has begun to write, or has read."""
+        self._stands: int | None = None
         self._memory = Memory(here.device)
         self._all_written = threading.Event()
-        self._writing: Background[None] | None = None
-        self._committing: Background[Saved] | None = None
+        self._underway: _Underway | None = None
         self._landed: list[Saved] = []
+        self._await_rescue()
         self.token = agreement.by_first_rank(self._claim)
         if self.save_dir is not None:
             fence.find(self.save_dir, self.token)
@@ -94,7 +116,7 @@ class Checkpoints:
                 path, content = found
                 progress = self._progress(path, content, foreign=folder is not self.save_dir)
                 self._load(path, content, Rules.of(self._here.config.trainer) if folder is not self.save_dir else EVERYTHING)
-                self.saved = content.step if folder is self.save_dir else None
+                self.saved = self._stands = content.step if folder is self.save_dir else None
                 return progress, path
         if load_dir is not None:
             raise CheckpointError(
@@ -108,13 +130,47 @@ class Checkpoints:
         """Begin to write a checkpoint into save_dir, which must be set; wait for the end of the one before, and of this one
         unless trainer.save_in_background is set.
 
-        Raises CheckpointError if either cannot be written, WorldError if a newer world has taken over.
+        One that cannot be written is told and given up: training can go on, and the next one may succeed.
+        Raises WorldError if a newer world has taken over.
         """
+        self._settle()
+        try:
+            self._begin(progress)
+        except CheckpointError as error:
+            self._give_up(progress.step, None, error)
+        if not self._here.config.trainer.save_in_background:
+            self._settle()
+
+    def stand(self, progress: Progress) -> None:
+        """Return when the checkpoint of `progress` stands, at the end of a run or of a world.
+
+        Raises CheckpointError if it cannot be written, WorldError if a newer world has taken over.
+        """
+        self._settle()
+        if self.save_dir is not None and self.saved != progress.step:
+            self._wait(self._begin(progress))
+
+    def take(self, folder: Path) -> tuple[Writer, dict[str, Any]]:
+        """Copy this rank's part into memory; return what writes it into `folder`, and its index. Needs no other rank."""
+        if self._underway:
+            self._underway.writing.end()  # it writes from that memory, and counts if the others could write too
+        writer = Writer(folder, self._here.rank, self._memory)
+        return writer, writer.take(self._tensors())
+
+    def landed(self) -> list[Saved]:
+        """Return the checkpoints that have come to stand since this was last asked; none but on rank 0, which may call it alone."""
+        committing = self._underway.committing if self._underway else None
+        if committing and committing.ended and not committing.failed:
+            self._finish()
+        landed, self._landed = self._landed, []
+        return landed
+
+    def _begin(self, progress: Progress) -> _Underway:
+        """Copy what is to be saved, and begin to write it. Raises CheckpointError, WorldError."""
         save_dir = self.save_dir
         if save_dir is None:
-            raise ValueError("save() without trainer.save_dir")
+            raise ValueError("a checkpoint without trainer.save_dir")
         begun, background = time.monotonic(), self._here.config.trainer.save_in_background
-        self.wait()
         folder = agreement.by_first_rank(lambda: _told(save_dir, lambda: stage.begin(save_dir, progress.step, self.token)))
         writer = Writer(folder, self._here.rank, self._memory)
         try:
@@ -127,47 +183,68 @@ class Checkpoints:
             leave_note(folder, self._here.rank, writer.write())
 
         def commit() -> Saved:
-            path = self._commit(save_dir, folder, progress, writer.tensors)
+            files = collect_notes(folder, self._here.size, self._all_written)
+            path = self.commit(save_dir, folder, progress, files, writer.tensors)
             seconds = time.monotonic() - begun
             return Saved(progress.step, path, seconds, stood if background else seconds)
 
         self._all_written.clear()
-        self._writing = Background(lambda: _told(save_dir, write))
-        self._committing = Background(lambda: _told(save_dir, commit)) if self._here.first else None
+        writing = Background(lambda: _told(save_dir, write))
+        committing = Background(lambda: _told(save_dir, commit)) if self._here.first else None
+        self._underway = _Underway(progress.step, folder, writing, committing)
         self.saved = progress.step
-        if not background:
-            self.wait()
+        return self._underway
 
-    def wait(self) -> None:
-        """Return when the checkpoint that is being written stands. Raises what `save` does."""
-        if self._writing is None:
-            return
+    def _wait(self, underway: _Underway) -> None:
+        """Return when `underway` stands. Raises CheckpointError, WorldError."""
         # First each its own part: a rank that has died shows here, and would be waited for in vain behind the other call.
-        agreement.by_every_rank(self._writing.result)
+        agreement.by_every_rank(underway.writing.result)
         self._all_written.set()
         agreement.by_first_rank(self._finish)
-        self._writing = None
+        self._stands, self._underway = underway.step, None
 
-    def landed(self) -> list[Saved]:
-        """Return the checkpoints that have come to stand since this was last asked; none but on rank 0, which may call it alone."""
-        if self._committing and self._committing.ended and not self._committing.failed:
-            self._finish()
-        landed, self._landed = self._landed, []
-        return landed
+    def _settle(self) -> None:
+        """Return when nothing is being written any more; of what cannot be written nothing stays. Raises WorldError."""
+        if underway := self._underway:
+            try:
+                self._wait(underway)
+            except CheckpointError as error:
+                self._give_up(underway.step, underway, error)
+
+    def _give_up(self, step: int, underway: _Underway | None, error: CheckpointError) -> None:
+        """Tell why the checkpoint of `step` is not to be. All ranks have met the same `error`, and none writes any more."""
+        self.saved, self._underway = self._stands, None
+        if underway and underway.committing:
+            stage.give_up(underway.folder)
+            self._all_written.set()  # who waits for parts finds no folder, or no patience
+            underway.committing.end()
+        who = f"rank {error.rank}: " if error.rank is not None else ""
+        newest = "there is none yet" if self._stands is None else f"the newest is of step {self._stands}"
+        self._note(f"no checkpoint of step {step}: {who}{error}; training goes on, {newest}")
 
     def _finish(self) -> None:
-        if self._committing:
-            self._landed.append(self._committing.result())
-            self._committing = None
+        """Take note that what rank 0 has been committing stands. Raises what committing raised."""
+        underway = self._underway
+        if underway and underway.committing:
+            self._landed.append(underway.committing.result())
+            self._underway = replace(underway, committing=None)
+
+    def _await_rescue(self) -> None:
+        """Survivors of the last world may be saving still: to claim the folder now would be to lose what they hold."""
+        if self._here.first and self._here.board and self.save_dir:
+            survive.await_rescue(Board(self._here.board))
 
     def _claim(self) -> int:
         if self.save_dir is None:
             return 0
         return fence.claim(self.save_dir, max((content.token for _, content in stage.newest_first(self.save_dir)), default=0))
 
-    def _commit(self, save_dir: Path, folder: Path, progress: Progress, tensors: dict[str, Any]) -> Path:
+    def commit(self, save_dir: Path, folder: Path, progress: Progress, files: Files, tensors: dict[str, Any]) -> Path:
+        """Turn `folder`, which holds `files` and in them `tensors`, into the checkpoint of a step. Called by one rank.
+
+        Raises WorldError if a newer world has taken over, CheckpointError if a file is not there, OSError.
+        """
         mesh, config = self._model.mesh, self._here.config
-        files = collect_notes(folder, self._here.size, self._all_written)
         content = Manifest(
             token=self.token,
             step=progress.step,
@@ -185,9 +262,13 @@ class Checkpoints:
             tensors=tensors,
             config=config.model_dump(mode="json"),
             versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
+            held_out_loss=progress.held_out_loss,
         )
         path = stage.commit(save_dir, folder, content)
-        stage.prune(save_dir, config.trainer.keep_checkpoints, self.token)
+        try:
+            stage.prune(save_dir, Keep.of(config.trainer), self.token)
+        except OSError as error:
+            LOG.warning("%s: an old checkpoint cannot be removed: %s", save_dir, reason(error))
         return path
 
     def _newest_valid(self, folder: Path) -> tuple[Path, Manifest] | None:
@@ -212,7 +293,7 @@ class Checkpoints:
         if foreign and not self._here.config.trainer.load_context:
             return Progress()
         if content.data == self._data:
-            return Progress(content.step, content.consumed_samples, content.loss_before)
+            return Progress(content.step, content.consumed_samples, content.loss_before, content.held_out_loss)
         if foreign:
             return Progress(content.step, 0, None)
         raise ForeignCheckpoint(

@@ -46,6 +46,10 @@ class Background(Generic[T]):
         """True if it has raised an error."""
         return self._error is not None
 
+    def end(self) -> None:
+        """Wait for the call to end, whatever has become of it."""
+        self._thread.join()
+
     def result(self) -> T:
         """Wait for the call to end, and return what it has. Raises what it raised."""
         self._thread.join()

@@ -98,10 +98,16 @@ def highest(save_dir: Path) -> int:
 
 
 def check(save_dir: Path, token: int) -> None:
-    """Raises WorldError if a newer world has taken over `save_dir`."""
+    """Raises WorldError if a newer world has taken over `save_dir`, CheckpointError if it is not the folder in which `token` was taken."""
     newest = highest(save_dir)
     if newest > token:
         raise WorldError(
             f"world {token} is cut off: world {newest} has taken over {save_dir}",
             hint="nothing to do: the newer world goes on; this one saved nothing since",
+        )
+    if newest < token:
+        raise CheckpointError(
+            f"is not the folder that it was: fence/{token} is gone",
+            place=f"config trainer.save_dir {save_dir}",
+            hint="is the disk still mounted there?",
         )

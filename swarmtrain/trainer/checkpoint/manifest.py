@@ -14,6 +14,8 @@ from swarmtrain.errors import CheckpointError
 NAME = "manifest.json"
 FORMAT = 1
 _BLOCK = 1 << 22
+_LATER = {"held_out_loss"}
+"""What older checkpoints of this format lack."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Manifest:
     """Name to dtype, size and chunks, each with file and offset."""
     config: dict[str, Any]
     versions: dict[str, str] = field(default_factory=dict)
+    held_out_loss: float | None = None
+    """Held-out loss after `step`, if it was measured."""
     format: int = FORMAT
 
     def to_text(self) -> str:
@@ -56,7 +60,8 @@ class Manifest:
             raise CheckpointError(f"its {NAME} is torn", place=place) from None
         if values.get("format") != FORMAT:
             raise CheckpointError(f"its format is {values.get('format')}, not {FORMAT}", place=place)
-        if digest != _digest(values) or set(values) != {item.name for item in fields(cls)}:
+        wanted = {item.name for item in fields(cls)}
+        if digest != _digest(values) or not wanted - _LATER <= set(values) <= wanted:
             raise CheckpointError(f"its {NAME} is damaged", place=place)
         return cls(**values)
 

@@ -1,4 +1,4 @@
-"""How a checkpoint comes to stand in save_dir: written aside, and moved in whole by one rename."""
+"""How a checkpoint comes to stand in save_dir: written aside, and moved in whole by one rename. And how it goes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import fence, manifest
 from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.retention import Keep, Standing, kept
 
 _SEEN_WITHIN = 10.0
 
@@ -21,11 +23,20 @@ def path(save_dir: Path, step: int) -> Path:
 
 
 def begin(save_dir: Path, step: int, token: int) -> Path:
-    """Make and return an empty folder to write the checkpoint of `step` into. Raises OSError."""
+    """Make and return an empty folder to write the checkpoint of `step` into.
+
+    Raises WorldError if a newer world has taken over, CheckpointError if save_dir is not what it was, OSError.
+    """
+    fence.check(save_dir, token)
     folder = save_dir / f".step-{step:08}.world-{token}"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     return folder
+
+
+def give_up(folder: Path) -> None:
+    """Remove the half-written `folder`, as far as that is possible."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(save_dir: Path, folder: Path, content: Manifest) -> Path:
@@ -64,17 +75,38 @@ def newest_first(save_dir: Path) -> list[tuple[Path, Manifest]]:
     return sorted(sound, key=lambda pair: (pair[1].token, pair[1].step), reverse=True)
 
 
-def prune(save_dir: Path, keep: int, token: int) -> None:
-    """Remove all but the `keep` newest checkpoints, and what worlds before `token` left half written or half removed."""
-    kept = {folder for folder, _ in newest_first(save_dir)[:keep]}
-    for folder in save_dir.glob("step-*"):
-        if folder not in kept:
+def prune(save_dir: Path, keep: Keep, token: int) -> None:
+    """Remove the checkpoints that `keep` does not want, and what worlds before `token` left half written or half removed.
+
+    Raises OSError.
+    """
+    standing = {folder: _standing(folder, _stamp(folder)) for folder in save_dir.glob("step-*")}
+    wanted = kept([one for one in standing.values() if one], keep)
+    for folder, one in standing.items():
+        if one not in wanted:
             remove(folder)
     for folder in save_dir.glob(".step-*.world-*"):
         if int(folder.name.rpartition("-")[2]) < token:
             shutil.rmtree(folder, ignore_errors=True)
     for folder in save_dir.glob(".step-*.removed-*"):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stamp(folder: Path) -> int:
+    try:
+        return (folder / manifest.NAME).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=4096)
+def _standing(folder: Path, stamp: int) -> Standing | None:
+    """Return what stands in `folder`, None if it is torn. It is remembered: a run that keeps many would read them all each time."""
+    try:
+        content = manifest.read(folder)
+    except CheckpointError:
+        return None
+    return Standing(content.token, content.step, content.held_out_loss)
 
 
 def remove(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -81,6 +82,25 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for part in results for result in part}
         self.tensors = {name: _describe(name, entry, places) for name, entry in metadata.state_dict_metadata.items()}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Copy this rank's part of `tensors` into memory, and return the part's index. Needs no other rank."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(tensors), is_coordinator=True)
+        plan = planner.create_local_plan()
+        places = {result.index: result.storage_data for result in self.write_data(plan, planner).wait()}
+        found = {}
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise CheckpointError("holds something that is no tensor")
+            file, offset = places[item.index]
+            chunk = item.tensor_data.chunk
+            found[item.index.fqn] = {
+                "dtype": str(item.tensor_data.properties.dtype).removeprefix("torch."),
+                "size": list(item.tensor_data.size),
+                "chunks": [{"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset}],
+            }
+        return found
 
     def write(self) -> dict[str, dict[str, Any]]:
         """Write the part, and return its name with size and SHA-256; nothing if this rank has none.

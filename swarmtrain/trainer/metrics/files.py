@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ from swarmtrain.config.files import reason
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.step import Step
 
+LOG = logging.getLogger("swarmtrain")
 _WRITABLE = "the user that trains needs write access to it"
 
 
@@ -21,6 +23,7 @@ class MetricsFile:
     def __init__(self, folder: Path, resumed_at: int) -> None:
         """Open the file in `folder`, and drop what an earlier world wrote past step `resumed_at`. Raises TrainingError."""
         self.path = folder / "metrics.jsonl"
+        self._torn = self._told = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             kept = "".join(line for line in _lines(self.path) if _stands(line, resumed_at))
@@ -28,14 +31,20 @@ class MetricsFile:
             aside.write_text(kept)
             # By rename, so that a world that was cut off goes on writing into a file that nobody sees.
             aside.replace(self.path)
-            self._file: IO[str] = self.path.open("a")
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise TrainingError(f"{error.filename}: {reason(error)}", place="config logger.log_dir", hint=_WRITABLE) from None
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """Append one line. A disk that takes none is told once, and training goes on."""
+        line = (json.dumps(values) + "\n").encode()
+        try:
+            # What is left of a line that found no room would be joined to the next one.
+            self._torn = self._file.write(b"\n" + line if self._torn else line) < len(line)
+        except OSError as error:
+            if not self._told:
+                LOG.warning("%s: no more metrics while it cannot be written: %s", self.path, reason(error))
+            self._told = True
 
     def close(self) -> None:
         """Close the file."""

@@ -101,7 +101,12 @@ class Replicas:
                 start = gradient.storage_offset() - narrow.storage_offset()
                 sums[start : start + gradient.numel()] += self._aside.pop(parameter)
         work = dist.all_reduce(sums, group=self._group, async_op=True)
-        done: torch.futures.Future[Tensor] = work.get_future().then(lambda _: narrow.copy_(sums))
+
+        def copied(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+            reduced.value()  # raises what the reduction has raised, which nobody else would learn of
+            return narrow.copy_(sums)
+
+        done: torch.futures.Future[Tensor] = work.get_future().then(copied)
         return done
 
 
