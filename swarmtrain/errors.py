@@ -12,6 +12,7 @@
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── BoardError              the notice board cannot be reached or answered nonsense
     ├── TrainingError           the trainer cannot go on (data, model, or world do not fit)
+    │   ├── DataError           the data hold what the model has no place for
     │   ├── WorldError          this world cannot go on, another may: it is cut off, or its ranks do not make whole replicas
     │   └── CheckpointError     a checkpoint is torn, or cannot be written
     │       └── ForeignCheckpoint   it belongs to another model, or to other data
@@ -146,6 +147,12 @@ class BoardError(SwarmtrainError):
 
 class TrainingError(SwarmtrainError):
     """The trainer cannot go on: data, model and world do not fit together."""
+
+
+class DataError(TrainingError):
+    """The data hold what the model has no place for: tokens outside its vocabulary."""
+
+    lasting = True
 
 
 class WorldError(TrainingError):

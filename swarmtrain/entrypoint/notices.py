@@ -13,6 +13,7 @@ A pure state machine: calls in, events out through `publish`, time through `now`
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -56,6 +57,7 @@ USAGE_EVERY = 10.0
 USAGE_BYTES = 12.0
 """Bytes a second that these lines may take: the engine keeps 100 MB of the board's log, and a month of them is less than half of it."""
 
+_NUMBER = re.compile(r"\d[\d.,]*")
 _OURS = {ASKED, BOARD_UP, LEFT, VERDICT}
 
 
@@ -292,9 +294,9 @@ class Notices:
         return told
 
     def _is_known(self, cause: _Cause) -> bool:
-        """Whether another rank of its world has told the same reason, or one of which this is but a consequence."""
+        """Whether another rank of its world has told the same reason, but for its numbers, or one of which this is but a consequence."""
         told = self._told.setdefault(cause.world, {})
-        reason = str(cause.data.get("error"))
+        reason = _NUMBER.sub("0", str(cause.data.get("error")))
         known = reason in told or (cause.collateral and not all(told.values()))
         told[reason] = cause.collateral
         return known

@@ -29,6 +29,7 @@ from swarmtrain.wire import AT_FIRST, EXIT_PLANNED, FAILURE, RETURNED, WORLD, Ev
 
 _TRACEBACK_LIMIT = 16_000
 _ERROR_LIMIT = 500
+_BRIEF = 80
 _ENDED_WITHIN = 20.0
 
 
@@ -129,10 +130,10 @@ def _exits_that_are_noticed() -> Iterator[None]:
 def _tell(node: NodeEnv, error: BaseException) -> Receipt:
     """Put what went wrong on the board, and print it: at length, unless another rank has done so."""
     if isinstance(error, SwarmtrainError):
-        reason, brief, trace = str(error).replace("\n", "; "), error.text, ""
+        reason, trace, full = str(error).replace("\n", "; "), "", error.text
     else:
-        reason = _line(error) + _place(error, Path(node.script).parent)
-        brief, trace = f"error: {reason}\n", _describe(error)
+        reason, trace = _line(error) + _place(error, Path(node.script).parent), _describe(error)
+        full = trace
     facts = {"error": reason[:_ERROR_LIMIT], "exit_code": 1, "traceback": trace[-_TRACEBACK_LIMIT:]}
     if hint := _hint(error):
         facts["hint"] = hint
@@ -143,7 +144,7 @@ def _tell(node: NodeEnv, error: BaseException) -> Receipt:
     if (lasting := permanent(error, node.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = lasting
     receipt = _post(node, failure_event(node, **facts))
-    sys.stderr.write(brief if receipt.known else trace or brief)
+    sys.stderr.write(f"ends after another rank: {reason[:_BRIEF]}\n" if receipt.known else full)
     return receipt
 
 

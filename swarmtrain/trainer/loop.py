@@ -13,6 +13,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks, replicas, shortage
 from swarmtrain.trainer.checkpoint import Checkpoints, Progress, survive
 from swarmtrain.trainer.checkpoint.rhythm import Rhythm
+from swarmtrain.trainer.data import vocabulary
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
 from swarmtrain.trainer.metrics import Report
@@ -55,6 +56,7 @@ def train(
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
         progress, path = checkpoints.restore()
+        vocabulary.look_through(here, [*data.maps, *(held_out.maps if held_out else ())])
         report.begins(progress.step, path, checkpoints.token, model)
         patience, profile = Patience(model.mesh.groups), Profile(here)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
@@ -135,9 +137,11 @@ def _leave(checkpoints: Checkpoints, progress: Progress, report: Report, patienc
 
 
 def _check_same_data(here: Runtime, data: Samples, held_out: Samples | None) -> None:
-    prints = agreement.gather((here.node, data.fingerprint, held_out.fingerprint if held_out else ""))
-    for node, *others in prints:
-        if others != list(prints[0][1:]):
+    prints = agreement.gather((data.fingerprint, held_out.fingerprint if held_out else "", here.node))
+    for rank, (*others, node) in enumerate(prints):
+        if others != list(prints[0][:-1]):
             raise TrainingError(
-                f"{node} has other data than {prints[0][0]}", place="config data", hint="prepare it from the same source on every node"
+                f"rank {rank} on {node} has other data than rank 0 on {prints[0][-1]}",
+                place="config data",
+                hint="prepare it from the same source on every node",
             )

@@ -138,6 +138,7 @@ def start(config: Config) -> Iterator[Runtime]:
         secrets=json.loads(environ.get("SWARMTRAIN_SECRETS") or "{}"),
     )
     _join(here)
+    _agree_on_devices(here)
     _be_brief()  # torch has put its own before ours, and names the rank in every line
     try:
         with shortage.told(f"rank {here.rank}"):
@@ -184,6 +185,17 @@ def _join(here: Runtime) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     dist.init_process_group(backend, store=_store(here), rank=here.rank, world_size=here.size, timeout=_PATIENCE)
+
+
+def _agree_on_devices(here: Runtime) -> None:
+    """Raise TrainingError if some ranks have a GPU and others have none: each would wait for the others at another backend."""
+    found = agreement.gather((here.device.type, here.node))
+    if len({kind for kind, _ in found}) > 1:
+        rank, node = next((rank, node) for rank, (kind, node) in enumerate(found) if kind == "cpu")
+        hint = "swarmtrain doctor CONFIG shows what each node's container sees; runner.swarm.gpu: none trains on CPUs everywhere"
+        error = TrainingError("sees no GPU, and other ranks of this run do", place=f"rank {rank} on {node}", hint=hint)
+        error.rank = rank
+        raise error
 
 
 def _store(here: Runtime) -> dist.Store:

@@ -22,9 +22,9 @@ def told(place: str, held: Callable[[], Mapping[str, Iterable[Tensor | None]]] =
     """Raise what in the body found no memory as TrainingError. `held`: what is known to be there, by what it is for."""
     try:
         yield
-    except RuntimeError as error:
-        text = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and not any(sign in text for sign in _SIGNS):
+    except (RuntimeError, MemoryError) as error:
+        text = str(error) or "no memory is left"
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(sign in text for sign in _SIGNS):
             raise
         raise TrainingError(_reason(text) + _taken(held()), place=place, hint=_HINT) from None
 

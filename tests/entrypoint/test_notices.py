@@ -358,6 +358,8 @@ def test_a_rank_is_told_whether_its_reason_is_known(board: Board) -> None:
     assert post("w1", 1, "boom") == Receipt(known=False, over=False)
     assert post("w1", 2, "boom") == Receipt(known=True, over=False)
     assert post("w1", 3, PEER + "9") == Receipt(known=True, over=False), "a consequence"
+    assert post("w1", 4, "step 7 on rank 4: 1.5 GiB more were wanted") == Receipt(known=False, over=False)
+    assert post("w1", 5, "step 7 on rank 5: 2 GiB more were wanted") == Receipt(known=True, over=False), "the same, but for its numbers"
     assert post("w2", 0, "boom") == Receipt(known=False, over=False), "another world"
 
 

@@ -30,6 +30,7 @@ trainer: {train_iterations: 4, save_dir: runs, save_interval: 2}
 transformer_architecture: {vocab_size: 64, hidden_size: 32, num_layers: 1, num_attention_heads: 2, sequence_length: 16}
 data: {data_prefixes: [data/words]}
 """
+TWO = " -o runner.default_gpu_count=2"
 RUN = r"^home/|^project/runs"
 
 
@@ -195,6 +196,43 @@ def test_bad_data(answer: Answer) -> None:
     answer("python training_code.py config.yml", changes=RUN)
 
 
+def test_tokens_in_the_middle(answer: Answer) -> None:
+    """A token outside the vocabulary, in the middle of a file
+
+    The ranks look through the files before the first step, each at a part. What one of them finds all of them raise: one tells it, and
+    trying again is of no use.
+    """
+    training(answer)
+    write_tokens(answer.project / "data" / "words", bytes(5 << 19) + b"\xc8" + bytes(5 << 19))
+    answer.same(r"rank \d", "rank 0")
+    output = deploy(answer, override=TWO)
+    assert (output.count("error: "), output.count("ends after another rank: ")) == (1, 1), output
+
+
+def test_data_on_some_nodes(answer: Answer) -> None:
+    """Data that one rank does not find
+
+    It tells so. Ranks that wait for it by then are ended, and have nothing to say.
+    """
+    training(answer)
+    answer.file(
+        "elsewhere.py", 'import os\n\nimport training_code\n\nif os.environ["RANK"] == "1":\n    os.chdir("/")\ntraining_code.main()\n'
+    )
+    output = deploy(answer, override=f"{TWO} -o runner.script=elsewhere.py -o runner.code=[training_code.py,datautils.py]")
+    assert (output.count("error: "), output.count("Traceback")) == (1, 0), output
+
+
+def test_no_room_for_the_model(answer: Answer) -> None:
+    """Out of memory
+
+    What was asked for, and what needs less; in a step also what has the room so far. On a GPU the first is in torch's words.
+    """
+    training(answer)
+    answer.same(r"rank \d", "rank 0")
+    output = deploy(answer, override=f"{TWO} -o transformer_architecture.vocab_size={2**42}")  # more than a process can address
+    assert (output.count("error: "), output.count("Traceback")) == (1, 0), output
+
+
 def test_save_dir(answer: Answer) -> None:
     """A save_dir that cannot be written
 
@@ -245,6 +283,15 @@ def test_torn_checkpoints(answer: Answer) -> None:
     answer.say("With none that is whole, the run starts from nothing:")
     answer.situation("for step in runs/step-*; do echo '{' > $step/manifest.json; done")
     answer("python training_code.py config.yml", code=0, only="passed over|counts as empty|goes on", changes=RUN)
+
+
+def test_nothing_to_load(answer: Answer) -> None:
+    """A load_dir without a checkpoint
+
+    The run does not quietly begin anew.
+    """
+    training(answer)
+    answer("python training_code.py config.yml -o trainer.load_dir=runs/pretraned", changes=RUN)
 
 
 def test_another_model(answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""training_code.py with so little room that its second step, or its model, finds no memory."""
+"""training_code.py with so little room that its first step, or its model, finds no memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> None:
     made = step.make_step
 
     def starved(*args: object, **options: object) -> step.Step:
-        if options["number"] == 2:
+        if options["number"] == 1:
             _starve()
         return made(*args, **options)  # type: ignore[arg-type]
 
@@ -26,5 +26,6 @@ def main() -> None:
 
 
 def _starve() -> None:
+    """Leave 2 GiB of address space: enough for all small things, stacks of threads and pools of allocators among them."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**25,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**31,) * 2)

@@ -11,14 +11,20 @@ from worlds import World, changed, deviation, held_out, train
 
 
 def test_compiled_replicas_equal_one_process_that_is_not(tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With activations computed again, which is done around what is compiled."""
+    """With activations computed again, which is done around what is compiled; whoever keeps parameters and optimizer state."""
     monkeypatch.setattr(worlds, "TIMEOUT", 300.0)  # a C++ compiler on a busy machine
     base = changed(config, trainer={"train_iterations": 4, "eval_iterations": 1}, topology={"micro_batch_size": 4})
     one = train(tmp_path / "one", base)
-    topology, cache = {"activation_checkpointing_type": "every_layer"}, tmp_path / "cache"
-    compiled = changed(base, trainer={"compile": True}, topology=topology)
-    assert deviation(one, train(tmp_path / "compiled", compiled, 2, {"TORCHINDUCTOR_CACHE_DIR": str(cache)})) < 1e-5
-    assert deviation(held_out(tmp_path / "one"), held_out(tmp_path / "compiled")) < 1e-5
+    cache = tmp_path / "cache"
+    compiled = changed(base, trainer={"compile": True}, optimizer={"zero": True}, topology={"activation_checkpointing_type": "every_layer"})
+    stages = {"pipe_parallel_size": 2, "activation_checkpointing_type": "every_pipe_stage"}
+    sharded = {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2}
+    for name, size, divided in (
+        ("zero", 2, compiled),
+        ("stages", 4, changed(base, trainer={"compile": True}, topology=stages | sharded)),
+    ):
+        assert deviation(one, train(tmp_path / name, divided, size, {"TORCHINDUCTOR_CACHE_DIR": str(cache)})) < 1e-5, name
+        assert deviation(held_out(tmp_path / "one"), held_out(tmp_path / name)) < 1e-5, name
     assert list(cache.rglob("*.so")), "nothing was compiled"
 
 

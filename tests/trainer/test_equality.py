@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import changed, deviation, held_out, samples_by_step, train
+from worlds import World, changed, deviation, held_out, losses, manifest, samples_by_step, train
 
 SHAPES = {
     "default": {},
@@ -66,3 +66,15 @@ def test_a_world_that_fits_no_replica_is_refused(tmp_path: Path, config: dict[st
     world = World(tmp_path, changed(config, topology={"model_parallel_size": 2}), 3)
     assert world.wait() == [1, 1, 1]
     assert "no multiple of model_parallel_size" in world.log()
+
+
+def test_a_feed_forward_block_of_ones_own(tmp_path: Path, config: dict[str, Any]) -> None:
+    """It is drawn, divided and saved like any other; tensor parallelism leaves it whole on each rank."""
+    base = changed(config, trainer={"train_iterations": 4})
+    one = tmp_path / "one"
+    for name, size, topology in (("one", 1, {}), ("fsdp", 2, {"data_parallel_type": "fsdp"}), ("tensor", 2, {"model_parallel_size": 2})):
+        world = World(tmp_path / name, changed(base, topology=topology), size, script="mixture")
+        assert world.wait() == [0] * size, world.log()
+        assert deviation(losses(one), losses(tmp_path / name)) < 1e-6, name
+    assert "model/blocks.0.mlp.experts" in manifest(one, 4)["tensors"]
+    assert losses(one)[4] < losses(one)[1]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from pydantic import BaseModel
 from torch.distributed import TCPStore
+from worlds import World
 
 from swarmtrain.config import Config
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
@@ -97,3 +98,10 @@ def test_second_interrupt_is_obeyed_at_once() -> None:
         assert stop.raised
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ranks_of_which_some_have_no_gpu(config: dict[str, Any], tmp_path: Path) -> None:
+    """Each kind of device has a backend of its own, at which those who have none would be waited for."""
+    world = World(tmp_path, config, 2, {"SWARMTRAIN_NODE": "node7"}, script="other_device")
+    assert world.wait() == [1, 1]
+    assert world.log().count("TrainingError: rank 1 on node7: sees no GPU, and other ranks of this run do") == 2

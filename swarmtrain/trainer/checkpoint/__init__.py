@@ -106,8 +106,8 @@ class Checkpoints:
     def restore(self) -> tuple[Progress, Path | None]:
         """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer.
 
-        Return how far it had come and where it is; a fresh Progress and None if there is none.
-        Raises ForeignCheckpoint if it belongs to another model or other data.
+        Return how far it had come and where it is; a fresh Progress and None if there is none and load_dir is not set.
+        Raises ForeignCheckpoint if it belongs to another model or other data, CheckpointError if load_dir has none.
         """
         load_dir = self._here.config.trainer.load_dir
         for folder in (self.save_dir, load_dir):
@@ -118,6 +118,12 @@ class Checkpoints:
                 self._load(path, content, Rules.of(self._here.config.trainer) if folder is not self.save_dir else EVERYTHING)
                 self.saved = self._stands = content.step if folder is self.save_dir else None
                 return progress, path
+        if load_dir is not None:
+            raise CheckpointError(
+                "has no checkpoint that is whole",
+                place=f"config trainer.load_dir {load_dir}",
+                hint="is it mounted here? without trainer.load_dir the run begins anew",
+            )
         return Progress(), None
 
     def save(self, progress: Progress) -> None:

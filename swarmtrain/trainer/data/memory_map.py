@@ -51,6 +51,11 @@ class MemoryMap:
         self.first, self.end = 0, len(self.tokens)
         """Its tokens are those from `first` to before `end`."""
 
+    @property
+    def path(self) -> Path:
+        """The file of its tokens."""
+        return _file(self.prefix, "bin")
+
     def part(self, low: float, high: float) -> Self:
         """Return the documents between the fractions `low` and `high` of all, by their number."""
         first, end = round(low * len(self.documents)), round(high * len(self.documents))

@@ -15,7 +15,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.data import BlendedDatasetConfig, Packing
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.data import blend, order
+from swarmtrain.trainer.data import blend, order, vocabulary
 from swarmtrain.trainer.data.blend import Blend
 from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
 from swarmtrain.trainer.data.packs import Packs
@@ -85,9 +85,8 @@ class Samples:
         for file, cut in zip(self.maps, self._cuts, strict=True):
             if not len(cut):
                 raise _nothing(file, packing, part)
-            if file.tokens.dtype.kind == "i" or np.iinfo(file.tokens.dtype).max >= self.vocab_size:
-                for tokens in _ends(file):
-                    self._check(int(tokens.min()), int(tokens.max()), f": {file.prefix}")
+            for tokens in _ends(file):
+                vocabulary.check(tokens, self.vocab_size, f": {file.prefix}")
         self._ends = np.cumsum([len(cut) for cut in self._cuts])
         self._begins = np.concatenate([[0], self._ends[:-1]])
         documents = [len(file.documents) for file in self.maps]
@@ -111,7 +110,7 @@ class Samples:
         return Batch(ids, targets)
 
     def load(self, ids: Ids) -> Rows:
-        """Return the samples `ids`. Raises TrainingError for a token outside the vocabulary."""
+        """Return the samples `ids`. Raises DataError for a token outside the vocabulary."""
         shape = (len(ids), self.sequence_length)
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
         breaks = np.zeros(shape, dtype=np.int64) if self._numbered else None
@@ -125,8 +124,8 @@ class Samples:
             if breaks is not None:
                 at, columns = cut.breaks(within)
                 breaks[rows[at], columns] = 1
-        if inputs.size:
-            self._check(int(inputs.min()), int(max(inputs.max(), targets.max())))
+        if inputs.size and (inputs.min() < 0 or max(inputs.max(), targets.max()) >= self.vocab_size):
+            self._refuse(ids)
         documents = None if breaks is None else torch.from_numpy(breaks.cumsum(axis=1))
         return Rows(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
 
@@ -153,6 +152,13 @@ class Samples:
                 digest.update(tokens.tobytes())
         return digest.hexdigest()[:16]
 
+    def _refuse(self, ids: Ids) -> None:
+        """Raise the error that names the token outside the vocabulary which is in the samples `ids`."""
+        for number, _, within in self._by_file(ids):
+            spans, file = self._cuts[number].spans(within), self.maps[number]
+            for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
+                vocabulary.check(file.tokens[start : start + count + 1], self.vocab_size, f": {file.prefix}", start)
+
     def _ids(self, position: int, count: int) -> Ids:
         if self._blend is None:
             return order.samples(position, count, len(self), self.seed)
@@ -170,15 +176,6 @@ class Samples:
         for number in np.unique(files).tolist():
             rows = np.flatnonzero(files == number)
             yield number, rows, ids[rows] - self._begins[number]
-
-    def _check(self, low: int, high: int, where: str = "") -> None:
-        """Raises TrainingError if the tokens from `low` to `high` are not all in the vocabulary."""
-        if low < 0 or high >= self.vocab_size:
-            raise TrainingError(
-                f"is {self.vocab_size}, and token {low if low < 0 else high} is in the data{where}",
-                place="config transformer_architecture.vocab_size",
-                hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
-            )
 
 
 def _ends(file: MemoryMap) -> tuple[Tokens, Tokens]:
