@@ -72,7 +72,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _turned(gradient, *ctx.saved_tensors, ctx.kind, -1), None, None, None
+        cosine, sine = ctx.saved_tensors
+        return _turned(gradient, cosine, sine, ctx.kind, -1), None, None, None
 
 
 def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, kind: PositionType, direction: int) -> Tensor:
