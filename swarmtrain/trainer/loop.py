@@ -12,6 +12,7 @@ from torch import Tensor
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks, replicas, shortage
 from swarmtrain.trainer.checkpoint import Checkpoints, Progress
+from swarmtrain.trainer.collector import Collector
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
 from swarmtrain.trainer.metrics import Report
@@ -49,7 +50,7 @@ def train(
         gradients = [parameter.grad for parameter in parameters]
         return {"parameters": [*parameters], "gradients": gradients, "optimizer state": [*optimizer.moments().values()]}
 
-    with Report(here) as report, StopFlag() as stop:
+    with Report(here) as report, StopFlag() as stop, Collector() as collector:
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
         progress, path = checkpoints.restore()
@@ -76,6 +77,7 @@ def train(
             with checks.explained(progress.step + 1), shortage.told(f"step {progress.step + 1} on rank {here.rank}", held):
                 made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
             patience.step_took(time.monotonic() - begun)
+            collector.after_step(made.number)
             profile.after_step()
             progress = replace(progress, step=made.number, consumed_samples=progress.consumed_samples + here.config.topology.global_batch)
             audit.write(made)
