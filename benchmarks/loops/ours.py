@@ -1,4 +1,4 @@
-"""Our loop: `train`, with all that it does for every run. Its data keep the pace, since a step begins with a batch."""
+"""Our loop: `train`, with all that it does for every run. Its optimizer keeps the pace, since a step ends with it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import sys
 from benchmarks.loops.pace import Pace
 from swarmtrain.config import Config
 from swarmtrain.trainer import Optimizer, Samples, Transformer, parallelize, runtime, train
-from swarmtrain.trainer.data.samples import Batch
+from swarmtrain.trainer.optim import Update
 
 
-class _Paced(Samples):
+class _Paced(Optimizer):
     pace: Pace
 
-    def batch(self, position: int, count: int) -> Batch:
+    def step(self, number: int) -> Update:
+        made = super().step(number)
         self.pace.step()
-        return super().batch(position, count)
+        return made
 
 
 def main() -> None:
     config = Config.from_json(sys.argv[1])
     shape, seed = config.transformer_architecture, config.trainer.seed
     with runtime.start(config) as here:
-        data = _Paced(config.data.data_prefixes, shape, seed)
-        data.pace = Pace()
         model = parallelize(Transformer(shape, seed), here)
-        train(here, model, Optimizer(model, config), data, None, facts={})
+        optimizer = _Paced(model, config)
+        optimizer.pace = Pace()
+        train(here, model, optimizer, Samples(config.data.data_prefixes, shape, seed), None, facts={})
 
 
 if __name__ == "__main__":

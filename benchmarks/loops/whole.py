@@ -12,29 +12,29 @@ from itertools import pairwise
 
 from swarmtrain.config import Config
 from swarmtrain.trainer import Optimizer, Samples, Transformer, parallelize, runtime, train
-from swarmtrain.trainer.data.samples import Batch
+from swarmtrain.trainer.optim import Update
 
 
-class _Timed(Samples):
-    begun: list[float]
+class _Timed(Optimizer):
+    made_at: list[float]
 
-    def batch(self, position: int, count: int) -> Batch:
-        self.begun.append(time.process_time())
-        return super().batch(position, count)
+    def step(self, number: int) -> Update:
+        update = super().step(number)
+        self.made_at.append(time.process_time())
+        return update
 
 
 def main() -> None:
     config = Config.from_json(sys.argv[1])
     shape, seed = config.transformer_architecture, config.trainer.seed
     with runtime.start(config) as here:
-        data = _Timed(config.data.data_prefixes, shape, seed)
-        data.begun = []
         model = parallelize(Transformer(shape, seed), here)
-        optimizer = Optimizer(model, config)
+        optimizer = _Timed(model, config)
+        optimizer.made_at = []
         begun = time.process_time()
-        train(here, model, optimizer, data, None, facts={})
-        whole = (time.process_time() - begun) / len(data.begun)
-        step = statistics.median(after - before for before, after in pairwise(data.begun))
+        train(here, model, optimizer, Samples(config.data.data_prefixes, shape, seed), None, facts={})
+        whole = (time.process_time() - begun) / len(optimizer.made_at)
+        step = statistics.median(after - before for before, after in pairwise(optimizer.made_at))
         sys.stdout.write(f"{whole} {step}\n")
 
 

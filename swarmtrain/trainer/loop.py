@@ -13,6 +13,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks, replicas, shortage
 from swarmtrain.trainer.checkpoint import Checkpoints, Progress, survive
 from swarmtrain.trainer.checkpoint.rhythm import Rhythm
+from swarmtrain.trainer.collector import Collector
 from swarmtrain.trainer.data import vocabulary
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
@@ -52,7 +53,7 @@ def train(
         gradients = [parameter.grad for parameter in parameters]
         return {"parameters": [*parameters], "gradients": gradients, "optimizer state": [*optimizer.moments().values()]}
 
-    with Report(here) as report, StopFlag() as stop, Watchdog(here) as watchdog:
+    with Report(here) as report, StopFlag() as stop, Watchdog(here) as watchdog, Collector() as collector:
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
         progress, path = checkpoints.restore()
@@ -87,6 +88,7 @@ def train(
                 with watchdog.step(number), checks.explained(number), shortage.told(f"step {number} on rank {here.rank}", held):
                     made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
                 patience.step_took(time.monotonic() - begun)
+                collector.after_step(number)
                 profile.after_step()
                 audit.write(made)  # what survivors save has been recorded
                 consumed, to_be_saved = position + here.config.topology.global_batch, made.to_be_saved

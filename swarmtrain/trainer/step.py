@@ -77,10 +77,10 @@ def make_step(
     for _, ids in ahead:
         data.expect(ids)  # read from the disk while this step is computed
     summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens))
-    update = optimizer.prepare(number)
+    update = optimizer.prepare(number, summed)
     # The last thing for which ranks need each other comes before the first that is changed: who gets through it completes
     # the step, and a peer that dies before leaves the last step whole.
-    (loss_sum,), (asked, to_be_saved) = _exchange(model, [float(summed)], stop.raised, save)
+    (loss_sum,), (asked, to_be_saved) = _exchange(model, update.beside, stop.raised, save)
     mean = loss_sum / batch.tokens
     if not update.skipped:
         _check(number, mean, update)
@@ -123,7 +123,7 @@ def _check(number: int, loss: float, update: Update) -> None:
     raise TrainingError(f"the loss is {loss}; {checks.told(update.non_finite)}", place=f"step {number}", hint=hint)
 
 
-def _exchange(model: ParallelModel, values: list[float], *flags: bool) -> tuple[list[float], list[bool]]:
+def _exchange(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
     """Return the sums of `values` over replicas, and which of `flags` any rank has raised."""
     counts = model.mesh.has_loss  # ranks that share layers have the same loss, and stages before the last have none
     sums = agreement.totals([*(value * counts for value in values), *flags])
@@ -134,7 +134,7 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
     """Make this rank's passes of step `number`: gradients of the loss, `scaled`. Return the loss, a sum."""
     if isinstance(model.replicas, Pipeline):
         first = dealt[0][0] if dealt else 0
-        return model.replicas.step(_together(data, dealt), scaled, lambda index: _micro_batch(here, number, first + index))
+        return model.replicas.step(_together(here, data, dealt), scaled, lambda index: _micro_batch(here, number, first + index))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     passes = _filled(dealt, model.replicas.passes)
     for index, (micro, ids) in enumerate(passes):
@@ -148,7 +148,7 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
 
 def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
     if isinstance(model.replicas, Pipeline):
-        return model.replicas.evaluate(_together(data, dealt), lambda _: _autocast(here))
+        return model.replicas.evaluate(_together(here, data, dealt), lambda _: _autocast(here))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     for _, ids in _filled(dealt, model.replicas.passes):
         with _autocast(here):
@@ -161,14 +161,19 @@ def _filled(dealt: Dealt, passes: int) -> Sequence[tuple[int, Ids | None]]:
     return [*dealt, *[(0, None)] * (passes - len(dealt))]
 
 
-def _together(data: Samples, dealt: Dealt) -> Rows:
-    return data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in dealt)]))
+def _together(here: Runtime, data: Samples, dealt: Dealt) -> Rows:
+    return _sent(here, data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in dealt)])))
 
 
 def _loss(here: Runtime, model: Alone | Replicas | ShardedReplicas | Transformer, data: Samples, ids: Ids | None) -> Tensor:
-    rows = data.empty() if ids is None else data.load(ids)
-    loss: Tensor = model(*rows.map(lambda tensor: tensor.to(here.device, non_blocking=True)))
+    loss: Tensor = model(*_sent(here, data.empty() if ids is None else data.load(ids)))
     return loss
+
+
+def _sent(here: Runtime, rows: Rows) -> Rows:
+    """Return `rows` on the device. They go there from pinned memory: from any other a copy waits for all that is queued."""
+    pinned = rows.map(Tensor.pin_memory) if here.device.type == "cuda" else rows
+    return pinned.map(lambda tensor: tensor.to(here.device, non_blocking=True))
 
 
 @contextmanager

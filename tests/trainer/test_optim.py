@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import World, changed, deviation, train
 
 from swarmtrain.config import Config
@@ -123,6 +124,16 @@ def test_groups_reach_the_optimizer(tmp_path: Path, config: dict[str, Any]) -> N
     assert deviation(train(tmp_path / "frozen", {**config, "training_groups": frozen}), plain) > 1e-3
 
 
+class _Asked(TorchDispatchMode):
+    """Counts numbers that are read one by one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_norm_is_told_as_it_was_before_clipping() -> None:
     sections = {
         "optimizer": {"method": "sgd", "momentum": 0.0, "gradient_clipping": 0.5},
@@ -138,7 +149,11 @@ def test_the_norm_is_told_as_it_was_before_clipping() -> None:
         slopes = {name: torch.randn_like(parameter) for name, parameter in before.items()}
         for name, parameter in model.parameters.items():
             parameter.grad = slopes[name].clone()
-        made = optimizer.step(1)
+        with _Asked() as asked:
+            made = optimizer.prepare(1, torch.tensor(7.0))
+            optimizer.step(1)
+    assert made.beside == (7.0,)
+    assert not asked.count, "numbers are read together, or a GPU waits for each"
     size = sum(float((slope.double() ** 2).sum()) for slope in slopes.values()) ** 0.5
     assert made.gradient_norm == pytest.approx(size, rel=1e-6)
     assert made.learning_rate == 1.0

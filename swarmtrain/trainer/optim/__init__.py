@@ -46,6 +46,8 @@ class Update:
     """True if the scaled gradients overflowed: parameters and state are what they were."""
     non_finite: Mapping[str, int] = field(default_factory=dict)
     """Parameter to the number of values of its gradient, in this rank's part, that are infinite or no number."""
+    beside: tuple[float, ...] = ()
+    """This rank's numbers that were read beside the norm."""
 
 
 class Optimizer:
@@ -76,28 +78,33 @@ class Optimizer:
         return self._prepared is not None
 
     @torch.no_grad()
-    def prepare(self, number: int) -> Update:
+    def prepare(self, number: int, *beside: Tensor) -> Update:
         """Do all of step `number` for which ranks need each other, and return what the step will be.
 
+        Numbers on the device that are wanted here, `beside` the norm, are read with it: this is the one time in a step that
+        the host waits for the device, and what comes after is queued while ranks tell each other what they have read.
         Neither parameters nor state change, so that a peer that dies meanwhile leaves them whole. With loss scaling a step
         whose gradients are not finite is skipped, by all ranks, since all have the same norm.
         Raises TrainingError if that happens at the lowest scale.
         """
         gradients = {name: gradient(parameter) for name, parameter in self.parameters.items()}
+        used = self._scale.now.factor if self._scale else None
         if self._scale:
             scale.unscale(list(gradients.values()), self._scale)
         size = self._shards.norm(gradients)
-        used = self._scale.now.factor if self._scale else None
-        skipped = self._scale is not None and not math.isfinite(size)
-        if not skipped:
+        norm, *read = torch.stack([value.to(size.device, torch.float64) for value in (size, *beside)]).tolist()
+        finite = math.isfinite(norm)
+        if finite:
             self._clip(size)
+        skipped = self._scale is not None and not finite
+        if not skipped:
             for _, _, method in self._methods:
                 method.prepare()
-        non_finite = {} if math.isfinite(size) else checks.non_finite(gradients)
+        non_finite = {} if finite else checks.non_finite(gradients)
         if skipped and self._scale and self._scale.lowest:
             raise _stuck(self._scale, number, non_finite)
         rate = learning_rate(self.groups[0].schedule, number, self._steps)
-        self._prepared = Update(float(size), rate, used, skipped, non_finite)
+        self._prepared = Update(norm, rate, used, skipped, non_finite, tuple(read))
         return self._prepared
 
     @torch.no_grad()
@@ -128,9 +135,7 @@ class Optimizer:
 
     def _clip(self, size: Tensor) -> None:
         if self._clipping:
-            # A norm that is not finite leaves the gradients as they are, so that what is wrong with them can be told.
-            kept = torch.where(size.isfinite(), size, 0)
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, kept)
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
 
 
 def _stuck(scaling: LossScale, number: int, non_finite: Mapping[str, int]) -> TrainingError:
