@@ -188,6 +188,11 @@ VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is o
 ASKED = "asked"  # what: up | stop | down, and nodes; never on the board, but kept beside its events by the machine that asked
 
 
+AT_FIRST = "at first"
+"""What `permanent` says of a failure: True, it comes again whenever it is tried; AT_FIRST, it does so unless a step has been
+made before, as when a file is missing; False, it may pass; nothing, it may pass unless it is the same at the same step again."""
+
+
 def world_key(environ: Mapping[str, str]) -> str:
     """Name the world of the rank whose environment this is; the same for all its ranks, another for each world."""
     return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
