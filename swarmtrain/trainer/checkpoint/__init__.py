@@ -56,6 +56,14 @@ class Progress:
     held_out_loss: float | None = None
     """Held-out loss after `step`, where it has been measured."""
 
+    def measured(self, loss: float) -> Progress:
+        """Return the same with the held-out `loss` at this step."""
+        return replace(self, held_out_loss=loss, loss_before=loss if self.loss_before is None else self.loss_before)
+
+    def after(self, step: int, consumed_samples: int) -> Progress:
+        """Return how far it is after another step."""
+        return replace(self, step=step, consumed_samples=consumed_samples, held_out_loss=None)
+
 
 @dataclass(frozen=True)
 class _Underway:

@@ -113,8 +113,7 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
                 tried = rescue.attempt
                 if rescue.step > progress.step:
                     optimizer.step(rescue.step)
-                    consumed = progress.consumed_samples + here.config.topology.global_batch
-                    progress = replace(progress, step=rescue.step, consumed_samples=consumed, held_out_loss=None)
+                    progress = progress.after(rescue.step, progress.consumed_samples + here.config.topology.global_batch)
                 if _save(here, checkpoints, progress, rescue, council):
                     done = progress.step
             time.sleep(_POLL)

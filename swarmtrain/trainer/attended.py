@@ -1,0 +1,53 @@
+"""A step under the eyes of all that watch over steps: what hangs, what is no number, what has no room, how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from swarmtrain.trainer import checks, shortage
+from swarmtrain.trainer.collector import Collector
+from swarmtrain.trainer.guard import Patience
+from swarmtrain.trainer.metrics.profile import Profile
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.trainer.watchdog import Watchdog
+
+
+class Attended:
+    """While entered, hangs are noticed, and garbage is collected between steps only."""
+
+    def __init__(self, here: Runtime, model: ParallelModel, optimizer: Optimizer, patience: Patience) -> None:
+        self._here, self._model, self._optimizer, self._patience = here, model, optimizer, patience
+        self._watchdog, self._collector, self._profile = Watchdog(here), Collector(), Profile(here)
+
+    def __enter__(self) -> Self:
+        self._watchdog.__enter__()
+        self._collector.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._collector.__exit__(kind, error, trace)
+        self._watchdog.__exit__(kind, error, trace)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Make step `number` in the body. Called by all ranks together."""
+        self._profile.before_step()
+        begun, place = time.monotonic(), f"step {number} on rank {self._here.rank}"
+        with self._watchdog.step(number), checks.explained(number), shortage.told(place, self._held):
+            yield
+        self._patience.step_took(time.monotonic() - begun)
+        self._collector.after_step(number)
+        self._profile.after_step()
+
+    def _held(self) -> dict[str, list[Tensor | None]]:
+        parameters = list(self._model.parameters.values())
+        gradients = [parameter.grad for parameter in parameters]
+        return {"parameters": [*parameters], "gradients": gradients, "optimizer state": [*self._optimizer.moments().values()]}
