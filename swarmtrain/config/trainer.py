@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from swarmtrain.config.base import Patterns, Section, wrong
 from swarmtrain.config.interval import AUTO, IntervalText
+
+
+def _several(value: object) -> object:
+    """Return one folder, or none, as several."""
+    return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+
+
+Folders = Annotated[tuple[Path, ...], BeforeValidator(_several)]
 
 
 class Deterministic(StrEnum):
@@ -39,7 +48,11 @@ class TrainerConfig(Section):
     keep_checkpoints_every: int | None = Field(
         None, ge=1, description="Beside them, all whose step is a multiple of this: one is saved at each. null: none."
     )
-    load_dir: Path | None = Field(None, description="Directory to start from if save_dir has no checkpoint yet.")
+    load_dir: Folders = Field(
+        (),
+        description="Directory to start from if save_dir has no checkpoint yet; or several, of which the first that has a parameter "
+        "gives it, and the first of all says how far the run is.",
+    )
     load_optimizer_states: bool = Field(True, description="Take the optimizer's state from load_dir too. false: parameters alone.")
     load_context: bool = Field(True, description="Take step and place in the data from load_dir too. false: begin at step 0.")
     ignore_keys_in_checkpoint: Patterns = Field(

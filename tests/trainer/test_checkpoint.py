@@ -17,7 +17,7 @@ from worlds import World, changed, deviation, held_out, losses, manifest, steps_
 
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer.checkpoint import fence, stage
-from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, names_to_load
+from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, names_to_load, owners
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 
 
@@ -148,6 +148,33 @@ def test_parts_of_another_model_are_taken_by_pattern(copy: Path, saving: dict[st
     assert "17 of 26 parameters taken; begin anew: blocks.2.attention.key.weight, " in world.log()
     assert "embedding.weight; not taken: embedding.weight; 0 of 52 tensors of optimizer state taken" in world.log()
     assert set(losses(copy / "other")) == {1}
+
+
+def test_each_parameter_comes_from_the_first_that_has_it(copy: Path, saving: dict[str, Any]) -> None:
+    """Two layers of one run, and a third of another, with their state: with nothing allowed to be missing."""
+    deeper = changed(saving, transformer_architecture={"num_layers": 3}, trainer={"train_iterations": 1, "load_dir": None})
+    train(copy / "deep", deeper)
+    sources = [str(copy / "run"), str(copy / "deep" / "run")]
+    world = World(copy / "both", changed(deeper, trainer={"load_dir": sources, "load_context": False}), 1)
+    assert world.wait() == [0], world.log()
+    assert "26 of 26 parameters taken; 52 of 52 tensors of optimizer state taken" in world.log()
+    world = World(copy / "typo", changed(deeper, trainer={"load_dir": [*sources, "runs/pretraned"]}), 1)
+    assert world.wait() == [1]
+    assert "config trainer.load_dir runs/pretraned: has no checkpoint that is whole" in world.log()
+
+
+def test_state_comes_from_where_its_parameter_does() -> None:
+    first, second = (
+        ["model/a", "optimizer/m/a", "optimizer/scale"],
+        ["model/a", "model/b", "optimizer/v/a", "optimizer/m/b", "optimizer/scale"],
+    )
+    assert owners([first, second]) == {
+        "model/a": 0,
+        "optimizer/m/a": 0,
+        "optimizer/scale": 0,
+        "model/b": 1,
+        "optimizer/m/b": 1,
+    }
 
 
 FOUND = {"model/a": (2,), "model/b": (3,), "optimizer/m/a": (2,), "optimizer/m/b": (3,), "optimizer/scale": ()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.checkpoint import fence, manifest, stage, survive
 from swarmtrain.trainer.checkpoint.background import Background, Files, collect_notes, leave_note
-from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load
+from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load, owners
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.retention import Keep
 from swarmtrain.trainer.checkpoint.storage import Memory, Reader, Writer
@@ -117,22 +117,17 @@ class Checkpoints:
         Return how far it had come and where it is; a fresh Progress and None if there is none and load_dir is not set.
         Raises ForeignCheckpoint if it belongs to another model or other data, CheckpointError if load_dir has none.
         """
-        load_dir = self._here.config.trainer.load_dir
-        for folder in (self.save_dir, load_dir):
-            found = self._newest_valid(folder) if folder else None
-            if found:
-                path, content = found
-                progress = self._progress(path, content, foreign=folder is not self.save_dir)
-                self._load(path, content, Rules.of(self._here.config.trainer) if folder is not self.save_dir else EVERYTHING)
-                self.saved = self._stands = content.step if folder is self.save_dir else None
-                return progress, path
-        if load_dir is not None:
-            raise CheckpointError(
-                "has no checkpoint that is whole",
-                place=f"config trainer.load_dir {load_dir}",
-                hint="is it mounted here? without trainer.load_dir the run begins anew",
-            )
-        return Progress(), None
+        if self.save_dir and (own := self._newest_valid(self.save_dir)):
+            progress = self._progress(*own, foreign=False)
+            self._load([own], EVERYTHING)
+            self.saved = self._stands = own[1].step
+            return progress, own[0]
+        sources = [self._source(folder) for folder in self._here.config.trainer.load_dir]
+        if not sources:
+            return Progress(), None
+        progress = self._progress(*sources[0], foreign=True)
+        self._load(sources, Rules.of(self._here.config.trainer))
+        return progress, sources[0][0]
 
     def save(self, progress: Progress) -> None:
         """Begin to write a checkpoint into save_dir, which must be set; wait for the end of the one before, and of this one
@@ -291,6 +286,16 @@ class Checkpoints:
             self._note(f"no checkpoint in {folder} is whole: it counts as empty")
         return None
 
+    def _source(self, folder: Path) -> tuple[Path, Manifest]:
+        found = self._newest_valid(folder)
+        if found is None:
+            raise CheckpointError(
+                "has no checkpoint that is whole",
+                place=f"config trainer.load_dir {folder}",
+                hint="is it mounted here? without trainer.load_dir the run begins anew",
+            )
+        return found
+
     def _candidates(self, folder: Path) -> list[tuple[Path, str]]:
         for path, content in stage.known(folder):
             if isinstance(content, CheckpointError):
@@ -315,20 +320,22 @@ class Checkpoints:
         here = self._here.config.model_dump(mode="json")
         return "".join(f"; {line}" for line in differences(content.config.get(section, {}), here[section], section))
 
-    def _load(self, path: Path, content: Manifest, rules: Rules) -> None:
-        tensors = self._tensors()
-        found = {name: tuple(entry["size"]) for name, entry in content.tensors.items()}
+    def _load(self, sources: Sequence[tuple[Path, Manifest]], rules: Rules) -> None:
+        tensors, place = self._tensors(), " and ".join(str(path) for path, _ in sources)
+        owner = owners([content.tensors for _, content in sources])
+        found = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in owner.items()}
         # What a rank has of the whole is for torch's planner to say; what stages of a pipeline have together is asked here.
         shapes = agreement.gather({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         wanted = {name: shape for part in shapes for name, shape in part.items()}
-        names = names_to_load(found, wanted, str(path), rules, self._changes(content, "transformer_architecture"))
-        if rules != EVERYTHING:
-            self._note(f"{path}: {listing(found, wanted, names)}")
-        known = {name: tensors[name] for name in names if name in tensors}
-        try:
-            dcp.load(known, storage_reader=Reader(path, content.tensors))
-        except CheckpointException as error:  # a BaseException, so nobody else would catch it
-            raise CheckpointError(_first_reason(error), place=str(path)) from None
+        names = names_to_load(found, wanted, place, rules, self._changes(sources[0][1], "transformer_architecture"))
+        if rules != EVERYTHING or len(sources) > 1:
+            self._note(f"{place}: {listing(found, wanted, names)}")
+        for number, (path, content) in enumerate(sources):
+            known = {name: tensors[name] for name in names if name in tensors and owner[name] == number}
+            try:
+                dcp.load(known, storage_reader=Reader(path, content.tensors))
+            except CheckpointException as error:  # a BaseException, so nobody else would catch it
+                raise CheckpointError(_first_reason(error), place=str(path)) from None
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all that is saved, as whole (distributed) tensors that share memory with what trains."""

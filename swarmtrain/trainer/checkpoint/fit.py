@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -67,6 +67,24 @@ def names_to_load(found: Sizes, wanted: Sizes, place: str, rules: Rules = EVERYT
         if f"{_MODEL}{name}" in taken and kept[name] and kept[name] != needed[name]:
             _refuse(name, kept[name], needed[name], place)
     return [name for name in wanted if name in taken]
+
+
+def owners(founds: Sequence[Collection[str]]) -> dict[str, int]:
+    """Return for each tensor in one of several checkpoints `founds` the number of that it is taken from.
+
+    That is the first which has the parameter: its state comes from there too or not at all, since another's is of other values.
+    """
+    found: dict[str, int] = {}
+    of_parameter: dict[str, int] = {}
+    for number, names in enumerate(founds):
+        for name in names:
+            if name.startswith(_MODEL):
+                of_parameter.setdefault(name.removeprefix(_MODEL), number)
+        for name in names:
+            parameter = name.removeprefix(_MODEL) if name.startswith(_MODEL) else name.split("/", 2)[-1]
+            if of_parameter.get(parameter, number) == number:
+                found.setdefault(name, number)
+    return found
 
 
 def listing(found: Sizes, wanted: Sizes, names: Sequence[str]) -> str:
