@@ -67,11 +67,14 @@ def make_step(
     for _, ids in ahead:
         data.expect(ids)  # read from the disk while this step is computed
     summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens))
-    update = optimizer.step(number)
+    update = optimizer.prepare(number)
+    # The last thing for which ranks need each other comes before the first that is changed: who gets through it completes
+    # the step, and a peer that dies before leaves the last step whole.
     loss_sum, asked = _exchange(model, [float(summed)], stop)
     mean = loss_sum[0] / batch.tokens
     if not update.skipped:
         _check(number, mean, update)
+    optimizer.step(number)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
     return Step(number, samples, batch.tokens, mean, update.gradient_norm, update.learning_rate, asked, update.loss_scale, update.skipped)
 

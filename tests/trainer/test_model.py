@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from swarmtrain.config.transformer_architecture import LayerNormConfig, MlpType, NormType, PositionType, TransformerArchitectureConfig
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.model import dropout, masks
-from swarmtrain.trainer.model.transformer import IGNORE
+from swarmtrain.trainer.model.rotary import Rotary, rotate
+from swarmtrain.trainer.model.transformer import IGNORE, Loss
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 16}
 TOKENS = torch.arange(16).reshape(1, 16)
@@ -70,6 +72,33 @@ def test_loss_is_the_sum_over_valid_targets() -> None:
     assert model(TOKENS, targets).item() == pytest.approx(-probabilities.sum().item(), rel=1e-6)
     assert model(TOKENS, some).item() == pytest.approx(-probabilities[:5].sum().item(), rel=1e-6)
     assert model(TOKENS, torch.full_like(TOKENS, IGNORE)).item() == 0
+
+
+def test_gradients_of_the_loss_are_torchs() -> None:
+    logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([3, 0, IGNORE, 10, 3, IGNORE])
+    theirs = functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    [slope] = torch.autograd.grad(theirs * 3, logits)
+    ours = Loss()(logits * 1, targets)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(ours * 3, logits), (slope,), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("percentage", [1.0, 0.5])
+@pytest.mark.parametrize("kind", [PositionType.rotary, PositionType.rotary_complex])
+def test_pairs_turn_by_their_angle_and_gradients_turn_back(kind: PositionType, percentage: float) -> None:
+    shape = TransformerArchitectureConfig(**{**SHAPE, "relative_position_embedding_type": kind, "rotary_percentage": percentage})
+    rotation = Rotary(shape)(7)
+    assert rotation is not None
+    cosine, sine = (table.double() for table in rotation)
+    heads = torch.randn(2, 3, 7, shape.head_size, dtype=torch.float64, requires_grad=True)
+    turned, pairs = rotate(heads, (cosine, sine), kind), shape.rotary_dimensions // 2
+    for pair in range(pairs):
+        first, second = (pair, pair + pairs) if kind is PositionType.rotary else (2 * pair, 2 * pair + 1)
+        whole = torch.complex(cosine[:, first], sine[:, pair]) * torch.complex(heads[..., first], heads[..., second])
+        torch.testing.assert_close(torch.complex(turned[..., first], turned[..., second]), whole)
+    assert torch.equal(turned[..., 2 * pairs :], heads[..., 2 * pairs :])
+    assert torch.autograd.gradcheck(lambda given: rotate(given, (cosine, sine), kind), heads)
 
 
 EVERYTHING: dict[str, Any] = {

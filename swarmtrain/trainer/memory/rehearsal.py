@@ -66,8 +66,12 @@ class _Watched(Optimizer):
         ledger.claim(self.moments().values(), Kind.state)
         ledger.gradients(model.local.parameters())
 
-    def step(self, number: int) -> Update:
+    def prepare(self, number: int) -> Update:
         self._ledger.claim([parameter.grad for parameter in self.parameters.values()], Kind.gradients)
+        with self._ledger.during(Kind.step):
+            return super().prepare(number)
+
+    def step(self, number: int) -> Update:
         with self._ledger.during(Kind.step):
             return super().step(number)
 

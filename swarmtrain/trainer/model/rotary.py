@@ -5,13 +5,17 @@ So the product of a query and a key depends on how far apart they are, and on no
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from swarmtrain.config.transformer_architecture import PositionType, TransformerArchitectureConfig
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, for each position and pair: (sequence, pairs), or (batch, 1, sequence, pairs)."""
+"""Cosines for each position and dimension, 1 where nothing turns, and sines for each position and pair:
+(sequence, …), or (batch, 1, sequence, …).
+"""
 
 
 class Rotary(nn.Module):
@@ -22,7 +26,10 @@ class Rotary(nn.Module):
         size = shape.rotary_dimensions
         frequencies = shape.rotary_embedding_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / max(1, size))
         angles = torch.outer(torch.arange(shape.sequence_length, dtype=torch.float64), frequencies)
-        self.register_buffer("cosine", angles.cos().float(), persistent=False)
+        still = torch.ones(shape.sequence_length, shape.head_size - size)
+        neighbours = shape.relative_position_embedding_type is PositionType.rotary_complex
+        cosine = angles.cos().repeat_interleave(2, dim=1) if neighbours else angles.cos().repeat(1, 2)
+        self.register_buffer("cosine", torch.cat((cosine.float(), still), dim=1), persistent=False)
         self.register_buffer("sine", angles.sin().float(), persistent=False)
 
     def forward(self, length: int, first: Tensor | None = None) -> Rotation | None:
@@ -31,7 +38,7 @@ class Rotary(nn.Module):
         `first` (batch, sequence): for each token that of its document, which has position 0. None: that of the sample.
         """
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
-        if not cosine.shape[1]:
+        if not sine.shape[1]:
             return None
         if first is None:
             return cosine[:length], sine[:length]
@@ -50,12 +57,35 @@ def starts(documents: Tensor) -> Tensor:
 def rotate(heads: Tensor, rotation: Rotation, kind: PositionType) -> Tensor:
     """Return `heads` (batch, head, sequence, dimension), the first dimensions of each turned, two for an angle."""
     cosine, sine = (part.to(heads.dtype) for part in rotation)
-    turning = 2 * cosine.shape[-1]
-    rest = heads[..., turning:]
+    turned: Tensor = _Rotate.apply(heads, cosine, sine, kind)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    """On the way back gradients are turned back. Left to itself torch keeps and adds the parts one by one: twice the time."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor, kind: PositionType) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.kind = kind
+        return _turned(heads, cosine, sine, kind, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turned(gradient, cosine, sine, ctx.kind, -1), None, None, None
+
+
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, kind: PositionType, direction: int) -> Tensor:
+    turned, pairs = heads * cosine, sine.shape[-1]
+    (to_first, to_second), (first, second) = (_pairs(values, pairs, kind) for values in (turned, heads))
+    to_first.addcmul_(second, sine, value=-direction)
+    to_second.addcmul_(first, sine, value=direction)
+    return turned
+
+
+def _pairs(heads: Tensor, pairs: int, kind: PositionType) -> tuple[Tensor, Tensor]:
+    """Return the first and the second dimension of each pair."""
     if kind is PositionType.rotary_complex:
-        first, second = heads[..., :turning:2], heads[..., 1:turning:2]
-        turned = torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1).flatten(-2)
-    else:
-        first, second = heads[..., :turning].chunk(2, dim=-1)
-        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        return heads[..., : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2]
+    return heads[..., :pairs], heads[..., pairs : 2 * pairs]

@@ -13,11 +13,10 @@ docs/explanation/model.md has the formulas and their sources.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import dropout, masks, umup
@@ -127,10 +126,34 @@ class Transformer(nn.Module):
 
 
 class Loss(nn.Module):
-    """Maps logits (tokens, vocabulary) and targets (tokens) to the summed loss in nats."""
+    """Maps logits (tokens, vocabulary) and targets (tokens) to the summed loss in nats. The logits are used up."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        loss: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch's own is not typed
+        return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy in the logits' own memory. torch's own makes their logarithms beside them, and their gradient beside both."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        counts = targets != IGNORE
+        columns = torch.where(counts, targets, 0)
+        shifted = logits.detach().sub_(logits.amax(1, keepdim=True))
+        wanted = shifted.gather(1, columns[:, None]).squeeze(1)
+        weights = shifted.exp_()
+        sums = weights.sum(1)
+        ctx.save_for_backward(weights, sums, columns, counts)
+        return torch.where(counts, sums.log() - wanted, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        weights, sums, columns, counts = ctx.saved_tensors
+        gradients = torch.where(counts, gradient, 0)
+        weights.mul_((gradients / sums)[:, None])
+        weights[torch.arange(len(columns), device=columns.device), columns] -= gradients
+        return weights, None
 
 
 class Block(nn.Module):

@@ -60,16 +60,27 @@ class Optimizer:
         self._steps = config.trainer.train_iterations
         self._scale = scale.wanted(config)
         self._methods = [(group, gain, method) for group in self.groups for gain, method in _methods(group, model, config)]
+        self._prepared: Update | None = None
+        self.made = 0
+        """Number of the last step made here, 0 before the first."""
+        self.writing = False
+        """True while parameters and state are neither those before a step nor those after it."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return what to differentiate instead of `loss`: itself, or with loss scaling a multiple."""
         return loss * self._scale.now.factor if self._scale else loss
 
-    @torch.no_grad()
-    def step(self, number: int) -> Update:
-        """Make optimizer step `number` (the first is 1) with the gradients at hand, and clear them.
+    @property
+    def prepared(self) -> bool:
+        """True if the next step is known, and needs no other rank."""
+        return self._prepared is not None
 
-        With loss scaling a step whose gradients are not finite is skipped, by all ranks, since all have the same norm.
+    @torch.no_grad()
+    def prepare(self, number: int) -> Update:
+        """Do all of step `number` for which ranks need each other, and return what the step will be.
+
+        Neither parameters nor state change, so that a peer that dies meanwhile leaves them whole. With loss scaling a step
+        whose gradients are not finite is skipped, by all ranks, since all have the same norm.
         Raises TrainingError if that happens at the lowest scale.
         """
         gradients = {name: gradient(parameter) for name, parameter in self.parameters.items()}
@@ -80,15 +91,30 @@ class Optimizer:
         skipped = self._scale is not None and not math.isfinite(size)
         if not skipped:
             self._clip(size)
+            for _, _, method in self._methods:
+                method.prepare()
+        non_finite = {} if math.isfinite(size) else checks.non_finite(gradients)
+        if skipped and self._scale and self._scale.lowest:
+            raise _stuck(self._scale, number, non_finite)
+        rate = learning_rate(self.groups[0].schedule, number, self._steps)
+        self._prepared = Update(float(size), rate, used, skipped, non_finite)
+        return self._prepared
+
+    @torch.no_grad()
+    def step(self, number: int) -> Update:
+        """Make optimizer step `number` (the first is 1) with the gradients at hand, and clear them. Raises what `prepare` does."""
+        update = self._prepared or self.prepare(number)
+        self.writing, self._prepared = True, None
+        if not update.skipped:
             for group, gain, method in self._methods:
                 decay = group.weight_decay / gain if group.independent else group.weight_decay
                 method.step(number, gain * learning_rate(group.schedule, number, self._steps), decay)
-        non_finite = {} if math.isfinite(size) else checks.non_finite(gradients)
         if self._scale:
-            self._note(self._scale, number, non_finite, overflow=skipped)
+            self._scale.note(overflow=update.skipped)
+        self.writing, self.made = False, number
         for parameter in self.parameters.values():
             parameter.grad = None
-        return Update(float(size), learning_rate(self.groups[0].schedule, number, self._steps), used, skipped, non_finite)
+        return update
 
     def moments(self) -> dict[str, Tensor]:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
@@ -106,14 +132,13 @@ class Optimizer:
             kept = torch.where(size.isfinite(), size, 0)
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, kept)
 
-    def _note(self, scaling: LossScale, number: int, non_finite: Mapping[str, int], *, overflow: bool) -> None:
-        if overflow and scaling.lowest:
-            raise TrainingError(
-                f"at the lowest loss scale {scaling.now.factor:g}, {checks.told(non_finite)}",
-                place=f"step {number}",
-                hint="lower learning_rate_scheduler.learning_rate, or train with transformer_architecture.precision: bfloat16",
-            )
-        scaling.note(overflow=overflow)
+
+def _stuck(scaling: LossScale, number: int, non_finite: Mapping[str, int]) -> TrainingError:
+    return TrainingError(
+        f"at the lowest loss scale {scaling.now.factor:g}, {checks.told(non_finite)}",
+        place=f"step {number}",
+        hint="lower learning_rate_scheduler.learning_rate, or train with transformer_architecture.precision: bfloat16",
+    )
 
 
 def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[tuple[float, Method]]:

@@ -31,6 +31,9 @@ class Method(Protocol):
     moments: dict[str, State]
     """Its state, by kinds that no other method has."""
 
+    def prepare(self) -> None:
+        """Do all of the next step that needs other ranks; it changes neither parameters nor state."""
+
     def step(self, number: int, rate: float, decay: float) -> None:
         """Make step `number` (the first is 1) with the gradients at hand."""
 
@@ -45,6 +48,8 @@ class AdamW:
         self.moments = {kind: zeros(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
         # One counter a parameter, since torch raises each; it is set before every step, and so needs no saving.
         self._counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
+
+    def prepare(self) -> None: ...
 
     def step(self, number: int, rate: float, decay: float) -> None:
         counters = dict(zip(self._parameters, self._counters.fill_(number - 1).unbind(), strict=True))
@@ -88,6 +93,8 @@ class Sgd:
     def __init__(self, parameters: Parameters, config: OptimizerConfig) -> None:
         self._parameters, self._momentum = parameters, config.momentum
         self.moments = {"sgd_momentum": zeros(parameters, config)}
+
+    def prepare(self) -> None: ...
 
     def step(self, number: int, rate: float, decay: float) -> None:
         for name, parameter in self._parameters.items():

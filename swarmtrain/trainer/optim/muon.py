@@ -38,13 +38,19 @@ class Muon:
         # Parameters that are divided between replicas are gathered from all of them, so all can compute with them.
         dealt = {name: cost(parameter.shape) for name, parameter in parameters.items() if not isinstance(parameter, DTensor)}
         self._owners = deal(dealt, replicas.size()) if replicas and replicas.size() > 1 else {}
+        self._changes: dict[str, Tensor] = {}
+
+    def prepare(self) -> None:
+        self._changes = {name: self._change(name, self._ahead(name)) for name in self._parameters}
+        # Shared when all are made, so that no rank waits for another's broadcast while a third waits for its part of a matrix.
+        self._share(self._changes)
 
     def step(self, number: int, rate: float, decay: float) -> None:
-        changes = {name: self._change(name, self._ahead(name)) for name in self._parameters}
-        # Shared when all are made, so that no rank waits for another's broadcast while a third waits for its part of a matrix.
-        self._share(changes)
+        if not self._changes:
+            self.prepare()
         for name, parameter in self._parameters.items():
-            parameter.mul_(1 - rate * decay).sub_(changes[name].to(parameter.dtype), alpha=rate * self._scale(name))
+            self.moments["muon_momentum"][name].copy_(self._mean(name))
+            parameter.mul_(1 - rate * decay).sub_(self._changes.pop(name).to(parameter.dtype), alpha=rate * self._scale(name))
 
     def _share(self, changes: dict[str, Tensor]) -> None:
         """Fill in what other replicas have made."""
@@ -55,12 +61,14 @@ class Muon:
         for work in sent:
             work.wait()
 
+    def _mean(self, name: str) -> Tensor:
+        """Return the mean of a matrix's gradients, this step's included; it is taken twice, before and after what may fail."""
+        slope = gradient(self._parameters[name])
+        return self.moments["muon_momentum"][name].to(slope.dtype).lerp(slope, 1 - self._momentum)
+
     def _ahead(self, name: str) -> Tensor:
-        """Take in the gradient of a matrix, and return where its mean points, in the precision in which that is made orthogonal."""
-        kept, slope = self.moments["muon_momentum"][name], gradient(self._parameters[name])
-        mean = kept.to(slope.dtype).lerp_(slope, 1 - self._momentum)
-        kept.copy_(mean)
-        ahead = slope.lerp(mean, self._momentum)  # Nesterov's
+        """Return where the mean of a matrix's gradients points, in the precision in which that is made orthogonal."""
+        ahead = gradient(self._parameters[name]).lerp(self._mean(name), self._momentum)  # Nesterov's
         return ahead if self._exact else ahead.bfloat16()
 
     def _change(self, name: str, ahead: Tensor) -> Tensor:
