@@ -27,6 +27,7 @@ from swarmtrain.config.training_groups import TrainingGroupConfig
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 
 __all__ = ["Config"]
+_FLOAT8_ROW = 16
 
 
 class Config(Section):
@@ -76,6 +77,7 @@ class Config(Section):
             if self.trainer.compile and size > 1:
                 raise wrong("trainer.compile", f"is not for ranks that share a layer or a sequence, and topology.{name} is {size}")
         cuts(self.topology, shape)
+        _check_float8(shape, self.topology)
         if shape.umup.enable:
             _check_umup(self.optimizer, self.training_groups)
         return self
@@ -103,6 +105,28 @@ class Config(Section):
     def digest(self) -> str:
         """First 10 hexadecimal digits of the SHA-256 of `to_json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+
+
+def _check_float8(shape: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
+    """Kernels take rows of 16 numbers: of a layer's inputs in the forward pass, of its outputs and of tokens in the backward pass."""
+    whole = _of_float8("model_parallel_size", topology.tensor)
+    for field in shape.float8:
+        check_multiple("transformer_architecture.hidden_size", shape.hidden_size, *whole)
+        name, width = "", shape.hidden_size
+        if field == "fp8_config_attention":
+            name, width = "attention_num_kv_heads", shape.kv_heads * shape.head_size
+        elif "mlp" in field:
+            name, width = "mlp_factor", shape.mlp_width
+        if width % whole[1]:
+            reason = f"makes a width of {width}, which is no multiple of {whole[0]} {whole[1]}"
+            raise wrong(f"transformer_architecture.{name}", reason, f"leave {field} out, or another width")
+    if shape.float8:
+        tokens = _of_float8("context_parallel_size", topology.context_parallel_size)
+        check_multiple("transformer_architecture.sequence_length", shape.sequence_length, *tokens)
+
+
+def _of_float8(name: str, parts: int) -> tuple[str, int]:
+    return ("float8's", _FLOAT8_ROW) if parts == 1 else (f"float8's {_FLOAT8_ROW} x topology.{name} =", _FLOAT8_ROW * parts)
 
 
 def _check_umup(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:

@@ -87,6 +87,12 @@ class TrainerConfig(Section):
         description="Compile the blocks by torch.compile: faster steps, and a first one that takes a minute longer, or seconds if "
         "docker_config.cache_dir has what an earlier run compiled. Needs a C++ compiler in the image, and Triton on GPUs.",
     )
+    loss_chunk_size: int = Field(
+        2048,
+        ge=1,
+        description="Tokens of a micro batch whose logits are there at a time. Fewer need less memory, and very few are slow. "
+        "In float16 all are, whose small gradients need the loss's scale.",
+    )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")
 
     @model_validator(mode="after")

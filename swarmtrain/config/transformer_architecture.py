@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 
 from swarmtrain.config.base import Section, check_multiple, wrong
+from swarmtrain.config.fp8 import FP8LinearConfig, FP8Scaling
 
 _PAIR = 2
 """Dimensions that a rotation takes."""
@@ -103,6 +104,15 @@ class TransformerArchitectureConfig(Section):
     dropout_after_mlp: float = Field(0.0, ge=0, lt=1, description="Part of the feed-forward block's output that is dropped.")
     umup: UmupConfig = Field(UmupConfig(), description="u-muP; with AdamW alone, without weight_tying and clipping.")
     precision: Precision = Field(Precision.float32, description="float32; bfloat16 or float16 by autocast; float64 to prove things with.")
+    fp8_config_attention: FP8LinearConfig | None = Field(
+        None, description="Make queries, keys and values by products in float8; {} for the usual ones. null: in precision."
+    )
+    fp8_config_attention_dense_out: FP8LinearConfig | None = Field(None, description="The same for attention's output.")
+    fp8_config_mlp: FP8LinearConfig | None = Field(None, description="The same for what goes into the feed-forward block's GELU or SwiGLU.")
+    fp8_config_mlp_dense_out: FP8LinearConfig | None = Field(None, description="The same for the feed-forward block's output.")
+    fp8_emulate: bool = Field(
+        False, description="Round to float8 and multiply in float32, slowly: to see on any device what float8 does to a model."
+    )
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TransformerArchitectureConfig:
@@ -148,6 +158,23 @@ class TransformerArchitectureConfig(Section):
             reason = "u-muP gives the embedding and the output layer other scales, so they cannot be one"
             raise wrong("weight_tying", reason, "set weight_tying: false, or umup.enable: false")
         return self
+
+    @model_validator(mode="after")
+    def _float8_fits(self) -> TransformerArchitectureConfig:
+        for name, config in self.float8.items():
+            if self.precision not in (Precision.bfloat16, Precision.float32):
+                raise wrong("precision", f"{self.precision} is not what float8 products come in, and {name} asks for them", "bfloat16")
+            if config.scaling is FP8Scaling.rowwise and self.precision is not Precision.bfloat16:
+                raise wrong(f"{name}.scaling", "rowwise products come in bfloat16 alone", "precision: bfloat16, or scaling: tensorwise")
+        if self.fp8_emulate and not self.float8:
+            raise wrong("fp8_emulate", "is for float8 products, and no fp8_config_… asks for them")
+        return self
+
+    @property
+    def float8(self) -> dict[str, FP8LinearConfig]:
+        """The layers that multiply in float8, by the names of their fields."""
+        fields = ("fp8_config_attention", "fp8_config_attention_dense_out", "fp8_config_mlp", "fp8_config_mlp_dense_out")
+        return {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
 
     @property
     def head_size(self) -> int:

@@ -35,6 +35,7 @@ from swarmtrain.config.load import load
 from swarmtrain.config.trainer import Deterministic
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
 from swarmtrain.trainer import agreement, shortage
+from swarmtrain.trainer.model import float8
 
 LOG = logging.getLogger("swarmtrain")
 _PATIENCE = timedelta(minutes=30)
@@ -118,7 +119,7 @@ def read_options(kind: type[Options], config: Config) -> Options:
 def start(config: Config) -> Iterator[Runtime]:
     """Join the world that the environment describes, and leave it at the end.
 
-    Raises TrainingError if the world's size does not fit the config's topology.
+    Raises TrainingError on every rank alike if the device of one has no float8 and the config asks for it.
     """
     environ = os.environ
     rank, size, local_rank = (int(environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -140,6 +141,8 @@ def start(config: Config) -> Iterator[Runtime]:
     _join(here)
     _agree_on_devices(here)
     _be_brief()  # torch has put its own before ours, and names the rank in every line
+    if config.transformer_architecture.float8:
+        agreement.by_every_rank(lambda: float8.check(config.transformer_architecture, device))
     try:
         with shortage.told(f"rank {here.rank}"):
             yield here

@@ -212,6 +212,34 @@ def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ({"hidden_size": 120}, "hidden_size: 120 is no multiple of float8's 16 | 112 or 128 would fit"),
+        ({"hidden_size": 48}, "hidden_size: 48 is no multiple of float8's 16 x topology.model_parallel_size = 32 | 32 or 64 would fit"),
+        ({"mlp_factor": 1.1}, "mlp_factor: makes a width of 140, which is no multiple of float8's 16 | leave fp8_config_mlp out, or"),
+        (
+            {"fp8_config_attention": {}, "hidden_size": 96, "attention_num_kv_heads": 1},
+            "attention_num_kv_heads: makes a width of 24, which is no multiple of float8's 16 | leave fp8_config_attention out, or",
+        ),
+        ({"sequence_length": 24}, "sequence_length: 24 is no multiple of float8's 16 | 16 or 32 would fit"),
+        ({"precision": "float16"}, "precision: float16 is not what float8 products come in, and fp8_config_mlp asks for them | bfloat16"),
+        ({"fp8_config_mlp": {"scaling": "rowwise"}}, "fp8_config_mlp.scaling: rowwise products come in bfloat16 alone | precision: b"),
+        (
+            {"fp8_config_mlp": {"dtypes_forward": {"left_dtype": "e5m2", "right_dtype": "e5m2"}}},
+            "fp8_config_mlp.dtypes_forward.right_dtype: no device multiplies two matrices of e5m2 | e4m3 for one of them",
+        ),
+        ({"fp8_config_mlp": None, "fp8_emulate": True}, "fp8_emulate: is for float8 products, and no fp8_config_… asks for them"),
+    ],
+)
+def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -> None:
+    tensor = 2 if "topology" in problem else 1
+    topology = {"global_batch_size": 2, "micro_batch_size": 2, "model_parallel_size": tensor}
+    found = problems(json.dumps({"topology": topology, "transformer_architecture": {"fp8_config_mlp": {}, **shape}}))
+    assert len(found) == 1
+    assert found[0].replace(" (line 1)", "").startswith(f"config transformer_architecture.{problem}")
+
+
+@pytest.mark.parametrize(
     ("runner", "problem"),
     [
         ("{hosts: [a, a]}", "runner.hosts: names a more than once"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
+from swarmtrain.trainer.model.linear import linear
 from swarmtrain.trainer.model.masks import Masks, Mixing, mix
 from swarmtrain.trainer.model.norm import norm
 from swarmtrain.trainer.model.rotary import Rotation, rotate
@@ -27,12 +28,12 @@ class Attention(nn.Module):
         self.local_heads = shape.num_local_attention_heads
         self.position_type = shape.relative_position_embedding_type
         self.dropout = shape.dropout_attention_probs
-        bias, narrow = shape.attention_bias, shape.kv_heads * shape.head_size
+        bias, narrow, fp8 = shape.attention_bias, shape.kv_heads * shape.head_size, shape.fp8_config_attention
         self.scales = umup.attention_scales(shape) if shape.umup.enable else None
-        self.query = umup.linear(shape, shape.hidden_size, shape.hidden_size, bias=bias)
-        self.key = umup.linear(shape, shape.hidden_size, narrow, bias=bias)
-        self.value = umup.linear(shape, shape.hidden_size, narrow, bias=bias)
-        self.output = umup.linear(shape, shape.hidden_size, shape.hidden_size, bias=bias)
+        self.query = linear(shape, shape.hidden_size, shape.hidden_size, bias=bias, fp8=fp8)
+        self.key = linear(shape, shape.hidden_size, narrow, bias=bias, fp8=fp8)
+        self.value = linear(shape, shape.hidden_size, narrow, bias=bias, fp8=fp8)
+        self.output = linear(shape, shape.hidden_size, shape.hidden_size, bias=bias, fp8=shape.fp8_config_attention_dense_out)
         # Henry et al. 2020 (arXiv 2010.04245), as Dehghani et al. 2023 (2302.05442) have it: scores cannot grow without bound.
         self.query_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
         self.key_norm = norm(shape.head_size, shape) if shape.key_query_norm else None

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import MlpType, TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
+from swarmtrain.trainer.model.linear import linear
 
 
 def feed_forward(shape: TransformerArchitectureConfig) -> nn.Module:
@@ -20,8 +21,8 @@ class Mlp(nn.Module):
     def __init__(self, shape: TransformerArchitectureConfig) -> None:
         super().__init__()
         self.act_mult = shape.umup.act_mult if shape.umup.enable else None
-        self.up = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
-        self.down = umup.linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
+        self.up = linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp)
+        self.down = linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp_dense_out)
 
     def forward(self, hidden: Tensor) -> Tensor:
         up = self.up(hidden)
@@ -36,9 +37,9 @@ class SwiGlu(nn.Module):
     def __init__(self, shape: TransformerArchitectureConfig) -> None:
         super().__init__()
         self.act_mult = shape.umup.act_mult if shape.umup.enable else None
-        self.gate = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
-        self.up = umup.linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias)
-        self.down = umup.linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias)
+        self.gate = linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp)
+        self.up = linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp)
+        self.down = linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp_dense_out)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate(hidden), self.up(hidden)

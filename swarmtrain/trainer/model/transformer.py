@@ -7,6 +7,8 @@ mlp         feed-forward blocks
 norm        normalisation
 dropout     dropout that no topology changes
 initial     what parameters begin with
+linear      products, in float8 where that is asked for
+chunks      a loss that never has all logits
 
 docs/explanation/model.md has the formulas and their sources.
 """
@@ -17,9 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import dropout, masks, umup
+from swarmtrain.trainer.model import chunks, dropout, masks, umup
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.context import Context
 from swarmtrain.trainer.model.dropout import Dropout
@@ -58,6 +61,8 @@ class Transformer(nn.Module):
         """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
         self.place = (0, 0)
         """This rank's first layer and its number among those that share its layers."""
+        self.loss_chunk: int | None = None
+        """Tokens whose logits are there at a time. None: all."""
         self.context: Context | None = None
         """Who shares each sequence with this rank."""
         self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
@@ -93,9 +98,18 @@ class Transformer(nn.Module):
         hidden = self.embedding_dropout(self.embedding(tokens), around.noise)
         for block in self.blocks:
             hidden = block(hidden, around=around)
-        logits: Tensor = self.head(self.norm(hidden))
+        hidden = self.norm(hidden)
         if targets is None:
+            logits: Tensor = self.head(hidden)
             return logits
+        if self.loss_chunk is None or targets.numel() <= self.loss_chunk:
+            return self._summed(hidden, targets)
+        here = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+        parameters = list(self.head.parameters())
+        return chunks.summed(self._summed, here, targets, parameters, size=self.loss_chunk, parts=self.sequence_part[1])
+
+    def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return loss

@@ -9,6 +9,7 @@ of a gradient; where one would change how gradients of one tensor add up, the tw
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Makes a linear layer's output of its input, weight and bias."""
 
 
 def scaled(values: Tensor, forward: float = 1.0, backward: float = 1.0) -> Tensor:
@@ -27,14 +31,15 @@ def scaled(values: Tensor, forward: float = 1.0, backward: float = 1.0) -> Tenso
 class Linear(nn.Linear):
     """A linear layer of a block. The gradient of a weight is a sum over tokens of unit numbers."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, multiply: Multiply = functional.linear) -> None:
         super().__init__(inputs, outputs, bias=bias)
+        self.multiply = multiply
         self.scales = inputs**-0.5, inputs**-0.5
         """Factors of the output and of the input's gradient. Between other layers the two must be the same."""
 
     def forward(self, input: Tensor) -> Tensor:
         there, back = self.scales
-        return functional.linear(scaled(input, there, back), scaled(self.weight, 1.0, 1 / there), self.bias)
+        return self.multiply(scaled(input, there, back), scaled(self.weight, 1.0, 1 / there), self.bias)
 
 
 class Head(Linear):
@@ -59,11 +64,6 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient if ctx.backward_factor == 1 else gradient * ctx.backward_factor, None, None
-
-
-def linear(shape: TransformerArchitectureConfig, inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-    """Return a linear layer of a block."""
-    return Linear(inputs, outputs, bias=bias) if shape.umup.enable else nn.Linear(inputs, outputs, bias=bias)
 
 
 def head(shape: TransformerArchitectureConfig) -> nn.Linear:

@@ -61,6 +61,8 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     names = {parameter: name for name, parameter in local.items()}
     fill = partial(initial.fill, names=names, value=_values(model, config, layout, shapes, by_tensor), device=here.device)
     replicas = _replicas(model, here, layout, fill, tied=list(local).index(_TIED) if tied else None)
+    half = config.transformer_architecture.precision is Precision.float16
+    model.loss_chunk = None if half else config.trainer.loss_chunk_size
     if config.trainer.compile:
         compiled.blocks(model, here.device)
     pipe = layout.pipe_group if layout.pipe_size > 1 else None
