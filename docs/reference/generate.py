@@ -21,7 +21,6 @@ from typer.core import TyperGroup
 
 from swarmtrain.cli import build
 from swarmtrain.config import Config
-from swarmtrain.config.fp8 import FP8LinearConfig
 from swarmtrain.config.training_groups import TrainingGroupConfig
 from swarmtrain.wire import PREFIX, BoardEnv, NodeEnv
 
@@ -52,9 +51,8 @@ def config() -> str:
     told = {name: field.description or "" for name, field in Config.model_fields.items()}
     pages = [_section(name, told[name], value) for name, value in sections.items() if isinstance(value, BaseModel)]
     groups = _section("training_groups", "A list of these. " + told["training_groups"], TrainingGroupConfig(group_name="…"))
-    fp8 = _section("transformer_architecture.fp8_config_…", "Each of the four, where it is not null.", FP8LinearConfig())
     free = f"\n## script\n\n{Config.model_fields['script'].description}\n"
-    return head + "".join(pages) + fp8 + groups + free
+    return head + "".join(pages) + groups + free
 
 
 def environment() -> str:
