@@ -145,6 +145,8 @@ class BoardEnv(_Env):
     """Address to listen on: 0.0.0.0 inside the run's own network, 127.0.0.1 for a run on one machine."""
     max_restarts: int
     """Failures in a row, without a new step between them, after which the run is given up."""
+    max_restarts_per_hour: int
+    """Failures within an hour, whatever lies between them, after which it is given up too."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,9 @@ PROGRESS = "progress"  # step, steps, loss, tokens_per_second, eta_seconds, lear
 EVALUATION = "evaluation"  # step, loss
 CHECKPOINT = "checkpoint"  # step, path, seconds
 RESUMED = "resumed"  # step, path
-FAILURE = "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom; permanent: see AT_FIRST
+FAILURE = (
+    "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom, step; permanent: see AT_FIRST
+)
 NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
 FINISHED = "finished"  # step, and loss_before, loss_after, baseline if known: the last step is made and saved
 LEFT = "left"  # node, exit_code; null if the node fell silent
@@ -184,14 +188,15 @@ VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is o
 ASKED = "asked"  # what: up | stop | down, and nodes; never on the board, but kept beside its events by the machine that asked
 
 
-def world_key(environ: Mapping[str, str]) -> str:
-    """Name the world that a rank of this environment belongs to; the same for all its ranks, another for each world."""
-    return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-
-
 AT_FIRST = "at first"
 """What `permanent` says of a failure: True, it comes again whenever it is tried; AT_FIRST, it does so unless a step has been
-made before, as when a file is missing; False or nothing, it may pass."""
+made before, as when a file is missing; False, it may pass; nothing, it may pass unless it is the same at the same step again."""
+
+
+def world_key(environ: Mapping[str, str]) -> str:
+    """Name the world of the rank whose environment this is; the same for all its ranks, another for each world."""
+    return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+
 
 _COLLATERAL = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"

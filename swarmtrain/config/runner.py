@@ -15,6 +15,7 @@ from swarmtrain.config.names import HOST_NETWORK, host_name
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_NODES = 10_000
+_RESTARTS_PER_HOUR = 20
 _LARGEST = 1 << 62
 _MOST_SOCKETS = 64
 
@@ -293,6 +294,13 @@ class RunnerConfig(Section):
     max_restarts: int = Field(
         3, ge=0, le=1_000_000, description="Failures in a row, without a new step between them, after which the run is given up."
     )
+    max_restarts_per_hour: int | None = Field(
+        None,
+        ge=0,
+        le=1_000_000,
+        description="Failures within an hour, whatever lies between them, after which it is given up too. "
+        "null: 20, or max_restarts if that is more.",
+    )
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time a checkpoint may take.")
     docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
     swarm: SwarmConfig = Field(SwarmConfig(), description="What only a Docker Swarm has.")
@@ -351,6 +359,11 @@ class RunnerConfig(Section):
         if self.master_addr and not self.swarm.on_host_network:
             raise wrong("master_addr", "is for swarm.network: host; in a network of containers the notice board has a name")
         return self
+
+    @property
+    def restarts_per_hour(self) -> int:
+        """max_restarts_per_hour with its default filled in."""
+        return max(_RESTARTS_PER_HOUR, self.max_restarts) if self.max_restarts_per_hour is None else self.max_restarts_per_hour
 
     @property
     def node_range(self) -> tuple[int, int, int]:

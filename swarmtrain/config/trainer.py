@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from swarmtrain.config.base import Patterns, Section, wrong
+from swarmtrain.config.interval import AUTO, IntervalText
 
 
 class Deterministic(StrEnum):
@@ -23,7 +24,11 @@ class TrainerConfig(Section):
 
     train_iterations: int = Field(1000, ge=0, description="Optimizer steps in all, over every restart.")
     save_dir: Path | None = Field(None, description="Directory for checkpoints, one that every node sees. null: nothing is saved.")
-    save_interval: int | None = Field(None, ge=1, description="Steps between checkpoints. null: only at the end and when asked to leave.")
+    save_interval: IntervalText = Field(
+        AUTO,
+        description="Steps between checkpoints, or as '10 minutes', '2 hours', '1 epoch'. auto: by what one costs, so that training stands "
+        "still for less than a hundredth of the time. null: only at the end and when asked to leave.",
+    )
     save_in_background: bool = Field(
         True, description="Train on while a checkpoint is written. It takes memory of the host's, as much as a rank's part of it."
     )

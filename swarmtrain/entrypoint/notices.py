@@ -4,7 +4,8 @@ A pure state machine: calls in, events out through `publish`, time through `now`
 
 - A round is used until a node says that it is closed; N nodes that close the same round draw one new round.
 - A world that fails costs one of `max_restarts`, however many of its ranks fail. A step higher than any before gives all
-  of them back. When none is left, the run has failed, and the first failure of its last world says why.
+  of them back, but for those of `max_restarts_per_hour`. When none is left, the run has failed, and the first failure of
+  its last world says why. The same exception at the same step twice in a row is a bug, and the end, whatever is left.
 - A run is done when the trainer says so, or, with a script that says nothing, when all nodes of a world have left with 0.
 - Progress, and what all nodes use, are printed so seldom that a month of them leaves room in the log for all the rest.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from swarmtrain.entrypoint.budget import Budget
 from swarmtrain.wire import (
     ASKED,
     AT_FIRST,
@@ -26,6 +28,7 @@ from swarmtrain.wire import (
     FAILURE,
     FINISHED,
     LEFT,
+    NOTE,
     PROGRESS,
     RETURNED,
     USAGE,
@@ -89,8 +92,17 @@ class _Cause:
 class Notices:
     """The state of one board, from its start to its end; `boot` tells this board's rounds from those of its predecessor."""
 
-    def __init__(self, *, run: str, max_restarts: int, boot: str, now: Callable[[], float], publish: Callable[[Event], None]) -> None:
-        self._max_restarts = max_restarts
+    def __init__(
+        self,
+        *,
+        run: str,
+        max_restarts: int,
+        max_restarts_per_hour: int,
+        boot: str,
+        now: Callable[[], float],
+        publish: Callable[[Event], None],
+    ) -> None:
+        self._budget = Budget(max_restarts, max_restarts_per_hour, now)
         self._boot = boot
         self._now = now
         self._print = publish
@@ -99,7 +111,6 @@ class Notices:
         self._forming: dict[str, dict[str, list[int]]] = {}
         self._world: _World | None = None
         self._changing = True
-        self._failures = 0
         self._counted: set[str] = set()
         self._reported: set[tuple[str, str, int]] = set()
         self._told: dict[str, dict[str, bool]] = {}
@@ -247,7 +258,7 @@ class Notices:
             step = event.data.get("step")
             if isinstance(step, int) and step > self._best_step:
                 self._best_step = step
-                self._failures = 0
+                self._budget.progress()
                 self._decide_at = None
 
     def _form(self, event: Event) -> None:
@@ -305,14 +316,25 @@ class Notices:
                 return  # a node came or went, and its peers stumbled over that: nobody's fault
             self._counted.add(cause.world)
             if self._steady(cause.world):
-                self._failures = 0
-            self._failures += 1
-            self._cause = cause
+                self._budget.progress()
+            self._budget.failed()
+            self._blame(cause)
         elif self._cause and self._cause.world == cause.world and self._cause.collateral and not cause.collateral:
-            self._cause = cause
-        if self._failures > self._max_restarts and self._cause:
+            self._blame(cause)
+        if self._budget.bug:
+            self._give_up(self._budget.bug)
+        elif self._budget.spent and self._cause:
             self._decide_at = self._now() + (COLLATERAL_GRACE if self._cause.collateral else 0.0)
             self.tick()
+
+    def _blame(self, cause: _Cause) -> None:
+        self._cause = cause
+        self._budget.caused(cause.world, cause.data)
+        if not self._budget.bug and (found := self._budget.suspect()):
+            node, times = found
+            often = f"{times} times within an hour, more often than all others together"
+            message = f"{node} was the first to fail {often}: is its machine sound? A drained one is done without, if min_nodes allows"
+            self._publish(Event(NOTE, {"node": node, "message": message}))
 
     def _world_of(self, data: dict[str, Any]) -> str:
         """Name the world that a failure belongs to; an agent that fails knows only its round."""
@@ -339,9 +361,7 @@ class Notices:
 
     def _give_up(self, reason: str | None = None, *, lead: bool = False) -> None:
         data = self._cause.data if self._cause else {}
-        if reason is None:
-            times = "once" if self._failures == 1 else f"{self._failures} times in a row"
-            reason = f"failed {times} without a new step, max_restarts is {self._max_restarts}"
+        reason = reason or self._budget.spent or "given up"
         why = reason if lead or not data else f"{_name(data)}: {data.get('error', 'no reason given')}; {reason}"
         self._decide(Verdict("failed", why, _exit_code(data), str(data.get("hint") or "")))
 

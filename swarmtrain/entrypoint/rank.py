@@ -131,14 +131,16 @@ def _tell(node: NodeEnv, error: BaseException) -> Receipt:
     if isinstance(error, SwarmtrainError):
         reason, brief, trace = str(error).replace("\n", "; "), error.text, ""
     else:
-        reason = _last_line(error) + _place(error, Path(node.script).parent)
+        reason = _line(error) + _place(error, Path(node.script).parent)
         brief, trace = f"error: {reason}\n", _describe(error)
     facts = {"error": reason[:_ERROR_LIMIT], "exit_code": 1, "traceback": trace[-_TRACEBACK_LIMIT:]}
     if hint := _hint(error):
         facts["hint"] = hint
     if isinstance(error, SwarmtrainError) and error.rank is not None:
         facts["befell"] = error.rank
-    if lasting := permanent(error, node.script):
+    if (step := getattr(error, "step", None)) is not None:
+        facts["step"] = step
+    if (lasting := permanent(error, node.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = lasting
     receipt = _post(node, failure_event(node, **facts))
     sys.stderr.write(brief if receipt.known else trace or brief)
@@ -186,9 +188,12 @@ def _run_exit_functions() -> None:
     sys.stderr.flush()
 
 
-def _last_line(error: BaseException) -> str:
-    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    return lines[-1][:_ERROR_LIMIT] if lines else type(error).__name__
+def _line(error: BaseException) -> str:
+    """Return the line that says what happened: the last of a syntax error, else the first, behind which torch may put where it was."""
+    lines = [line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
+    if isinstance(error, SyntaxError):
+        lines = lines[-1:]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_ERROR_LIMIT] or type(error).__name__
 
 
 def _place(error: BaseException, folder: Path) -> str:

@@ -42,7 +42,14 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     boot = f"{int(time.time()):x}{secrets.token_hex(2)}"
-    notices = Notices(run=env.run, max_restarts=env.max_restarts, boot=boot, now=time.monotonic, publish=_print)
+    notices = Notices(
+        run=env.run,
+        max_restarts=env.max_restarts,
+        max_restarts_per_hour=env.max_restarts_per_hour,
+        boot=boot,
+        now=time.monotonic,
+        publish=_print,
+    )
     try:
         opened = BoardServer((env.bind, env.board_port), notices)
     except OSError as error:

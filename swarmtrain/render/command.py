@@ -53,7 +53,22 @@ def node_env(plan: Plan, node: PlannedNode, place: Place) -> dict[str, str]:
     )
     probe = _probe_env(plan, place).to_env() if plan.probe else {}
     files = {f"{name}_FILE": path for name, path in secrets.items()}
-    return {**runner.nccl.environment, **place.environment, **runner.env, **files, **ours.to_env(), **probe}
+    return {**_recorder(plan, place), **runner.nccl.environment, **place.environment, **runner.env, **files, **ours.to_env(), **probe}
+
+
+def _recorder(plan: Plan, place: Place) -> dict[str, str]:
+    """Return what makes NCCL's flight recorder keep each rank's last collectives, and write them where logs are if one hangs.
+
+    A variable that the user has set under its older name is left out, since torch would prefer ours.
+    """
+    config = plan.config
+    folder = config.logger.log_dir or config.trainer.save_dir or PurePath(place.log_dir)
+    wanted = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): f"{folder}/nccl-rank-",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    return {names[0]: value for names, value in wanted.items() if not any(name in config.runner.env for name in names)}
 
 
 def _probe_env(plan: Plan, place: Place) -> ProbeEnv:
@@ -69,4 +84,5 @@ def board_env(plan: Plan, place: Place) -> dict[str, str]:
         store_port=place.store_port,
         bind=place.bind,
         max_restarts=plan.config.runner.max_restarts,
+        max_restarts_per_hour=plan.config.runner.restarts_per_hour,
     ).to_env()

@@ -42,6 +42,11 @@ class StopFlag:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
 
+def patience(step: float) -> float:
+    """Return how many seconds to wait for a peer where a step takes `step`."""
+    return min(max(_LEAST, 20 * step), max(_MOST, 5 * step))
+
+
 class Patience:
     """How long a collective waits for a peer: half an hour at first, some steps' worth once it is known how long a step takes.
 
@@ -61,7 +66,7 @@ class Patience:
             if len(self._steps) == _STEPS:
                 median = sorted(self._steps)[_STEPS // 2]
                 # Ranks may settle on different values: each waits for its own.
-                self._seconds = min(max(_LEAST, 20 * median), max(_MOST, 5 * median))
+                self._seconds = patience(median)
                 set_patience(self._seconds, self._groups)
 
     @contextmanager

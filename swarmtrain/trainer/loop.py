@@ -12,6 +12,7 @@ from torch import Tensor
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks, replicas, shortage
 from swarmtrain.trainer.checkpoint import Checkpoints, Progress, survive
+from swarmtrain.trainer.checkpoint.rhythm import Rhythm
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
 from swarmtrain.trainer.metrics import Report
@@ -21,6 +22,7 @@ from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import Step, asked_to_leave, held_out_loss, make_step
+from swarmtrain.trainer.watchdog import Watchdog
 from swarmtrain.wire import EXIT_PLANNED
 
 
@@ -49,13 +51,14 @@ def train(
         gradients = [parameter.grad for parameter in parameters]
         return {"parameters": [*parameters], "gradients": gradients, "optimizer state": [*optimizer.moments().values()]}
 
-    with Report(here) as report, StopFlag() as stop:
+    with Report(here) as report, StopFlag() as stop, Watchdog(here) as watchdog:
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
         progress, path = checkpoints.restore()
         report.begins(progress.step, path, checkpoints.token, model)
         patience, profile = Patience(model.mesh.groups), Profile(here)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
+        rhythm, to_be_saved = Rhythm(config, len(data), here.config.topology.global_batch), False
         loss = None
         made: Step | None = None
         with survive.outlived(here, model, optimizer, checkpoints, come=lambda: progress, saved=lambda step: report.catches_up(step, made)):
@@ -72,22 +75,22 @@ def train(
                     progress = replace(
                         progress, held_out_loss=loss, loss_before=loss if progress.loss_before is None else progress.loss_before
                     )
-                wanted = _due(progress.step, config.save_interval) or _due(progress.step, config.keep_checkpoints_every)
-                if done or wanted or (measured and progress.step and config.keep_best_checkpoints):
-                    _save(checkpoints, progress, report, patience)
+                if done or to_be_saved or rhythm.due(progress.step, progress.consumed_samples, measured=measured):
+                    _save(checkpoints, progress, report, patience, rhythm)
                 if done:
                     break
                 profile.before_step()
-                begun = time.monotonic()
-                with checks.explained(progress.step + 1), shortage.told(f"step {progress.step + 1} on rank {here.rank}", held):
-                    made = make_step(here, model, optimizer, data, position=progress.consumed_samples, number=progress.step + 1, stop=stop)
+                begun, position, number = time.monotonic(), progress.consumed_samples, progress.step + 1
+                wish = here.first and rhythm.wished
+                with watchdog.step(number), checks.explained(number), shortage.told(f"step {number} on rank {here.rank}", held):
+                    made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
                 patience.step_took(time.monotonic() - begun)
                 profile.after_step()
                 audit.write(made)  # what survivors save has been recorded
-                consumed = progress.consumed_samples + here.config.topology.global_batch
+                consumed, to_be_saved = position + here.config.topology.global_batch, made.to_be_saved
                 progress = replace(progress, step=made.number, consumed_samples=consumed, held_out_loss=None)
                 report.step(made)
-                _tell(checkpoints, report)
+                _tell(checkpoints, report, rhythm)
                 if _due(made.number, config.check_replicas_interval):
                     replicas.check(here, model, optimizer, made.number)
                 if made.asked_to_leave and made.number < last:
@@ -101,12 +104,14 @@ def _due(step: int, interval: int | None) -> bool:
     return step > 0 and interval is not None and step % interval == 0
 
 
-def _save(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> None:
+def _save(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience, rhythm: Rhythm) -> None:
     if checkpoints.save_dir is None or checkpoints.saved == progress.step:
         return
+    begun = time.monotonic()
     with patience.suspended():
         checkpoints.save(progress)
-    _tell(checkpoints, report)
+    rhythm.stood(time.monotonic() - begun)
+    _tell(checkpoints, report, rhythm)
 
 
 def _stand(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> None:
@@ -115,9 +120,11 @@ def _stand(checkpoints: Checkpoints, progress: Progress, report: Report, patienc
     _tell(checkpoints, report)
 
 
-def _tell(checkpoints: Checkpoints, report: Report) -> None:
+def _tell(checkpoints: Checkpoints, report: Report, rhythm: Rhythm | None = None) -> None:
     for saved in checkpoints.landed():
         report.saved(saved)
+        if rhythm:
+            rhythm.wrote(saved.seconds)
 
 
 def _leave(checkpoints: Checkpoints, progress: Progress, report: Report, patience: Patience) -> NoReturn:

@@ -48,6 +48,8 @@ class Step:
     learning_rate: float
     asked_to_leave: bool
     """True if any rank has been."""
+    to_be_saved: bool = False
+    """True if any rank wished so."""
     loss_scale: float | None = None
     """What the loss was multiplied by; None without loss scaling."""
     skipped: bool = False
@@ -55,9 +57,17 @@ class Step:
 
 
 def make_step(
-    here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, *, position: int, number: int, stop: StopFlag
+    here: Runtime,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    data: Samples,
+    *,
+    position: int,
+    number: int,
+    stop: StopFlag,
+    save: bool = False,
 ) -> Step:
-    """Make optimizer step `number` with the global batch that begins at `position`.
+    """Make optimizer step `number` with the global batch that begins at `position`. `save`: this rank wishes it to be saved.
 
     Raises TrainingError if the loss or the gradient is no longer a number, unless loss scaling skips such a step.
     """
@@ -70,13 +80,14 @@ def make_step(
     update = optimizer.prepare(number)
     # The last thing for which ranks need each other comes before the first that is changed: who gets through it completes
     # the step, and a peer that dies before leaves the last step whole.
-    loss_sum, asked = _exchange(model, [float(summed)], stop)
-    mean = loss_sum[0] / batch.tokens
+    (loss_sum,), (asked, to_be_saved) = _exchange(model, [float(summed)], stop.raised, save)
+    mean = loss_sum / batch.tokens
     if not update.skipped:
         _check(number, mean, update)
     optimizer.step(number)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
-    return Step(number, samples, batch.tokens, mean, update.gradient_norm, update.learning_rate, asked, update.loss_scale, update.skipped)
+    told = update.gradient_norm, update.learning_rate
+    return Step(number, samples, batch.tokens, mean, *told, asked, to_be_saved, update.loss_scale, update.skipped)
 
 
 @torch.no_grad()
@@ -93,10 +104,10 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
         model.local.eval()
         summed = _held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
         model.local.train()
-        sums, asked = _exchange(model, [float(summed)], stop)
+        (loss_sum,), (asked,) = _exchange(model, [float(summed)], stop is not None and stop.raised)
         if asked:
             return None
-        loss, tokens = loss + sums[0], tokens + batch.tokens
+        loss, tokens = loss + loss_sum, tokens + batch.tokens
     return loss / tokens
 
 
@@ -112,11 +123,11 @@ def _check(number: int, loss: float, update: Update) -> None:
     raise TrainingError(f"the loss is {loss}; {checks.told(update.non_finite)}", place=f"step {number}", hint=hint)
 
 
-def _exchange(model: ParallelModel, values: list[float], stop: StopFlag | None) -> tuple[list[float], bool]:
-    """Return the sums of `values` over replicas, and whether any rank has been asked to leave."""
+def _exchange(model: ParallelModel, values: list[float], *flags: bool) -> tuple[list[float], list[bool]]:
+    """Return the sums of `values` over replicas, and which of `flags` any rank has raised."""
     counts = model.mesh.has_loss  # ranks that share layers have the same loss, and stages before the last have none
-    *sums, asked = agreement.totals([*(value * counts for value in values), bool(stop and stop.raised)])
-    return sums, asked > 0
+    sums = agreement.totals([*(value * counts for value in values), *flags])
+    return sums[: len(values)], [flag > 0 for flag in sums[len(values) :]]
 
 
 def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, number: int, scaled: Scaled) -> Tensor:

@@ -72,7 +72,7 @@ class SmallRun:
         (folder / "config.json").write_text("{}")
 
     def start_board(self, *, max_restarts: int = 3) -> None:
-        env = BoardEnv("small", self.board_port, self.store_port, "127.0.0.1", max_restarts)
+        env = BoardEnv("small", self.board_port, self.store_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20)
         self.board = self._start("rendezvous", env.to_env(), self.folder / "events.jsonl")
 
     def start_node(

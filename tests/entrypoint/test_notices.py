@@ -14,6 +14,7 @@ from swarmtrain.wire import (
     FAILURE,
     FINISHED,
     LEFT,
+    NOTE,
     PROGRESS,
     RETURNED,
     USAGE,
@@ -30,10 +31,11 @@ PEER = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
 class Board:
     """Notices with its output kept, and a clock."""
 
-    def __init__(self, max_restarts: int = 2) -> None:
+    def __init__(self, max_restarts: int = 2, per_hour: int = 99) -> None:
         self.time = 100.0
         self.printed: list[Event] = []
-        self.notices = Notices(run="r", max_restarts=max_restarts, boot="b", now=lambda: self.time, publish=self.printed.append)
+        budget = {"max_restarts": max_restarts, "max_restarts_per_hour": per_hour}
+        self.notices = Notices(run="r", **budget, boot="b", now=lambda: self.time, publish=self.printed.append)
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
         return [event.data for event in self.printed if event.kind == kind]
@@ -130,6 +132,77 @@ def test_a_world_that_lived_long_counts_as_progress_where_no_steps_are_told(boar
         board.notices.beat("node1")
         board.fail(f"w{attempt}")
     assert board.verdict is None
+
+
+def test_a_run_that_comes_further_each_time_may_still_not_fail_too_often_within_an_hour() -> None:
+    board = Board(max_restarts=2, per_hour=5)
+    for attempt in range(100):  # a machine a quarter of an hour, for a day
+        board.step(attempt)
+        board.fail(f"w{attempt}", f"node{attempt % 9}", error="killed by SIGKILL", signal="SIGKILL")
+        board.time += 900
+    board.time += 3600
+    for attempt in range(100, 106):
+        board.step(attempt)
+        assert board.verdict is None
+        board.fail(f"w{attempt}")
+    assert board.verdict is not None
+    assert board.verdict.why.endswith("boom; failed 6 times within an hour, max_restarts_per_hour is 5")
+
+
+def test_the_same_exception_at_the_same_step_twice_in_a_row_is_a_bug() -> None:
+    board = Board(max_restarts=50)
+    board.step(7)
+    board.fail("w1", "node0", 0, PEER, step=8)
+    board.fail("w1", "node1", 2, "ValueError: no room for 0x7f3a, of 17", step=8)
+    board.fail("w2", "node1", 2, "ValueError: no room for 0x7f3a, of 17", step=9)
+    assert board.verdict is None, "at another step"
+    board.fail("w3", "node0", 0, PEER, step=9)
+    assert board.verdict is None
+    board.fail("w3", "node0", 1, "ValueError: no room for 0x81aa, of 18", step=9)
+    assert board.verdict is not None
+    assert board.verdict.why.endswith("0x81aa, of 18; the same at the same step as the time before: no fault of a machine")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"signal": "SIGKILL", "error": "killed by SIGKILL"},
+        {"error": PEER, "step": 8},
+        {"error": "RuntimeError: CUDA error: uncorrectable ECC error encountered", "step": 8},
+        {"error": "OSError: [Errno 5] Input/output error: '/data/train.bin'", "step": 8},
+        {"error": "world 3 is cut off", "step": 8, "permanent": False},
+        {"error": "of a script that tells no steps"},
+    ],
+)
+def test_what_may_be_a_machines_fault_is_no_bug_however_often(facts: dict[str, Any]) -> None:
+    board = Board(max_restarts=50)
+    for attempt in range(10):
+        board.world(f"w{attempt}", "node0", "node1")
+        board.fail(f"w{attempt}", **facts)
+    board.pass_time(COLLATERAL_GRACE + 1)
+    assert board.verdict is None
+
+
+def test_two_bugs_between_which_a_machine_died_are_not_in_a_row() -> None:
+    board = Board(max_restarts=50)
+    for attempt in range(3):
+        board.fail(f"a{attempt}", error="boom", step=3)
+        board.fail(f"b{attempt}", error="killed by SIGKILL", signal="SIGKILL")
+    assert board.verdict is None
+
+
+def test_a_node_that_fails_more_often_than_all_others_is_named_once_an_hour() -> None:
+    board = Board(max_restarts=50)
+    for attempt, node in enumerate(["node1", "node0", "node1", "node2", "node1", "node1", "node1", "node1"]):
+        board.fail(f"w{attempt}", node, error=f"boom {node}")
+        board.fail(f"w{attempt}", "node0", 9, PEER)
+    (note,) = board.kinds(NOTE)
+    assert note["node"] == "node1"
+    assert note["message"].startswith("node1 was the first to fail 3 times within an hour, more often than all others together")
+    board.time += 3600
+    for attempt in range(3):
+        board.fail(f"later{attempt}", f"node{attempt}")
+    assert len(board.kinds(NOTE)) == 1
 
 
 def test_the_cause_is_named_even_when_its_wake_is_heard_first() -> None:

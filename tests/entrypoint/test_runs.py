@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from swarmtrain.config import Config
+from swarmtrain.trainer.data import memory_map
 from swarmtrain.wire import EXIT_PLANNED
 
 Gone = Callable[..., None]
@@ -124,6 +129,63 @@ def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
     assert small_run.output().count("Traceback") <= 3 * 2, "the failing rank's, and what its peers saw if they were quicker"
     # An agent that does not listen is killed after 10 s, long before the node's own grace is over.
     assert small_run.events("left")[-1].time - small_run.events("verdict")[0].time < 15
+
+
+# The real trainer, on made-up data. In step 6 rank 1 hangs, once; step 8 raises on rank 1 whenever it is made.
+HANG_AND_FAIL = """
+import os, pathlib, sys, time
+import training_code
+from swarmtrain.trainer import guard, loop, runtime, watchdog
+from swarmtrain.trainer.data import memory_map
+
+guard._LEAST, guard._MOST, watchdog.MARGIN, watchdog.EVERY = 2.0, 2.0, 1.0, 0.2
+made, hung = loop.make_step, pathlib.Path(sys.argv[1])
+
+def make_step(*args, number, **options):
+    if os.environ["RANK"] == "1":
+        if number == 6 and not hung.exists():
+            hung.touch()
+            lie_down()
+        if number == 8:
+            raise ValueError(f"a row of {id(args)} letters")
+    return made(*args, number=number, **options)
+
+def lie_down():
+    time.sleep(600)
+
+loop.make_step = make_step
+training_code.main()
+"""
+
+
+def test_a_rank_that_hangs_says_where_and_a_bug_is_known_when_it_comes_again(small_run: Any) -> None:
+    folder = small_run.folder
+    memory_map.write(folder / "train", [np.arange(4000) % 7], "uint8")
+    config = {
+        "topology": {"global_batch_size": 4, "micro_batch_size": 1},
+        "trainer": {"train_iterations": 1000, "save_dir": str(folder / "run"), "save_interval": 1},
+        "data": {"data_prefixes": [str(folder / "train")]},
+        "transformer_architecture": {"vocab_size": 8, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 16},
+    }
+    (folder / "config.json").write_text(Config.from_json(json.dumps(config)).model_dump_json())
+    small_run.start_board(max_restarts=50)
+    for number in (0, 1):
+        small_run.start_node(number, HANG_AND_FAIL, str(folder / "hung"), slots=1)
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+
+    first, *_ = [event.data for event in small_run.events("failure") if "hangs" in event.data["error"]]
+    assert first["error"].startswith("hangs in step 6, for ")
+    assert first["error"].endswith("times as long as a step takes: it stands in lie_down, script.py line 20")
+    assert "in make_step" in first["traceback"]
+    assert first["rank"] == 1
+    assert "Current thread" in small_run.output()
+    assert "in lie_down" in small_run.output()
+
+    same = [event.data for event in small_run.events("failure") if "letters" in event.data["error"]]
+    assert [data["step"] for data in same] == [8, 8]
+    verdict = small_run.events("verdict")[0].data
+    assert verdict["status"] == "failed"
+    assert verdict["why"].endswith("the same at the same step as the time before: no fault of a machine")
 
 
 def test_a_node_that_can_never_work_ends_the_run_at_once(small_run: Any) -> None:

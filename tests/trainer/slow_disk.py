@@ -1,7 +1,7 @@
 """training_code.py on a disk that takes its time from the second checkpoint on, or is full on rank 1: SLOW or FULL says which.
 
-PACE is the seconds that each step takes at least. The file `memory` has a line for each part that is begun, with the
-bytes that the process then has, and one for each that is written.
+PACE is the seconds that each step takes at least, FIRST those between two checkpoints of `auto`. The file `memory` has a
+line for each part that is begun, with the bytes that the process then has, and one for each that is written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import training_code
 from swarmtrain.trainer import loop
+from swarmtrain.trainer.checkpoint import rhythm
 from swarmtrain.trainer.checkpoint.storage import Writer
 
 
@@ -34,6 +35,7 @@ def main() -> None:
         time.sleep(float(os.environ.get("PACE", "0")))
         return made(*args, **options)
 
+    rhythm.FIRST = float(os.environ.get("FIRST", rhythm.FIRST))
     Writer.write = write  # type: ignore[method-assign]
     loop.make_step = paced
     training_code.main()

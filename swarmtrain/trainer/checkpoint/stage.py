@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -84,7 +85,8 @@ def prune(save_dir: Path, keep: Keep, token: int) -> None:
     wanted = kept([one for one in standing.values() if one], keep)
     for folder, one in standing.items():
         if one not in wanted:
-            remove(folder)
+            with contextlib.suppress(FileNotFoundError):  # survivors of a world that broke may be at it too
+                remove(folder)
     for folder in save_dir.glob(".step-*.world-*"):
         if int(folder.name.rpartition("-")[2]) < token:
             shutil.rmtree(folder, ignore_errors=True)
