@@ -17,7 +17,10 @@ SUSPECT = 3
 """Failures within an hour after which a node is suspected, if most of all have been its own."""
 
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
-_OF_A_DEVICE = re.compile(r"CUDA error|NCCL|cuDNN|cuBLAS|\bECC\b|\bXid\b|HIP error", re.IGNORECASE)
+_OF_A_MACHINE = re.compile(
+    r"CUDA error|NCCL|cuDNN|cuBLAS|\bECC\b|\bXid\b|HIP error|OSError|\bErrno\b|input/output error|no space left|stale file|no such file",
+    re.IGNORECASE,
+)
 
 
 class Budget:
@@ -86,7 +89,7 @@ def _add(times: deque[float], now: float) -> None:
 def _bug(data: Mapping[str, Any]) -> str | None:
     """Name an exception and its step, so that it is known again. None for what may be a machine's fault, or has no step."""
     error, step = str(data.get("error")), data.get("step")
-    machine = data.get("signal") or data.get("oom") or collateral(data) or _OF_A_DEVICE.search(error)
+    machine = data.get("signal") or data.get("oom") or collateral(data) or _OF_A_MACHINE.search(error)
     if machine or data.get("permanent") is False or not isinstance(step, int):
         return None
     return f"{step}: {_CHANGING.sub('#', error)}"

@@ -2,15 +2,19 @@
 
 Peers of a rank that hangs wait for it in a collective and lose their patience (guard.py); what they can tell is only that
 somebody did not come. So each rank is watched from within: a thread counts how long a step has taken. It gives the rank
-somewhat longer than its peers' patience, so that those who merely wait have left by then, and it is the culprit who is
-left. Where its threads stand is written by faulthandler, which needs nothing of the interpreter; should the thread itself
-not get to run, because something holds the interpreter's lock, faulthandler's own clock writes it a little later.
+somewhat longer than its peers' patience, so that those who merely wait have left by then. When the agent then asks for
+the rank (SIGTERM, which its main thread may be deaf to), it is the culprit who is left. Where nobody asks, all may be busy
+with something rare, such as a compiler or a slow disk, and it gets several times as long.
+
+Where its threads stand is written by faulthandler, which needs nothing of the interpreter; should the thread itself not
+get to run, because something holds the interpreter's lock, faulthandler's own clock writes it.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -30,6 +34,8 @@ EVERY = 1.0
 """Seconds between two looks."""
 MARGIN = 5.0
 """Seconds that a rank gets beyond its peers' patience."""
+_ALONE = 4
+"""How many times as long it gets if nobody asks for it."""
 _STEPS = 3
 _RECENT = 32
 
@@ -42,17 +48,24 @@ class Watchdog:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._number: int | None = None
         self._waited = 0.0
+        self._asked = False
+        self._ears, self._mouth, self._before = -1, -1, -1
         self._over = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
+        self._ears, self._mouth = os.pipe2(os.O_NONBLOCK)
+        self._before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        signal.set_wakeup_fd(self._before)
+        os.close(self._ears)
+        os.close(self._mouth)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -86,13 +99,19 @@ class Watchdog:
                 self._waited += min(now - looked, 2 * EVERY)
                 looked = now
                 limit, number = self._limit, self._number
+                self._listen()
                 if limit is None:
                     continue
                 faulthandler.dump_traceback_later(limit + MARGIN, file=sys.__stderr__ or 2)
-                if number is not None and self._waited > limit:
+                if number is not None and self._waited > (limit if self._asked else _ALONE * limit):
                     self._end(number)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def _listen(self) -> None:
+        """Learn of signals from where the interpreter writes them at once, whatever the main thread is in."""
+        with suppress(BlockingIOError):
+            self._asked |= signal.SIGTERM in os.read(self._ears, 64)
 
     def _end(self, number: int) -> None:
         frames = traceback.extract_stack(sys._current_frames()[self._main])

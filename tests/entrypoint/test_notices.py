@@ -169,6 +169,7 @@ def test_the_same_exception_at_the_same_step_twice_in_a_row_is_a_bug() -> None:
         {"signal": "SIGKILL", "error": "killed by SIGKILL"},
         {"error": PEER, "step": 8},
         {"error": "RuntimeError: CUDA error: uncorrectable ECC error encountered", "step": 8},
+        {"error": "OSError: [Errno 5] Input/output error: '/data/train.bin'", "step": 8},
         {"error": "world 3 is cut off", "step": 8, "permanent": False},
         {"error": "of a script that tells no steps"},
     ],

@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
     "topology": {"global_batch_size": 8, "micro_batch_size": 2},
     "optimizer": {"gradient_clipping": 0.5},
     "learning_rate_scheduler": {"learning_rate": 1e-2, "learning_rate_warmup_steps": 2, "learning_rate_decay_iters": STEPS},
-    "trainer": {"train_iterations": STEPS},
+    "trainer": {"train_iterations": STEPS, "save_interval": None},
     "transformer_architecture": {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 16},
 }
 

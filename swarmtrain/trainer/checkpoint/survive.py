@@ -111,9 +111,12 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
         while not (rescue := council.latest).over:
             if here.rank in rescue.writers and rescue.attempt > tried:
                 tried = rescue.attempt
-                if rescue.step > progress.step:
+                if rescue.step == progress.step + 1 and optimizer.prepared:
                     optimizer.step(rescue.step)
                     progress = progress.after(rescue.step, progress.consumed_samples + here.config.topology.global_batch)
+                    council.stand = replace(stand, step=rescue.step, ready=False)
+                if rescue.step != progress.step:  # chosen for where it stood before: others must be
+                    raise RuntimeError(f"it stands at step {progress.step}, and step {rescue.step} is to be saved")
                 if _save(here, checkpoints, progress, rescue, council):
                     done = progress.step
             time.sleep(_POLL)
@@ -190,7 +193,7 @@ class _Council:
     """Says on the board, from a thread, that this rank lives and where it stands; `latest` is what the board last said."""
 
     def __init__(self, board: Board, world: str, rank: int, stand: Stand) -> None:
-        self.board, self.world, self._rank, self._stand = board, world, rank, stand
+        self.board, self.world, self.stand, self._rank = board, world, stand, rank
         self.latest = Rescue()
         self._left = threading.Event()
 
@@ -205,7 +208,7 @@ class _Council:
         heard = begun = time.monotonic()
         while not self._left.is_set() and not self.latest.over:
             try:
-                self.latest, heard = self.board.stand(self.world, self._rank, self._stand), time.monotonic()
+                self.latest, heard = self.board.stand(self.world, self._rank, self.stand), time.monotonic()
             except BoardError as error:
                 if time.monotonic() - heard > _UNHEARD:
                     LOG.warning("rank %d leaves without saving: %s", self._rank, error)
