@@ -6,8 +6,8 @@ somewhat longer than its peers' patience, so that those who merely wait have lef
 the rank (SIGTERM, which its main thread may be deaf to), it is the culprit who is left. Where nobody asks, all may be busy
 with something rare, such as a compiler or a slow disk, and it gets several times as long.
 
-Where its threads stand is written by faulthandler, which needs nothing of the interpreter; should the thread itself not
-get to run, because something holds the interpreter's lock, faulthandler's own clock writes it.
+Where its threads stand is written by faulthandler, which needs nothing of the interpreter. Its clock of its own is left
+alone: a process that was forked while it ran would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -92,21 +92,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        try:
-            while not self._over.wait(EVERY):
-                now = time.monotonic()
-                # A process that was stopped, with its container or by hand, has missed one look, however long it was.
-                self._waited += min(now - looked, 2 * EVERY)
-                looked = now
-                limit, number = self._limit, self._number
-                self._listen()
-                if limit is None:
-                    continue
-                faulthandler.dump_traceback_later(limit + MARGIN, file=sys.__stderr__ or 2)
-                if number is not None and self._waited > (limit if self._asked else _ALONE * limit):
-                    self._end(number)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        while not self._over.wait(EVERY):
+            now = time.monotonic()
+            # A process that was stopped, with its container or by hand, has missed one look, however long it was.
+            self._waited += min(now - looked, 2 * EVERY)
+            looked = now
+            self._listen()
+            limit, number = self._limit, self._number
+            if limit is not None and number is not None and self._waited > (limit if self._asked else _ALONE * limit):
+                self._end(number)
 
     def _listen(self) -> None:
         """Learn of signals from where the interpreter writes them at once, whatever the main thread is in."""
