@@ -22,7 +22,7 @@ def main() -> None:
     shape, pace = config.transformer_architecture, Pace()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
-    model: torch.nn.Module = Transformer(shape, config.trainer.seed)
+    model: torch.nn.Module = Transformer(shape, config.trainer.seed).fill()
     if size > 1:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
