@@ -195,9 +195,9 @@ def _force(scene: Scene) -> None:
 
 
 FAULTS = (
-    Fault("a rank is killed", _kill_rank, NONE, INTERVAL, usual=("replicated",)),
+    Fault("a rank is killed", _kill_rank, NONE, INTERVAL),
     Fault("torchrun is killed", _kill_agent, NONE, INTERVAL),
-    Fault("a container is killed", _kill_container, NONE, INTERVAL, usual=("divided",)),
+    Fault("a container is killed", _kill_container, NONE, INTERVAL),
     Fault("the notice board is killed", _kill_board, NONE, NONE, usual=("divided",)),
     Fault("a machine dies, and comes back after 30 s", _lose("node2", 30), NONE, INTERVAL, usual=("replicated",)),
     Fault("the manager's machine dies, and comes back after 5 s", _lose("node0", 5), INTERVAL, INTERVAL),

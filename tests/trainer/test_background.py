@@ -82,7 +82,7 @@ def test_memory_does_not_grow_where_the_disk_is_slower_than_training(tmp_path: P
     lines = [line.split() for line in (tmp_path / "memory").read_text().splitlines()]
     assert [line[0] for line in lines] == ["begin", "end"] * 10
     memory = [int(line[1]) for line in lines[::2]]
-    assert max(memory[3:]) - memory[2] < size / 2, memory
+    assert max(memory[5:]) - max(memory[:5]) < size, "five more took the room of one"
 
 
 def test_asked_to_leave_while_it_writes(tmp_path: Path, saving: dict[str, Any]) -> None:
