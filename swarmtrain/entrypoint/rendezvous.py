@@ -2,7 +2,7 @@
 
 Prints each event as one line of JSON, and nothing else, on standard output: that log is what launchers read.
 Exit codes: 0 the verdict is given and everybody has heard it, 143 told to stop before (so that Swarm starts it again),
-1 its port is taken.
+1 its port is taken, or it was told nothing that it understands.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ _TOLD_TO_STOP = 128 + signal.SIGTERM
 
 def main() -> int:
     """Serve until the run is over, and return the exit code."""
-    env = BoardEnv.from_env(os.environ)
+    try:
+        env = BoardEnv.from_env(os.environ)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\nhint: the image and whoever started it must have the same version of swarmtrain\n")
+        return EXIT_ERROR
     liveness.guard()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
