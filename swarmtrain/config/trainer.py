@@ -28,6 +28,14 @@ class Deterministic(StrEnum):
     require = "require"
 
 
+class NonFinite(StrEnum):
+    """What becomes of a run in which a loss or a gradient is no number."""
+
+    stop = "stop"
+    skip = "skip"
+    roll_back = "roll_back"
+
+
 class TrainerConfig(Section):
     """How long to train, when to save, and what from."""
 
@@ -74,6 +82,12 @@ class TrainerConfig(Section):
         description="Steps between checks that all replicas have the same parameters and optimizer state, bit for bit. null: none. "
         "What divides save_interval keeps a difference out of checkpoints.",
     )
+    non_finite: NonFinite = Field(
+        NonFinite.stop,
+        description="When a loss or a gradient is no number. stop: end the run. skip: leave out the step, which changes nothing. "
+        "roll_back: begin again at the newest checkpoint, and leave out the batch. In save_dir stands which samples it had.",
+    )
+    non_finite_steps: int = Field(10, ge=1, description="With skip: so many such steps in a row end the run.")
     detect_anomaly: bool = Field(
         False, description="End the run at the operation whose gradient is no number, and show where it was called. Slow: for a search."
     )
@@ -94,6 +108,12 @@ class TrainerConfig(Section):
         "In float16 all are, whose small gradients need the loss's scale.",
     )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")
+
+    @model_validator(mode="after")
+    def _there_is_somewhere_to_go_back_to(self) -> TrainerConfig:
+        if self.non_finite is NonFinite.roll_back and self.save_dir is None:
+            raise wrong("non_finite", "there is nothing to go back to: save_dir is null", "trainer.save_dir: runs/mine")
+        return self
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> TrainerConfig:

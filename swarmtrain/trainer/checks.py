@@ -34,7 +34,9 @@ def told(counts: Mapping[str, int]) -> str:
     names = list(by_rank[rank])
     rest = len(names) - _SHOWN
     shown = ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-    return f"{sum(by_rank[rank].values()):,} values of rank {rank}'s gradients are not finite, in {shown}"
+    count = sum(by_rank[rank].values())
+    values = f"{count:,} values of rank {rank}'s gradients are" if count > 1 else f"1 value of rank {rank}'s gradients is"
+    return f"{values} not finite, in {shown}"
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.saving import Saving
+from swarmtrain.trainer.soundness import Soundness
 from swarmtrain.trainer.step import Step, asked_to_leave, held_out_loss, make_step
 
 
@@ -50,6 +51,7 @@ def train(
         vocabulary.look_through(here, [*data.maps, *(held_out.maps if held_out else ())])
         report.begins(progress.step, path, checkpoints.token, model)
         saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)
+        soundness = Soundness(here)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         made: Step | None = None
         loss = None
@@ -67,9 +69,10 @@ def train(
                 if done:
                     break
                 saving.save_if_due(progress, wished=made is not None and made.to_be_saved)
-                position, number, wish = progress.consumed_samples, progress.step + 1, here.first and saving.wished
+                position, number, wish = soundness.past(progress.consumed_samples), progress.step + 1, here.first and saving.wished
                 with attended.step(number):
                     made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
+                    soundness.judge(made, position, data)
                 audit.write(made)  # what survivors save has been recorded
                 progress = progress.after(number, position + here.config.topology.global_batch)
                 report.step(made)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from swarmtrain.config.transformer_architecture import Precision
-from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, checks
 from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.rows import Rows
@@ -54,6 +53,8 @@ class Step:
     """What the loss was multiplied by; None without loss scaling."""
     skipped: bool = False
     """True if gradients overflowed at that scale, so that nothing was changed."""
+    unsound: str = ""
+    """What of it was no number, if anything was: then it was skipped too."""
 
 
 def make_step(
@@ -69,7 +70,7 @@ def make_step(
 ) -> Step:
     """Make optimizer step `number` with the global batch that begins at `position`. `save`: this rank wishes it to be saved.
 
-    Raises TrainingError if the loss or the gradient is no longer a number, unless loss scaling skips such a step.
+    A step whose loss or gradient is no number changes nothing.
     """
     topology, mesh = here.config.topology, model.mesh
     batch, following = (data.batch(first, topology.global_batch) for first in (position, position + topology.global_batch))
@@ -82,12 +83,13 @@ def make_step(
     # the step, and a peer that dies before leaves the last step whole.
     (loss_sum,), (asked, to_be_saved) = _exchange(model, update.beside, stop.raised, save)
     mean = loss_sum / batch.tokens
-    if not update.skipped:
-        _check(number, mean, update)
+    unsound = "" if update.skipped else _unsound(mean, update)
+    if unsound:
+        update = optimizer.skip()
     optimizer.step(number)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
     told = update.gradient_norm, update.learning_rate
-    return Step(number, samples, batch.tokens, mean, *told, asked, to_be_saved, update.loss_scale, update.skipped)
+    return Step(number, samples, batch.tokens, mean, *told, asked, to_be_saved, update.loss_scale, update.skipped, unsound)
 
 
 @torch.no_grad()
@@ -116,11 +118,11 @@ def asked_to_leave(stop: StopFlag) -> bool:
     return agreement.totals([stop.raised])[0] > 0
 
 
-def _check(number: int, loss: float, update: Update) -> None:
+def _unsound(loss: float, update: Update) -> str:
+    """Say what of a step is no number, if anything is. Called by all ranks together, which all know the same."""
     if math.isfinite(loss) and math.isfinite(update.gradient_norm):
-        return
-    hint = "lower learning_rate_scheduler.learning_rate, or set trainer.detect_anomaly; the newest checkpoint is from before this step"
-    raise TrainingError(f"the loss is {loss}; {checks.told(update.non_finite)}", place=f"step {number}", hint=hint)
+        return ""
+    return f"the loss is {loss:.4f}; {checks.told(update.non_finite)}"
 
 
 def _exchange(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:

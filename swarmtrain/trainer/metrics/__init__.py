@@ -74,6 +74,7 @@ class Report:
         speed, eta = self._speed.tokens_per_second, self._speed.eta(self._steps - step)
         values = {"loss": finite(made.loss), "learning_rate": made.learning_rate, "tokens_per_second": round(speed, 1)}
         scaling = {} if made.loss_scale is None else {"loss_scale": made.loss_scale, "skipped": made.skipped}
+        scaling |= {"skipped": True} if made.unsound else {}
         work = {"tflops": round(speed * self._flops / 1e12, 4)}
         self._write({"step": step, **values, **work, "gradient_norm": finite(made.gradient_norm), **scaling})
         if self._poster:
@@ -89,7 +90,7 @@ class Report:
                 made.gradient_norm,
                 f"{speed:,.0f}",
                 timedelta(seconds=round(eta)),
-                f"  skipped: gradients overflow at loss scale {made.loss_scale:g}" if made.skipped else "",
+                f"  skipped: {made.unsound or f'gradients overflow at loss scale {made.loss_scale:g}'}" if made.skipped else "",
             )
 
     def catches_up(self, step: int, made: Step | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,13 @@ class Optimizer:
             raise _stuck(self._scale, number, non_finite)
         rate = learning_rate(self.groups[0].schedule, number, self._steps)
         self._prepared = Update(norm, rate, used, skipped, non_finite, tuple(read))
+        return self._prepared
+
+    def skip(self) -> Update:
+        """Let the step that is prepared change nothing, and return what it will be then."""
+        if self._prepared is None:
+            raise ValueError("skip() without prepare()")
+        self._prepared = replace(self._prepared, skipped=True)
         return self._prepared
 
     @torch.no_grad()
