@@ -198,7 +198,7 @@ FAULTS = (
     Fault("a rank is killed", _kill_rank, NONE, INTERVAL),
     Fault("torchrun is killed", _kill_agent, NONE, INTERVAL),
     Fault("a container is killed", _kill_container, NONE, INTERVAL),
-    Fault("the notice board is killed", _kill_board, NONE, NONE, usual=("divided",)),
+    Fault("the notice board is killed", _kill_board, NONE, NONE, usual=("replicated",)),
     Fault("a machine dies, and comes back after 30 s", _lose("node2", 30), NONE, INTERVAL, usual=("replicated",)),
     Fault("the manager's machine dies, and comes back after 5 s", _lose("node0", 5), INTERVAL, INTERVAL),
     Fault("a rank hangs", _hang, NONE, INTERVAL, usual=("replicated",)),
@@ -208,9 +208,7 @@ FAULTS = (
     Fault("a link is slowed to 10 Mbit", _slow, NONE, NONE),
     Fault("the disk is full", _fill_disk, NONE, NONE),
     Fault("save_dir vanishes", _lose_folder, NONE, NONE),
-    Fault(
-        "the newest checkpoint is truncated, all containers killed", _damage(_truncate), 2 * INTERVAL, 2 * INTERVAL, usual=("replicated",)
-    ),
+    Fault("the newest checkpoint is truncated, all containers killed", _damage(_truncate), 2 * INTERVAL, 2 * INTERVAL),
     Fault("a bit of the newest checkpoint flips, all containers killed", _damage(_flip), 2 * INTERVAL, 2 * INTERVAL),
     Fault("the newest checkpoint is renamed in part, all containers killed", _damage(_half_rename), 2 * INTERVAL, 2 * INTERVAL),
     Fault("the newest checkpoint is deleted, all containers killed", _damage(_delete), 2 * INTERVAL, 2 * INTERVAL),

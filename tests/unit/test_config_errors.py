@@ -50,6 +50,11 @@ def test_an_item_of_a_list_is_named_by_its_place() -> None:
     ]
 
 
+def test_a_run_that_saves_nothing_cannot_go_back() -> None:
+    (problem,) = problems("trainer: {non_finite: roll_back}")
+    assert problem == ("config trainer.non_finite (line 1): there is nothing to go back to: save_dir is null | trainer.save_dir: runs/mine")
+
+
 def test_a_key_that_stands_twice_is_refused() -> None:
     assert problems("trainer: {seed: 1}\ntrainer: {seed: 2}") == ["config trainer (line 2): stands twice | keep one of the two"]
 
