@@ -29,7 +29,7 @@ _SMALL = [
 _POLL = 0.1
 
 # Runs inside a node's container and sends a signal to its first rank, or to torch's agent.
-_SIGNAL = """
+SIGNAL = """
 import os, sys
 from pathlib import Path
 def command(pid): return Path(f"/proc/{pid}/cmdline").read_text()
@@ -121,7 +121,7 @@ class Scene:
 
     def signal(self, node: str, what: str, number: int) -> None:
         """Send a signal to the first `rank` of a node, or to torch's `agent` there."""
-        self.docker(node, "exec", self.container(node), "python3", "-c", _SIGNAL, what, str(int(number)))
+        self.docker(node, "exec", self.container(node), "python3", "-c", SIGNAL, what, str(int(number)))
 
     def kill_containers(self, *nodes: str) -> None:
         """Kill these nodes' containers at once."""
