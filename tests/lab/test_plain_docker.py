@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_every_command_on_what_docker_stack_deploy_started(
     assert ours["more"] == ["remove service demo_node1: is not in the plan"]
 
 
+def all_run(launcher: SwarmLauncher) -> None:
+    """All tasks run, as soon as those of services that Docker removed have stopped."""
+    end = time.monotonic() + 20
+    while (states := {task.state for task in launcher.tasks(RUN)}) != {"running"}:
+        assert states == {"running", "stopping"}
+        assert time.monotonic() < end, "what was removed has not stopped"
+        time.sleep(0.3)
+
+
 def test_what_docker_changed_by_hand_is_shown_by_plan_and_mended_by_deploy(
     lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan]
 ) -> None:
@@ -95,7 +105,7 @@ def test_what_docker_changed_by_hand_is_shown_by_plan_and_mended_by_deploy(
         "create service demo_rendezvous: is not there",
     ]
     launcher.up(plan, say)
-    assert {task.state for task in launcher.tasks(RUN)} == {"running"}
+    all_run(launcher)
     assert changes() == []
     # With the services gone, nothing keeps the rest.
     docker(lab, "service", "rm", "demo_node0", "demo_node1", "demo_rendezvous")
@@ -108,7 +118,7 @@ def test_what_docker_changed_by_hand_is_shown_by_plan_and_mended_by_deploy(
         f"create secret demo_TOKEN-{plan.cargo.secrets[0].digest}",
     ]
     launcher.up(plan, say)
-    assert {task.state for task in launcher.tasks(RUN)} == {"running"}
+    all_run(launcher)
 
 
 def in_the_container(lab: Lab) -> dict[str, Any]:
