@@ -16,7 +16,7 @@ from swarmtrain.lab import Lab
 
 ROOT = Path(__file__).parents[2]
 NODES = ("node0", "node1", "node2")
-STEPS = 300
+STEPS = 200
 SAVE_INTERVAL = 50
 _SMALL = [
     f"trainer.train_iterations={STEPS}",

@@ -29,7 +29,7 @@ HEAD = """| what happens | state | seconds to the next step | steps lost | ranks
 | --- | --- | ---: | ---: | --- | ---: |"""
 _CHOSEN = os.environ.get("SWARMTRAIN_CHAOS", "")
 _DISK = 2**30
-_STRIKE_AT = 70
+_STRIKE_AT = 60
 
 
 def _is_wanted(fault: Fault, state: str) -> bool:
