@@ -30,6 +30,8 @@ HEAD = """| what happens | state | seconds to the next step | steps lost | ranks
 _CHOSEN = os.environ.get("SWARMTRAIN_CHAOS", "")
 _DISK = 2**30
 _STRIKE_AT = 60
+# Seconds: an engine removes the containers of tasks that the swarm has forgotten when it hears of it.
+_FORGOTTEN_WITHIN = 30.0
 
 
 def _is_wanted(fault: Fault, state: str) -> bool:
@@ -139,10 +141,11 @@ def test_whatever_happens(fault: Fault, state: str, begin: Callable[..., Scene],
 
 def _nothing_left(scene: Scene) -> None:
     assert observe.observe(Engine(scene.lab.docker_host("node0")), scene.run).empty
-    for node in NODES:
-        assert scene.docker(node, "ps", "-aq") == "", f"{node} has a container left"
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, f"runs/{scene.run}")]
-    assert left == []
+    end = time.monotonic() + _FORGOTTEN_WITHIN
+    while left := [container for node in NODES for container in scene.docker(node, "ps", "-aq").split()]:
+        assert time.monotonic() < end, f"{len(left)} containers are left"
+        time.sleep(0.5)
+    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, f"runs/{scene.run}")] == []
 
 
 def _names(path: Path, words: str) -> bool:
