@@ -199,7 +199,7 @@ FAULTS = (
     Fault("torchrun is killed", _kill_agent, NONE, INTERVAL),
     Fault("a container is killed", _kill_container, NONE, INTERVAL),
     Fault("the notice board is killed", _kill_board, NONE, NONE, usual=("replicated",)),
-    Fault("a machine dies, and comes back after 30 s", _lose("node2", 30), NONE, INTERVAL, usual=("replicated",)),
+    Fault("a machine dies, and comes back after 30 s", _lose("node2", 30), NONE, INTERVAL),
     Fault("the manager's machine dies, and comes back after 5 s", _lose("node0", 5), INTERVAL, INTERVAL),
     Fault("a rank hangs", _hang, NONE, INTERVAL, usual=("replicated",)),
     Fault("a link is cut for 5 s", _cut(5), NONE, INTERVAL),
