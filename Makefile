@@ -1,6 +1,6 @@
 # make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
 # make test    everything, with the time of each suite
-# make chaos   every fault that we know of, on a real swarm, and a table of what it cost: an hour and a half; ONLY=words picks rows
+# make chaos   faults on a real swarm, and a table of what each cost; ONLY='a rank hangs' picks rows, without it all are tried, for hours
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
 # make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
 # Each target installs what it needs, is safe to repeat, and works in a fresh clone.

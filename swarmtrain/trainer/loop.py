@@ -69,7 +69,8 @@ def train(
                 if done:
                     break
                 saving.save_if_due(progress, wished=made is not None and made.to_be_saved)
-                position, number, wish = soundness.past(progress.consumed_samples), progress.step + 1, here.first and saving.wished
+                progress = soundness.past(progress)
+                position, number, wish = progress.consumed_samples, progress.step + 1, here.first and saving.wished
                 with attended.step(number):
                     made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
                     soundness.judge(made, position, data)

@@ -7,12 +7,14 @@ as after any failure, and counts against the same budget.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
-from swarmtrain.config.files import reason
+from swarmtrain.config.files import OPEN, reason, write_all
 from swarmtrain.config.trainer import NonFinite
 from swarmtrain.errors import CheckpointError, TrainingError
 from swarmtrain.trainer import agreement
+from swarmtrain.trainer.checkpoint import Progress
 from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.metrics.files import finite
@@ -32,11 +34,11 @@ class Soundness:
         self._in_a_row = 0
         self._passed_over: set[int] = set(agreement.by_first_rank(self._read))
 
-    def past(self, position: int) -> int:
-        """Return the first position from `position` on whose batch is not passed over."""
-        while position in self._passed_over:
-            position += self._here.config.topology.global_batch
-        return position
+    def past(self, progress: Progress) -> Progress:
+        """Return `progress`, behind what it has come to of the batches that are passed over."""
+        while progress.consumed_samples in self._passed_over:
+            progress = replace(progress, consumed_samples=progress.consumed_samples + self._here.config.topology.global_batch)
+        return progress
 
     def judge(self, made: Step, position: int, data: Samples) -> None:
         """Go on after step `made`, whose batch is that of `data` at `position`. Raises TrainingError if the run cannot."""
@@ -65,21 +67,26 @@ class Soundness:
             raise CheckpointError(why, place=str(file), hint="remove it: no batch is passed over then") from None
 
     def _leave(self, made: Step, samples: Ids, pass_over: int | None = None) -> str:
-        """Write down what the batch was, and that it is to be passed over; return where that stands."""
+        """Write down what the batch was, and that it is to be passed over; return where that stands, nothing if it does not.
+
+        Raises CheckpointError if a batch that is to be passed over cannot be written down.
+        """
         folder = self._config.save_dir
         if folder is None:
             return ""
+        told = folder / f"non-finite-step-{made.number:08}.json"
+        files = {told: _json({"step": made.number, "loss": finite(made.loss), "why": made.unsound, "samples": samples.tolist()})}
+        if pass_over is not None:
+            files[folder / _PASSED_OVER] = _json(sorted({*self._passed_over, pass_over}))
         try:
-            file = folder / f"non-finite-step-{made.number:08}.json"
-            _write(file, {"step": made.number, "loss": finite(made.loss), "why": made.unsound, "samples": samples.tolist()})
-            if pass_over is not None:
-                _write(folder / _PASSED_OVER, sorted({*self._passed_over, pass_over}))
+            write_all(files)
         except OSError as error:
-            raise CheckpointError(f"{error.filename}: {reason(error)}", place=f"config trainer.save_dir {folder}") from None
-        return f"the ids of its samples stand in {file}"
+            if pass_over is None:
+                return ""  # that the numbers went wrong is what is to be told
+            why = f"{made.unsound}, and that the batch is to be passed over cannot be written down: {reason(error)}"
+            raise CheckpointError(why, place=f"config trainer.save_dir {folder}", hint="is the disk full, or gone?") from None
+        return f"the ids of its samples stand in {told}"
 
 
-def _write(file: Path, value: object) -> None:
-    aside = file.with_name(f".{file.name}")
-    aside.write_text(json.dumps(value) + "\n")
-    aside.replace(file)
+def _json(value: Any) -> tuple[bytes, int]:
+    return json.dumps(value).encode() + b"\n", OPEN

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmtrain.config.files import reason
+from swarmtrain.config.files import OPEN, reason, write_all
 from swarmtrain.errors import DataError, TrainingError
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.data import order
@@ -155,6 +155,5 @@ def _read(record: Path | None) -> dict[str, Seen]:
 def _write(record: Path | None, seen: Mapping[str, Seen]) -> None:
     if record:
         with suppress(OSError):  # of a disk that is full, checkpoints are the ones to tell
-            aside = record.with_name(f".{record.name}")
-            aside.write_text(json.dumps({name: asdict(each) for name, each in seen.items()}, indent=1) + "\n")
-            aside.replace(record)
+            text = json.dumps({name: asdict(each) for name, each in seen.items()}, indent=1) + "\n"
+            write_all({record: (text.encode(), OPEN)})

@@ -74,8 +74,9 @@ class Optimizer:
 
     @property
     def prepared(self) -> bool:
-        """True if the next step is known, and needs no other rank."""
-        return self._prepared is not None
+        """True if the next step is known, is sound as far as can be seen here, and needs no other rank."""
+        update = self._prepared
+        return update is not None and (update.skipped or math.isfinite(update.gradient_norm))
 
     @torch.no_grad()
     def prepare(self, number: int, *beside: Tensor) -> Update:
