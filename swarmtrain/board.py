@@ -52,13 +52,17 @@ class Board:
         answer = self._call("stand", world=world, rank=rank, stand=asdict(stand))
         return Rescue(**{**answer, "writers": tuple(answer["writers"])})
 
-    def rescued(self, world: str, attempt: int) -> None:
-        """Say that the first of the writers is done, well or not. Raises BoardError."""
-        self._call("rescued", world=world, attempt=attempt)
+    def rescued(self, world: str, attempt: int, rank: int) -> None:
+        """Say that `rank`, the first of the writers, or of those of its node, is done, well or not. Raises BoardError."""
+        self._call("rescued", world=world, attempt=attempt, rank=rank)
 
     def rescuing(self) -> bool:
         """Return whether survivors of a broken world are saving. Raises BoardError."""
         return bool(self._call("rescuing")["rescuing"])
+
+    def token(self, above: int) -> int:
+        """Return a world token higher than `above` and than all that were drawn here before. Raises BoardError."""
+        return int(self._call("token", above=above)["token"])
 
     def clock(self) -> float:
         """Return by how many seconds this machine's clock is ahead of the board's, of a few tries by the quickest. Raises BoardError."""

@@ -163,6 +163,10 @@ class Stand:
     """Parts in all: one, unless the state is divided."""
     size: int
     """Ranks of the world."""
+    disk: int = 0
+    """Which it would save to: its node's, or the one that all share."""
+    disks: int = 1
+    """Disks in all."""
 
 
 # Kinds of events, with the fields that readers may rely on.
@@ -267,7 +271,7 @@ class Rescue:
 
     step: int = 0
     writers: tuple[int, ...] = ()
-    """Ranks that write, one for each part; the first puts the parts together. Empty while that is being decided."""
+    """Ranks that write, one for each part and disk; the first of a disk's puts the parts together. Empty while that is being decided."""
     attempt: int = 0
     """Goes up when a writer has died and others are chosen."""
     over: bool = False

@@ -98,7 +98,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
                     return asdict(self._notices.close(request["node"], request["round"]))
                 case "leave":
                     return asdict(self._notices.leave(request["node"], int(request["exit_code"])))
-                case "stand" | "rescued" | "rescuing" as op:
+                case "stand" | "rescued" | "rescuing" | "token" as op:
                     return self._rescues.answer(op, request)
                 case op:
                     raise ValueError(f"no such operation: {op}")
