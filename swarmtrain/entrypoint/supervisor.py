@@ -37,6 +37,9 @@ _AFTER_FAILURE = 10.0  # a run that is given up made no step since its last save
 _AFTER_DONE = 330.0  # torch's agents wait up to 300 s for each other at their end
 _LONG_LIFE = 30.0
 _LONGEST_PAUSE = 15.0
+_ALONE = 90.0
+"""Seconds without the board's answer after which a node does not train on by itself: others may go on without it. A board that restarts is
+back in less."""
 
 
 def main() -> int:
@@ -60,6 +63,7 @@ class Supervisor:
         self.asked = False
         self.kill_at = float("inf")
         self.pause = 0.0
+        self.heard = time.monotonic()
 
     def run(self) -> int:
         """Return the exit code, when the run is over, this node is, or it was told to stop."""
@@ -113,7 +117,7 @@ class Supervisor:
     def _train(self, round: str, route: Route) -> int:
         """Run one agent from its start to its end, and return its exit code (negative: a signal)."""
         began = time.monotonic()
-        self.asked, self.kill_at = False, float("inf")
+        self.asked, self.kill_at, self.heard = False, float("inf"), time.monotonic()
         argv = [sys.executable, "-m", "swarmtrain.entrypoint", "agent", round]
         if (address := published_address(route)) is not None:
             argv.append(address)
@@ -146,14 +150,22 @@ class Supervisor:
             _kill_group(agent)
         try:
             orders = self.board.beat(self.node.node)
-        except BoardError:
-            return  # it may be restarting; if it is gone for good, so is the store, and the agent ends by itself
+        except BoardError as error:
+            self._miss(agent, error)
+            return
+        self.heard = time.monotonic()
         if orders.verdict and orders.verdict.done:
             self.kill_at = min(self.kill_at, time.monotonic() + _AFTER_DONE)
         elif orders.verdict:
             self._end_agent(agent, _AFTER_FAILURE)
         elif orders.round != round:
             # A round that others have left cannot form a world again: save, and meet them in the new one.
+            self._end_agent(agent, self.node.stop_grace)
+
+    def _miss(self, agent: subprocess.Popen[bytes], error: BoardError) -> None:
+        """The board does not answer. It may be restarting; a node that is cut off would train on for as long as its links to peers hold."""
+        if time.monotonic() - self.heard > _ALONE and not self.asked:
+            _say(f"{error}; no answer for {_ALONE:.0f} s: this node may be cut off, and stops until it is heard again")
             self._end_agent(agent, self.node.stop_grace)
 
     def _end_agent(self, agent: subprocess.Popen[bytes], grace: float) -> None:
