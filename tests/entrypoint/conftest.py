@@ -136,19 +136,22 @@ class SmallRun:
         return "\n".join(event.to_line() for event in self.events()) + "\n" + self.output()
 
     def descendants(self, number: int) -> dict[int, str]:
-        """Return the living processes under a node's supervisor, by pid, with their command lines."""
+        """Return the living processes under a node's supervisor, by pid, with their names."""
         parents, found = _processes(), {self.nodes[f"node{number}"].pid: ""}
         for _ in range(5):
-            found.update({pid: command for pid, (parent, command) in parents.items() if parent in found})
-        return {pid: command for pid, command in found.items() if command}
+            found.update({pid: name for pid, (parent, name) in parents.items() if parent in found})
+        return {pid: name for pid, name in found.items() if name}
 
     def agent(self, number: int) -> int:
-        return next(pid for pid, command in self.descendants(number).items() if "entrypoint agent" in command)
+        return next(pid for pid, name in self.descendants(number).items() if name == "agent")
 
     def ranks(self, number: int) -> list[int]:
-        children, agent = self.descendants(number), self.agent(number)
-        forkserver = next(pid for pid, (parent, command) in _processes().items() if parent == agent and "forkserver" in command)
-        return sorted(pid for pid, (parent, _) in _processes().items() if parent == forkserver and pid in children)
+        named = {int(name.split()[1]): pid for pid, name in self.descendants(number).items() if name.startswith("rank ")}
+        return [pid for _, pid in sorted(named.items())]
+
+    def server(self, number: int) -> int:
+        """Return what has imported torch, and forks the agents."""
+        return next(pid for pid, name in self.descendants(number).items() if name == "torch is here")
 
     def close(self) -> None:
         for process in [*self.nodes.values(), *([self.board] if self.board else [])]:
@@ -198,7 +201,7 @@ def _processes() -> dict[int, tuple[int, str]]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                found[int(entry.name)] = (parent, (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                found[int(entry.name)] = (parent, (entry / "comm").read_text().strip())
     return found
 
 

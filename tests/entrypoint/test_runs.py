@@ -66,16 +66,19 @@ def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any, gone: Gone)
 
 
 def test_a_killed_agent_takes_its_ranks_along_and_comes_back(small_run: Any, gone: Gone) -> None:
+    """So does the server that it was forked from."""
     small_run.start_board()
     for number in (0, 1):
         small_run.train(number)
-    small_run.until("progress")
-    # What listens to the supervisor's heartbeat stays with it.
-    family = [pid for pid, command in small_run.descendants(0).items() if "entrypoint node" not in command]
-    os.kill(small_run.agent(0), signal.SIGKILL)
-    gone(family)
-    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
-    assert any(event.data.get("node") == "node0" and event.data.get("signal") == "SIGKILL" for event in small_run.events("failure"))
+    for worlds, killed in enumerate((small_run.agent, small_run.server), start=1):
+        formed = small_run.until("world", count=worlds)
+        small_run.until("progress", where=lambda event, after=formed.time: event.time > after)
+        family = [small_run.agent(0), *small_run.ranks(0)]
+        os.kill(killed(0), signal.SIGKILL)
+        gone(family)
+    assert small_run.finish_training(worlds=3) == {"node0": 0, "node1": 0, "board": 0}
+    killed_here = [event for event in small_run.events("failure") if event.data.get("node") == "node0"]
+    assert [event.data.get("signal") for event in killed_here] == ["SIGKILL"] * 2
     assert small_run.events("verdict")[0].data["status"] == "done"
 
 
