@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.entrypoint.notices import COLLATERAL_GRACE, LINGER, SILENT, STEADY, Notices
+from swarmtrain.entrypoint.notices import COLLATERAL_GRACE, LINGER, STEADY, Notices
+from swarmtrain.entrypoint.presence import SILENT
 from swarmtrain.wire import (
     AT_FIRST,
     CHECKPOINT,
