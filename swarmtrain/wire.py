@@ -281,3 +281,5 @@ class Orders:
     round: str
     """Run id for the rendezvous. A new one is drawn when the old one is closed, since a closed one refuses everybody for ever."""
     verdict: Verdict | None = None
+    wait: bool = False
+    """Not yet: ask again in a moment."""

@@ -37,7 +37,7 @@ _FOR_EVER = 1_000_000
 _RENDEZVOUS = {
     "is_host": 0,  # the store is a service of its own; guessed by host name it would be wrong behind a service name
     "join_timeout": 3600,  # waiting for a node that is being repaired is no failure
-    "last_call_timeout": 3,
+    "last_call_timeout": 1,  # supervisors let their agents begin together
     "close_timeout": 10,
     "read_timeout": 60,
     "keep_alive_interval": 2,  # together 6 s to notice a dead node; 1 s × 2 splits a world whose nodes merely stall

@@ -9,8 +9,8 @@ A pure state machine: calls in, events out through `publish`, time through `now`
 - A run is done when the trainer says so, or, with a script that says nothing, when all nodes of a world have left with 0.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 
-Who is here is presence.py's, what is printed when printing.py's, what befell which world worlds.py's, and how often a run
-may fail budget.py's.
+Who is here is presence.py's, when a round begins gathering.py's, what is printed when printing.py's, what befell which
+world worlds.py's, and how often a run may fail budget.py's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import asdict
 from typing import Any
 
 from swarmtrain.entrypoint.budget import Budget
+from swarmtrain.entrypoint.gathering import Gathering
 from swarmtrain.entrypoint.presence import Presence
 from swarmtrain.entrypoint.printing import Printer
 from swarmtrain.entrypoint.worlds import Cause, Told, Worlds
@@ -32,6 +33,7 @@ from swarmtrain.wire import (
     EXIT_PLANNED,
     FAILURE,
     FINISHED,
+    JOINED,
     LEFT,
     NOTE,
     PROGRESS,
@@ -73,6 +75,7 @@ class Notices:
         self._now = now
         self._printer = Printer(publish, now)
         self._nodes = Presence(now)
+        self._gathering = Gathering(now)
         self._worlds = Worlds()
         self._told = Told()
         self._number = 1
@@ -113,22 +116,24 @@ class Notices:
         return self.orders
 
     def close(self, name: str, round: str) -> Orders:
-        """A node's agent has ended without success; `round` is of no more use to it.
+        """A node has no agent yet ("") or any more; `round` is of no more use to it.
 
         The answer holds the same round again while the others are finishing: nothing is to be started then.
         """
         self._nodes.see(name)
-        if round != self.round or self._verdict:
+        if round == self.round and not self._verdict:
+            if name in self._worlds.unfinished:
+                self._fail_unfinished(f"{name} ended")
+            elif not self._worlds.finishing:
+                self._number += 1
+        if round == self.round or self._verdict:
             return self.orders
-        if name in self._worlds.unfinished:
-            self._fail_unfinished(f"{name} ended")
-        elif not self._worlds.finishing:
-            self._number += 1
-        return self.orders
+        return Orders(self.round, wait=not self._gathering.come(self.round, name, self._nodes.lively))
 
     def leave(self, name: str, exit_code: int) -> Orders:
         """A node has ended: 0 with success, EXIT_PLANNED because it was told to, anything else because it could not go on."""
         self._nodes.leave(name, exit_code)
+        self._gathering.leave(name)
         self._printer.print(Event(LEFT, {"node": name, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
             self._changing = True
@@ -155,6 +160,9 @@ class Notices:
         elif event.kind == PROGRESS:
             self._note(event)
             self._printer.progress(event)
+        elif event.kind == JOINED:
+            self._gathering.announce(str(event.data["node"]))
+            self._printer.print(event)
         else:
             self._printer.print(event)
             self._note(event)

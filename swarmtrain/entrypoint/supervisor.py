@@ -29,6 +29,7 @@ from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, JOINED, NOTE, PREFIX, Event, NodeEnv, Orders
 
 _BEAT = 1.0
+_SOON = 0.2
 _WAIT_FOR_BOARD = 600.0  # the rendezvous service may still be pulling its image
 _BOARD_RESTARTS = 300.0
 _FAREWELL = 15.0
@@ -81,8 +82,9 @@ class Supervisor:
             return self._refuse(problems)
         route = self._join()
         forks.await_warmth()  # before the board expects a beat every second
-        orders = self.board.join(self.node.node)
+        self.board.join(self.node.node)
         Reporter(self.board, self.node.node).start()
+        orders = self._next("")
         while orders.verdict is None:
             code = self._train(orders.round, route)
             if code == EXIT_OK:
@@ -169,7 +171,7 @@ class Supervisor:
         self._try_to_post(Event(FAILURE, {"node": self.node.node, "round": round, "signal": name, "error": error}))
 
     def _next(self, round: str) -> Orders:
-        """Get a round that is not `round`, or the verdict. Raises BoardError if the board stays away."""
+        """Get a round that is not `round` when it begins, or the verdict. Raises BoardError if the board stays away."""
         time.sleep(self.pause)
         while True:
             self.board.wait(_BOARD_RESTARTS)
@@ -177,9 +179,9 @@ class Supervisor:
                 orders = self.board.close(self.node.node, round)
             except BoardError:
                 continue
-            if orders.verdict or orders.round != round:
+            if orders.verdict or (orders.round != round and not orders.wait):
                 return orders
-            time.sleep(_BEAT)  # the others are finishing: wait for the verdict
+            time.sleep(_SOON if orders.wait else _BEAT)  # the others are coming, or finishing: then wait for the verdict
 
     def _leave(self, exit_code: int) -> None:
         """Say that this node ends. A board that is gone by then has nothing more to learn."""

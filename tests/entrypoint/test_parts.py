@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,13 @@ def test_the_board_answers_nonsense_with_an_error_and_lives_on(small_run: Any) -
     for op, fields in (("dance", {}), ("join", {}), ("post", {"kind": "verdict", "data": {}, "time": 0})):
         with pytest.raises(BoardError):
             board._call(op, **fields)
-    orders = board.join("node0")
+    board.join("node0")
+    orders = board.beat("node0")
     assert orders.verdict is None
-    assert board.beat("node0") == orders
     assert isinstance(orders.round, str)
+    while board.close("node0", "").wait:
+        time.sleep(0.1)
+    assert board.close("node0", "") == orders
     board._call("post", kind="finished", data={"step": 1}, time=0.0)
     assert board.leave("node0", 0).verdict == Verdict("done", "the last step, 1, is done", 0)
     assert small_run.board.wait(20) == 0
