@@ -27,6 +27,7 @@ from swarmtrain.board import Board
 from swarmtrain.wire import Event
 
 state, enough = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+aside = state.with_suffix(".new")
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 dist.init_process_group("gloo")
@@ -46,7 +47,8 @@ while True:
     time.sleep(0.02)
     step += 1
     if rank == 0:
-        state.write_text(str(step))
+        aside.write_text(str(step))
+        aside.replace(state)
         if step % 5 == 0:
             Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step, "pid": os.getpid()}))
 dist.barrier()
