@@ -89,7 +89,7 @@ class Board:
     def _orders(self, op: str, **fields: Any) -> Orders:
         reply = self._call(op, **fields)
         verdict = reply.get("verdict")
-        return Orders(round=reply["round"], verdict=Verdict(**verdict) if verdict else None)
+        return Orders(reply["round"], Verdict(**verdict) if verdict else None, reply["sit_out"])
 
     def _call(self, op: str, **fields: Any) -> dict[str, Any]:
         host, _, port = self.address.rpartition(":")

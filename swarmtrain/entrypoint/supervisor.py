@@ -84,6 +84,9 @@ class Supervisor:
         orders = self.board.join(self.node.node)
         Reporter(self.board, self.node.node).start()
         while orders.verdict is None:
+            if orders.sit_out:
+                orders = self._sit_out()
+                continue
             code = self._train(orders.round, route)
             if code == EXIT_OK:
                 break
@@ -180,6 +183,19 @@ class Supervisor:
             if orders.verdict or orders.round != round:
                 return orders
             time.sleep(_BEAT)  # the others are finishing: wait for the verdict
+
+    def _sit_out(self) -> Orders:
+        """Wait until this node, which has failed again and again, may train again, or the run is over. Raises BoardError."""
+        _say("left out for now, since this node fails again and again; `swarmtrain status` says until when")
+        while True:
+            time.sleep(_BEAT)
+            try:
+                orders = self.board.beat(self.node.node)
+            except BoardError:
+                self.board.wait(_BOARD_RESTARTS)
+                continue
+            if orders.verdict or not orders.sit_out:
+                return orders
 
     def _leave(self, exit_code: int) -> None:
         """Say that this node ends. A board that is gone by then has nothing more to learn."""
