@@ -10,20 +10,19 @@ A pure state machine: calls in, events out through `publish`, time through `now`
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 
 Who is here is presence.py's, when a round begins gathering.py's, what is printed when printing.py's, what befell which
-world worlds.py's, and how often a run may fail budget.py's.
+world worlds.py's, how often a run may fail budget.py's, and which nodes are left out suspects.py's.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
 
 from swarmtrain.entrypoint.budget import Budget
 from swarmtrain.entrypoint.gathering import Gathering
 from swarmtrain.entrypoint.presence import Presence
 from swarmtrain.entrypoint.printing import Printer
+from swarmtrain.entrypoint.suspects import Suspects, of_a_machine
 from swarmtrain.entrypoint.worlds import Cause, Told, Worlds
 from swarmtrain.wire import (
     ASKED,
@@ -35,7 +34,8 @@ from swarmtrain.wire import (
     FINISHED,
     JOINED,
     LEFT,
-    NOTE,
+    LEFT_OUT,
+    LET_IN,
     PROGRESS,
     RETURNED,
     USAGE,
@@ -54,7 +54,7 @@ STEADY = 300.0
 COLLATERAL_GRACE = 3.0
 """Seconds to wait for the cause, when all we have heard of is what came in its wake."""
 
-_OURS = {ASKED, BOARD_UP, LEFT, VERDICT}
+_OURS = {ASKED, BOARD_UP, LEFT, LEFT_OUT, LET_IN, VERDICT}
 
 
 class Notices:
@@ -66,11 +66,13 @@ class Notices:
         run: str,
         max_restarts: int,
         max_restarts_per_hour: int,
+        min_nodes: int,
         boot: str,
         now: Callable[[], float],
         publish: Callable[[Event], None],
     ) -> None:
         self._budget = Budget(max_restarts, max_restarts_per_hour, now)
+        self._suspects = Suspects(min_nodes, now)
         self._boot = boot
         self._now = now
         self._printer = Printer(publish, now)
@@ -107,7 +109,8 @@ class Notices:
             self._changing = True
         elif name in self._worlds.unfinished:
             self._fail_unfinished(f"{name} was lost")
-        self._nodes.join(name)
+        if self._nodes.join(name) and self._worlds.newest:
+            self._suspect(self._worlds.newest.key, name)
         return self.orders
 
     def beat(self, name: str) -> Orders:
@@ -128,7 +131,9 @@ class Notices:
                 self._number += 1
         if round == self.round or self._verdict:
             return self.orders
-        return Orders(self.round, wait=not self._gathering.come(self.round, name, self._nodes.lively))
+        others = self._nodes.lively - self._suspects.sitting_out
+        wait = name in self._suspects.sitting_out or not self._gathering.come(self.round, name, others)
+        return replace(self.orders, wait=wait)
 
     def leave(self, name: str, exit_code: int) -> Orders:
         """A node has ended: 0 with success, EXIT_PLANNED because it was told to, anything else because it could not go on."""
@@ -137,6 +142,7 @@ class Notices:
         self._printer.print(Event(LEFT, {"node": name, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
             self._changing = True
+            self._suspects.left(name)
         if exit_code == 0 and (world := self._worlds.newest):
             world.finished.add(name)
             left = [member for member in world.members if self._nodes.has_finished(member)]
@@ -174,6 +180,9 @@ class Notices:
             self._printer.print(Event(LEFT, {"node": name, "exit_code": None}))
             if name in self._worlds.unfinished:
                 self._fail_unfinished(f"{name} was lost")
+        for event in [] if self._verdict else self._suspects.let_in(self._nodes.here):
+            self._changing = True
+            self._printer.print(event)
         self._printer.tick()
         if self._decide_at is not None and self._now() >= self._decide_at:
             self._give_up()
@@ -237,11 +246,21 @@ class Notices:
     def _blame(self, cause: Cause) -> None:
         self._cause = cause
         self._budget.caused(cause.world, cause.data)
-        if not self._budget.bug and (found := self._budget.suspect()):
-            node, times = found
-            often = f"{times} times within an hour, more often than all others together"
-            message = f"{node} was the first to fail {often}: is its machine sound? A drained one is done without, if min_nodes allows"
-            self._printer.print(Event(NOTE, {"node": node, "message": message}))
+        if of_a_machine(cause.data):
+            self._suspect(cause.world, cause.node)
+
+    def _suspect(self, world: str, node: str) -> None:
+        """The machine of `node` made `world` fail: leave it out if that is too often. The others meet without it, in a new round."""
+        if self._verdict or self._worlds.finishing:
+            return
+        event = self._suspects.failed(world, node, self._nodes.here)
+        if event and event.kind == LEFT_OUT:
+            self._number += 1
+            self._changing = True
+            self._decide_at = None
+            self._budget.progress()  # the others fail no more for what it did
+        if event:
+            self._printer.print(event)
 
     def _steady(self, key: str) -> bool:
         world = self._worlds.newest
@@ -260,7 +279,7 @@ class Notices:
         cause, reason = self._cause, reason or self._budget.spent or "given up"
         data = cause.data if cause else {}
         why = f"{cause.name}: {data.get('error', 'no reason given')}; {reason}" if cause and not lead else reason
-        self._decide(Verdict("failed", why, _exit_code(data), str(data.get("hint") or "")))
+        self._decide(Verdict("failed", why, cause.exit_code if cause else 1, str(data.get("hint") or "")))
 
     def _decide(self, verdict: Verdict) -> None:
         self._decide_at = None
@@ -268,11 +287,3 @@ class Notices:
             return
         self._verdict, self._verdict_at = verdict, self._now()
         self._printer.print(Event(VERDICT, {key: value for key, value in asdict(verdict).items() if key != "hint" or value}))
-
-
-def _exit_code(data: dict[str, Any]) -> int:
-    """Return the code that a shell would show for this failure; 1 if nobody knows it."""
-    if name := data.get("signal"):
-        return 128 + getattr(signal, str(name), 0)
-    code = data.get("exit_code")
-    return code if isinstance(code, int) and code else 1

@@ -45,9 +45,11 @@ class Presence:
         """Whether nobody is left who could still listen."""
         return all(node.gone or self._silent(node) for node in self._nodes.values())
 
-    def join(self, name: str) -> None:
-        """A node's supervisor has started, for the first time or again."""
+    def join(self, name: str) -> bool:
+        """A node's supervisor has started, for the first time or again. Return whether the one before it died without a word."""
+        before = self._nodes.get(name)
         self._nodes[name] = _Node(self._now())
+        return before is not None and before.exit_code is None
 
     def see(self, name: str) -> None:
         """A node's supervisor lives."""

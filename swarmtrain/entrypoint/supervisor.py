@@ -29,7 +29,7 @@ from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, JOINED, NOTE, PREFIX, Event, NodeEnv, Orders
 
 _BEAT = 1.0
-_SOON = 0.2
+_SOON = 0.3
 _WAIT_FOR_BOARD = 600.0  # the rendezvous service may still be pulling its image
 _BOARD_RESTARTS = 300.0
 _FAREWELL = 15.0
@@ -181,7 +181,7 @@ class Supervisor:
                 continue
             if orders.verdict or (orders.round != round and not orders.wait):
                 return orders
-            time.sleep(_SOON if orders.wait else _BEAT)  # the others are coming, or finishing: then wait for the verdict
+            time.sleep(_SOON)  # others are coming, or finishing, or this node sits out
 
     def _leave(self, exit_code: int) -> None:
         """Say that this node ends. A board that is gone by then has nothing more to learn."""

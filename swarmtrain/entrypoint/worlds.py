@@ -7,6 +7,7 @@ that it befell.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,14 @@ class Cause:
         """Whom it befell, for a person."""
         rank = self.data.get("rank")
         return str(self.data.get("node", "a node")) + (f" rank {rank}" if rank is not None else "")
+
+    @property
+    def exit_code(self) -> int:
+        """The code that a shell would show for it; 1 if nobody knows that."""
+        if name := self.data.get("signal"):
+            return 128 + getattr(signal, str(name), 0)
+        code = self.data.get("exit_code")
+        return code if isinstance(code, int) and code else 1
 
 
 class Worlds:

@@ -73,8 +73,8 @@ class SmallRun:
         self.state = folder / "state"
         (folder / "config.json").write_text("{}")
 
-    def start_board(self, *, max_restarts: int = 3) -> None:
-        env = BoardEnv("small", self.board_port, self.store_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20)
+    def start_board(self, *, max_restarts: int = 3, min_nodes: int = 2) -> None:
+        env = BoardEnv("small", self.board_port, self.store_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20, min_nodes=min_nodes)
         self.board = self._start("rendezvous", env.to_env(), self.folder / "events.jsonl")
 
     def start_node(
@@ -92,9 +92,16 @@ class SmallRun:
         self.nodes["node0"] = self._start("probe", env, self.log(0))
         return self.nodes["node0"]
 
-    def train(self, number: int, *, slots: int = 2, nodes: tuple[int, int] = (2, 2)) -> None:
-        """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk."""
-        self.start_node(number, TRAIN, str(self.state), str(self.folder / "enough"), slots=slots, nodes=nodes)
+    def train(self, number: int, *, slots: int = 2, nodes: tuple[int, int] = (2, 2), fault: str = "pass") -> None:
+        """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk. `fault`: a statement for each step."""
+        self.start_node(
+            number,
+            TRAIN.replace("step += 1", f"step += 1; {fault}"),
+            str(self.state),
+            str(self.folder / "enough"),
+            slots=slots,
+            nodes=nodes,
+        )
 
     def finish_training(self, worlds: int) -> dict[str, int]:
         """Let TRAIN end once that many worlds have formed and the last one has made steps; return the exit codes."""

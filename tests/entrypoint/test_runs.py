@@ -108,6 +108,25 @@ def test_the_board_dies_and_the_nodes_meet_again_on_its_successor(small_run: Any
     assert small_run.events("verdict")[0].data["status"] == "done"
 
 
+def test_a_node_whose_machine_is_bad_sits_out_and_the_others_finish(small_run: Any) -> None:
+    small_run.start_board()
+    bad = "step % 8 or os.environ['SWARMTRAIN_NODE'] != 'node2' or open('/proc/self/mem').read()"  # [Errno 5] Input/output error
+    for number in range(3):
+        small_run.train(number, slots=1, nodes=(2, 3), fault=bad)
+    out = small_run.until("left_out")
+    assert out.data["node"] == "node2"
+    smaller = small_run.until("world", where=lambda event: event.time > out.time and event.data["nodes"] == 2)
+    assert sorted(smaller.data["ranks"]) == ["node0", "node1"]
+    begun = small_run.log(2).read_text().count("start at")
+    small_run.until("progress", where=lambda event: event.time > smaller.time + 2)
+    assert small_run.nodes["node2"].poll() is None, "what Swarm sees is a task that runs"
+    (small_run.folder / "enough").touch()
+    assert small_run.finish() == {"node0": 0, "node1": 0, "node2": 0, "board": 0}
+    assert small_run.log(2).read_text().count("start at") == begun, "no rank of it was started meanwhile"
+    assert small_run.events("world")[-1] == smaller
+    assert small_run.events("verdict")[0].data["status"] == "done"
+
+
 def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
     script = (
         "import os, torch.distributed as dist\n"
