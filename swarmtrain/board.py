@@ -31,16 +31,16 @@ class Board:
         """Put an event on the board. Raises BoardError if it cannot be reached."""
         return Receipt(**self._call("post", **asdict(event)))
 
-    def join(self, node: str) -> Orders:
-        """Say that `node` is here. Raises BoardError."""
-        return self._orders("join", node=node)
+    def join(self, node: str) -> None:
+        """Say that `node` is here, and will beat every second. Raises BoardError."""
+        self._call("join", node=node)
 
     def beat(self, node: str) -> Orders:
         """Say that `node` is still here. Raises BoardError."""
         return self._orders("beat", node=node)
 
     def close(self, node: str, round: str) -> Orders:
-        """Say that the rendezvous `round` is closed for good; the answer holds a fresh one. Raises BoardError."""
+        """Say that the rendezvous `round`, "" if there was none, is closed for good; the answer holds a fresh one. Raises BoardError."""
         return self._orders("close", node=node, round=round)
 
     def leave(self, node: str, exit_code: int) -> Orders:
@@ -93,7 +93,7 @@ class Board:
     def _orders(self, op: str, **fields: Any) -> Orders:
         reply = self._call(op, **fields)
         verdict = reply.get("verdict")
-        return Orders(round=reply["round"], verdict=Verdict(**verdict) if verdict else None)
+        return Orders(reply["round"], Verdict(**verdict) if verdict else None, reply["wait"])
 
     def _call(self, op: str, **fields: Any) -> dict[str, Any]:
         host, _, port = self.address.rpartition(":")

@@ -147,6 +147,8 @@ class BoardEnv(_Env):
     """Failures in a row, without a new step between them, after which the run is given up."""
     max_restarts_per_hour: int
     """Failures within an hour, whatever lies between them, after which it is given up too."""
+    min_nodes: int
+    """Fewest nodes that may train: a node that fails again and again is left out if as many others are here."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,8 @@ PROBE = "probe"  # node, and what swarmtrain.entrypoint.probe finds on it
 LINK = "link"  # the fields of swarmtrain.entrypoint.links.Link
 TOGETHER = "together"  # node, and what swarmtrain.entrypoint.together finds: torch, devices, seconds of an all-reduce, or error
 USAGE = "usage"  # posted: node, and what swarmtrain.entrypoint.usage reads; printed: nodes: {node: …}, all of them now and then
+LEFT_OUT = "left_out"  # node, seconds, why: it sits out for so long, unless it is needed
+LET_IN = "let_in"  # node, why: it may train again
 VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is one
 ASKED = "asked"  # what: up | stop | down, and nodes; never on the board, but kept beside its events by the machine that asked
 
@@ -285,3 +289,5 @@ class Orders:
     round: str
     """Run id for the rendezvous. A new one is drawn when the old one is closed, since a closed one refuses everybody for ever."""
     verdict: Verdict | None = None
+    wait: bool = False
+    """Not yet: ask again in a moment. Others are on their way, or this node has failed again and again, and sits out."""

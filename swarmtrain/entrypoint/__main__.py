@@ -1,7 +1,6 @@
 """`python -m swarmtrain.entrypoint ROLE`: the one command that every launcher puts into a container.
 
-ROLE is node, rendezvous or probe; `agent ROUND [ADDRESS]` is what a node starts for itself, and `together` what a probe
-does. All else comes by environment.
+ROLE is node, rendezvous or probe; `together` is what a probe starts for itself. All else comes by environment.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ def main(argv: list[str]) -> int:
             from swarmtrain.entrypoint.together import main as together
 
             return together()
-        case ["agent", round, *address] if len(address) <= 1:
-            from swarmtrain.entrypoint.agent import main as agent
-
-            return agent(round, address[0] if address else None)
         case _:
-            sys.stderr.write("usage: python -m swarmtrain.entrypoint node | rendezvous | probe | agent ROUND [ADDRESS]" + "\n")
+            sys.stderr.write("usage: python -m swarmtrain.entrypoint node | rendezvous | probe\n")
             return EXIT_USAGE
 
 

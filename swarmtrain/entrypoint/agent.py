@@ -1,6 +1,6 @@
 """torch's own elastic agent, with the settings without which it does not survive on a swarm. We write none of our own.
 
-`python -m swarmtrain.entrypoint agent ROUND [ADDRESS]`, started by the node's supervisor, one process a rendezvous round.
+Forked for the node's supervisor, one process a rendezvous round.
 Exit codes: 0 all ranks of this node returned, EXIT_PLANNED told to stop, 1 anything else (store lost, round closed …).
 """
 
@@ -9,18 +9,17 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Container
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from swarmtrain.board import Board
-from swarmtrain.entrypoint import rank
+from swarmtrain.entrypoint import forks, rank
 from swarmtrain.entrypoint.usage import own_cgroup
 from swarmtrain.errors import BoardError
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv, world_key
@@ -38,7 +37,7 @@ _FOR_EVER = 1_000_000
 _RENDEZVOUS = {
     "is_host": 0,  # the store is a service of its own; guessed by host name it would be wrong behind a service name
     "join_timeout": 3600,  # waiting for a node that is being repaired is no failure
-    "last_call_timeout": 3,
+    "last_call_timeout": 1,  # supervisors let their agents begin together
     "close_timeout": 10,
     "read_timeout": 60,
     "keep_alive_interval": 2,  # together 6 s to notice a dead node; 1 s × 2 splits a world whose nodes merely stall
@@ -46,14 +45,18 @@ _RENDEZVOUS = {
 }
 
 
-def main(round: str, address: str | None) -> int:
-    """Run this node's ranks in the rendezvous `round`; peers find them at `address`, None for the host name."""
+def main(round: str, address: str | None, environment: dict[str, str]) -> int:
+    """Run this node's ranks in the rendezvous `round`, with `environment` added to theirs.
+
+    Peers find them at `address`, None for the host name.
+    """
+    os.environ |= environment
     node = NodeEnv.from_env(os.environ)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the ranks' lines pass through here
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a shared one wedges the second round
-    multiprocessing.set_forkserver_preload(["swarmtrain.entrypoint.preload"])
-    multiprocessing.forkserver.ensure_running()  # imports torch while we do
+    with forks.forked_server():
+        forkserver.ensure_running()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher.api import elastic_launch
 

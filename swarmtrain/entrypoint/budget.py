@@ -1,4 +1,4 @@
-"""How often a run may fail, and what failures that come again say. Hardware dies often, a bug at once, and a bad machine alone.
+"""How often a run may fail, and which failure that comes again is a bug. Hardware dies often, a bug at once.
 
 Pure: time comes through `now` (seconds, monotonic). A world counts once, however many of its ranks fail.
 """
@@ -6,21 +6,14 @@ Pure: time comes through `now` (seconds, monotonic). A world counts once, howeve
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from swarmtrain.entrypoint.suspects import HOUR, of_a_machine
 from swarmtrain.wire import collateral
 
-HOUR = 3600.0
-SUSPECT = 3
-"""Failures within an hour after which a node is suspected, if most of all have been its own."""
-
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
-_OF_A_MACHINE = re.compile(
-    r"CUDA error|NCCL|cuDNN|cuBLAS|\bECC\b|\bXid\b|HIP error|OSError|\bErrno\b|input/output error|no space left|stale file|no such file",
-    re.IGNORECASE,
-)
 
 
 class Budget:
@@ -31,8 +24,6 @@ class Budget:
         self._now = now
         self._in_a_row = 0
         self._times: deque[float] = deque()
-        self._by_node: dict[str, deque[float]] = defaultdict(deque)
-        self._suspected: dict[str, float] = {}
         self._last: tuple[str, str | None] = "", None
         self._before: str | None = None
 
@@ -43,15 +34,15 @@ class Budget:
     def failed(self) -> None:
         """A world has failed."""
         self._in_a_row += 1
-        _add(self._times, self._now())
+        self._times.append(self._now())
+        while self._times[0] <= self._now() - HOUR:
+            self._times.popleft()
 
     def caused(self, world: str, data: Mapping[str, Any]) -> None:
         """This is why `world` has failed, as far as is known by now."""
         if self._last[0] != world:
             self._before = self._last[1]
         self._last = world, _bug(data)
-        if not collateral(data):
-            _add(self._by_node[str(data.get("node"))], self._now())
 
     @property
     def spent(self) -> str | None:
@@ -69,27 +60,11 @@ class Budget:
         same = self._last[1] is not None and self._last[1] == self._before
         return "the same at the same step as the time before: no fault of a machine" if same else None
 
-    def suspect(self) -> tuple[str, int] | None:
-        """Return a node to look at, and its failures within an hour: once an hour, one that fails again and again while others do not."""
-        now = self._now()
-        recent = {node: sum(time > now - HOUR for time in times) for node, times in self._by_node.items()}
-        for node, count in recent.items():
-            if count >= SUSPECT and count > sum(recent.values()) / 2 and now - self._suspected.get(node, -HOUR) >= HOUR:
-                self._suspected[node] = now
-                return node, count
-        return None
-
-
-def _add(times: deque[float], now: float) -> None:
-    times.append(now)
-    while times[0] <= now - HOUR:
-        times.popleft()
-
 
 def _bug(data: Mapping[str, Any]) -> str | None:
     """Name an exception and its step, so that it is known again. None for what may be a machine's fault, or has no step."""
-    error, step = str(data.get("error")), data.get("step")
-    machine = data.get("signal") or data.get("oom") or collateral(data) or _OF_A_MACHINE.search(error)
+    step = data.get("step")
+    machine = of_a_machine(data) or collateral(data) or data.get("oom")
     if machine or data.get("permanent") is False or not isinstance(step, int):
         return None
-    return f"{step}: {_CHANGING.sub('#', error)}"
+    return f"{step}: {_CHANGING.sub('#', str(data.get('error')))}"

@@ -1,4 +1,4 @@
-"""What the notice board knows and decides: who is here, which rendezvous round counts, and how the run ended.
+"""What the notice board knows and decides: which rendezvous round counts, and how the run ended.
 
 A pure state machine: calls in, events out through `publish`, time through `now` (seconds, monotonic). The rules:
 
@@ -7,19 +7,23 @@ A pure state machine: calls in, events out through `publish`, time through `now`
   of them back, but for those of `max_restarts_per_hour`. When none is left, the run has failed, and the first failure of
   its last world says why. The same exception at the same step twice in a row is a bug, and the end, whatever is left.
 - A run is done when the trainer says so, or, with a script that says nothing, when all nodes of a world have left with 0.
-- Progress, and what all nodes use, are printed so seldom that a month of them leaves room in the log for all the rest.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
+
+Who is here is presence.py's, when a round begins gathering.py's, what is printed when printing.py's, what befell which
+world worlds.py's, how often a run may fail budget.py's, and which nodes are left out suspects.py's.
 """
 
 from __future__ import annotations
 
-import re
-import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, replace
 
 from swarmtrain.entrypoint.budget import Budget
+from swarmtrain.entrypoint.gathering import Gathering
+from swarmtrain.entrypoint.presence import Presence
+from swarmtrain.entrypoint.printing import Printer
+from swarmtrain.entrypoint.suspects import Suspects, of_a_machine
+from swarmtrain.entrypoint.worlds import Cause, Told, Worlds
 from swarmtrain.wire import (
     ASKED,
     AT_FIRST,
@@ -28,8 +32,10 @@ from swarmtrain.wire import (
     EXIT_PLANNED,
     FAILURE,
     FINISHED,
+    JOINED,
     LEFT,
-    NOTE,
+    LEFT_OUT,
+    LET_IN,
     PROGRESS,
     RETURNED,
     USAGE,
@@ -39,56 +45,16 @@ from swarmtrain.wire import (
     Orders,
     Receipt,
     Verdict,
-    collateral,
 )
 
-SILENT = 30.0
-"""Seconds without a beat after which a node is taken for lost."""
 LINGER = 2.0
 """Seconds that the board stays at least after the verdict."""
 STEADY = 300.0
 """Seconds that a world must live to count as progress, for scripts that report no steps."""
 COLLATERAL_GRACE = 3.0
 """Seconds to wait for the cause, when all we have heard of is what came in its wake."""
-PROGRESS_EVERY = (0.5, 30.0)
-"""Seconds between two lines of progress: the least and the most; between them a hundredth of the run's age."""
-USAGE_EVERY = 10.0
-"""Seconds between two lines of what the nodes use, of a run of a few nodes."""
-USAGE_BYTES = 12.0
-"""Bytes a second that these lines may take: the engine keeps 100 MB of the board's log, and a month of them is less than half of it."""
 
-_NUMBER = re.compile(r"\d[\d.,]*")
-_OURS = {ASKED, BOARD_UP, LEFT, VERDICT}
-
-
-@dataclass
-class _Node:
-    seen: float
-    exit_code: int | None = None
-    gone: bool = False
-
-
-@dataclass
-class _World:
-    key: str
-    nodes: int
-    ranks: dict[str, list[int]]
-    born: float
-    finished: set[str] = field(default_factory=set)
-
-    @property
-    def members(self) -> set[str]:
-        return set(self.ranks)
-
-
-@dataclass
-class _Cause:
-    world: str
-    data: dict[str, Any]
-
-    @property
-    def collateral(self) -> bool:
-        return collateral(self.data)
+_OURS = {ASKED, BOARD_UP, LEFT, LEFT_OUT, LET_IN, VERDICT}
 
 
 class Notices:
@@ -100,33 +66,29 @@ class Notices:
         run: str,
         max_restarts: int,
         max_restarts_per_hour: int,
+        min_nodes: int,
         boot: str,
         now: Callable[[], float],
         publish: Callable[[Event], None],
     ) -> None:
         self._budget = Budget(max_restarts, max_restarts_per_hour, now)
+        self._suspects = Suspects(min_nodes, now)
         self._boot = boot
         self._now = now
-        self._print = publish
+        self._printer = Printer(publish, now)
+        self._nodes = Presence(now)
+        self._gathering = Gathering(now)
+        self._worlds = Worlds()
+        self._told = Told()
         self._number = 1
-        self._nodes: dict[str, _Node] = {}
-        self._forming: dict[str, dict[str, list[int]]] = {}
-        self._world: _World | None = None
         self._changing = True
         self._counted: set[str] = set()
-        self._reported: set[tuple[str, str, int]] = set()
-        self._told: dict[str, dict[str, bool]] = {}
-        self._cause: _Cause | None = None
+        self._cause: Cause | None = None
         self._decide_at: float | None = None
         self._best_step = -1
-        self._born = now()
-        self._held: Event | None = None
-        self._progress_at = float("-inf")
-        self._usage: dict[str, dict[str, Any]] = {}
-        self._usage_at = float("-inf")
         self._verdict: Verdict | None = None
         self._verdict_at = 0.0
-        self._publish(Event(BOARD_UP, {"run": run}))
+        self._printer.print(Event(BOARD_UP, {"run": run}))
 
     @property
     def round(self) -> str:
@@ -137,60 +99,56 @@ class Notices:
         return Orders(self.round, self._verdict)
 
     @property
-    def _failed(self) -> bool:
-        return self._verdict is not None and not self._verdict.done
-
-    @property
     def ended(self) -> bool:
         """Whether there is a verdict, and nobody left who has not heard it."""
-        return (
-            self._verdict is not None
-            and self._now() - self._verdict_at >= LINGER
-            and all(node.gone or self._silent(node) for node in self._nodes.values())
-        )
+        return self._verdict is not None and self._now() - self._verdict_at >= LINGER and self._nodes.deserted
 
     def join(self, name: str) -> Orders:
         """A node's supervisor has started, for the first time or again."""
-        node = self._nodes.get(name)
-        if node is None or node.gone:
+        if name not in self._nodes:
             self._changing = True
-        elif name in self._unfinished():
+        elif name in self._worlds.unfinished:
             self._fail_unfinished(f"{name} was lost")
-        self._nodes[name] = _Node(self._now())
+        if self._nodes.join(name) and self._worlds.newest:
+            self._suspect(self._worlds.newest.key, name)
         return self.orders
 
     def beat(self, name: str) -> Orders:
         """A node's supervisor lives."""
-        self._see(name)
+        self._nodes.see(name)
         return self.orders
 
     def close(self, name: str, round: str) -> Orders:
-        """A node's agent has ended without success; `round` is of no more use to it.
+        """A node has no agent yet ("") or any more; `round` is of no more use to it.
 
         The answer holds the same round again while the others are finishing: nothing is to be started then.
         """
-        self._see(name)
-        if round != self.round or self._verdict:
+        self._nodes.see(name)
+        if round == self.round and not self._verdict:
+            if name in self._worlds.unfinished:
+                self._fail_unfinished(f"{name} ended")
+            elif not self._worlds.finishing:
+                self._number += 1
+        if round == self.round or self._verdict:
             return self.orders
-        if name in self._unfinished():
-            self._fail_unfinished(f"{name} ended")
-        elif not self._finishing():
-            self._number += 1
-        return self.orders
+        others = self._nodes.lively - self._suspects.sitting_out
+        wait = name in self._suspects.sitting_out or not self._gathering.come(self.round, name, others)
+        return replace(self.orders, wait=wait)
 
     def leave(self, name: str, exit_code: int) -> Orders:
         """A node has ended: 0 with success, EXIT_PLANNED because it was told to, anything else because it could not go on."""
-        self._see(name)
-        self._nodes[name].exit_code = exit_code
-        self._gone(name, exit_code)
+        self._nodes.leave(name, exit_code)
+        self._gathering.leave(name)
+        self._printer.print(Event(LEFT, {"node": name, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
             self._changing = True
-        if exit_code == 0 and self._world:
-            self._world.finished.add(name)
-            left = [member for member in self._world.members if self._nodes.get(member, _Node(0.0)).exit_code == 0]
-            if len(left) >= self._world.nodes:
+            self._suspects.left(name)
+        if exit_code == 0 and (world := self._worlds.newest):
+            world.finished.add(name)
+            left = [member for member in world.members if self._nodes.has_finished(member)]
+            if len(left) >= world.nodes:
                 self._decide(Verdict("done", f"all {len(left)} nodes have finished" if len(left) > 1 else "its node has finished", 0))
-        elif name in self._unfinished():
+        elif name in self._worlds.unfinished:
             self._fail_unfinished(f"{name} left with exit code {exit_code}")
         return self.orders
 
@@ -204,56 +162,35 @@ class Notices:
         elif event.kind == FAILURE:
             known = self._fail(event)
         elif event.kind == USAGE:
-            self._use(event.data)
+            self._printer.usage(event.data, self._nodes)
         elif event.kind == PROGRESS:
             self._note(event)
-            self._hold(event)
+            self._printer.progress(event)
+        elif event.kind == JOINED:
+            self._gathering.announce(str(event.data["node"]))
+            self._printer.print(event)
         else:
-            self._publish(event)
+            self._printer.print(event)
             self._note(event)
         return Receipt(known, over=self._failed)
 
     def tick(self) -> None:
         """Let time pass: find lost nodes, and give the verdict that was waiting for a better reason."""
-        for name, node in self._nodes.items():
-            if not node.gone and self._silent(node):
-                self._gone(name, None)
-                if name in self._unfinished():
-                    self._fail_unfinished(f"{name} was lost")
-        if self._held is not None:
-            self._hold(self._held)
+        for name in self._nodes.lost():
+            self._printer.print(Event(LEFT, {"node": name, "exit_code": None}))
+            if name in self._worlds.unfinished:
+                self._fail_unfinished(f"{name} was lost")
+        for event in [] if self._verdict else self._suspects.let_in(self._nodes.here):
+            self._changing = True
+            self._printer.print(event)
+        self._printer.tick()
         if self._decide_at is not None and self._now() >= self._decide_at:
             self._give_up()
 
-    def _publish(self, event: Event) -> None:
-        """Print an event, behind the progress that was made before it."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._print(held)
-        self._print(event)
-
-    def _hold(self, event: Event) -> None:
-        """Print progress if it is time, and keep it until then; the newest takes the place of one that waits."""
-        now, (least, most) = self._now(), PROGRESS_EVERY
-        self._held = event
-        if now >= self._progress_at:
-            self._progress_at = now + min(most, max(least, (now - self._born) / 100))
-            self._held = None
-            self._print(event)
-
-    def _use(self, data: dict[str, Any]) -> None:
-        """Remember what a node uses, and print that of all that are here when it is time."""
-        self._usage[str(data["node"])] = {key: value for key, value in data.items() if key != "node"}
-        if self._now() < self._usage_at:
-            return
-        here = {name: used for name, used in self._usage.items() if name in self._nodes and not self._nodes[name].gone}
-        event = Event(USAGE, {"nodes": here})
-        self._usage_at = self._now() + max(USAGE_EVERY, len(event.to_line()) / USAGE_BYTES)
-        self._publish(event)
-
     def _note(self, event: Event) -> None:
-        if event.kind == RETURNED and self._world and event.data.get("world") == self._world.key:
-            self._world.finished.add(str(event.data.get("node")))
+        world = self._worlds.newest
+        if event.kind == RETURNED and world and event.data.get("world") == world.key:
+            world.finished.add(str(event.data.get("node")))
         elif event.kind == FINISHED:
             self._decide(Verdict("done", f"the last step, {event.data.get('step')}, is done", 0))
         elif event.kind in {PROGRESS, CHECKPOINT}:
@@ -264,55 +201,32 @@ class Notices:
                 self._decide_at = None
 
     def _form(self, event: Event) -> None:
-        key, size = str(event.data["world"]), int(event.data["nodes"])
-        ranks = self._forming.setdefault(key, {})
-        ranks.update(event.data["ranks"])
-        if len(ranks) < size:
-            return
-        self._forming.clear()
-        self._world = _World(key, size, dict(ranks), self._now())
-        self._changing = False
-        self._publish(Event(WORLD, {**event.data, "ranks": dict(sorted(ranks.items(), key=lambda item: item[1]))}, event.time))
+        if world := self._worlds.form(event.data, self._now()):
+            self._changing = False
+            ranks = dict(sorted(world.ranks.items(), key=lambda item: item[1]))
+            self._printer.print(Event(WORLD, {**event.data, "ranks": ranks}, event.time))
 
     def _fail(self, event: Event) -> bool:
         """Take a failure; return whether its reason has been told before."""
-        cause = _Cause(self._world_of(event.data), self._placed(event.data))
-        teller, identity = _identity(cause.world, event.data), _identity(cause.world, cause.data)
-        known = self._is_known(cause)
-        if identity not in self._reported and not self._failed:
-            self._publish(Event(FAILURE, cause.data, event.time))
-            self._weigh(cause, identity[1])
-        self._reported |= {teller, identity}
+        cause = self._worlds.cause(event.data, self.round)
+        known = self._told.known(cause)
+        if self._told.first(cause, event.data) and not self._failed:
+            self._printer.print(Event(FAILURE, cause.data, event.time))
+            self._weigh(cause)
         return known
 
-    def _placed(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the failure as that of the rank that it befell, which may be another than the one that tells it."""
-        told = {key: value for key, value in data.items() if key != "befell"}
-        for node, ranks in (self._world.ranks if self._world else {}).items():
-            if data.get("befell") in ranks:
-                return {**told, "node": node, "rank": data["befell"], "local_rank": ranks.index(data["befell"])}
-        return told
-
-    def _is_known(self, cause: _Cause) -> bool:
-        """Whether another rank of its world has told the same reason, but for its numbers, or one of which this is but a consequence."""
-        told = self._told.setdefault(cause.world, {})
-        reason = _NUMBER.sub("0", str(cause.data.get("error")))
-        known = reason in told or (cause.collateral and not all(told.values()))
-        told[reason] = cause.collateral
-        return known
-
-    def _weigh(self, cause: _Cause, node: str) -> None:
-        permanent = cause.data.get("permanent")
+    def _weigh(self, cause: Cause) -> None:
+        permanent, world = cause.data.get("permanent"), self._worlds.newest
         if permanent is True or (permanent == AT_FIRST and self._best_step < 0):
             self._cause = cause
             self._give_up("this does not get better by trying again")
-        elif self._world and cause.world == self._world.key and self._world.finished - {node}:
+        elif world and cause.world == world.key and world.finished - {cause.node}:
             self._cause = cause
             self._fail_unfinished("")
         else:
             self._count(cause)
 
-    def _count(self, cause: _Cause) -> None:
+    def _count(self, cause: Cause) -> None:
         if cause.world not in self._counted:
             if cause.collateral and self._changing:
                 return  # a node came or went, and its peers stumbled over that: nobody's fault
@@ -329,75 +243,47 @@ class Notices:
             self._decide_at = self._now() + (COLLATERAL_GRACE if self._cause.collateral else 0.0)
             self.tick()
 
-    def _blame(self, cause: _Cause) -> None:
+    def _blame(self, cause: Cause) -> None:
         self._cause = cause
         self._budget.caused(cause.world, cause.data)
-        if not self._budget.bug and (found := self._budget.suspect()):
-            node, times = found
-            often = f"{times} times within an hour, more often than all others together"
-            message = f"{node} was the first to fail {often}: is its machine sound? A drained one is done without, if min_nodes allows"
-            self._publish(Event(NOTE, {"node": node, "message": message}))
+        if of_a_machine(cause.data):
+            self._suspect(cause.world, cause.node)
 
-    def _world_of(self, data: dict[str, Any]) -> str:
-        """Name the world that a failure belongs to; an agent that fails knows only its round."""
-        if "world" in data:
-            return str(data["world"])
-        its_round = str(data.get("round", self.round))
-        return self._world.key if self._world and self._world.key.startswith(f"{its_round}/") else its_round
+    def _suspect(self, world: str, node: str) -> None:
+        """The machine of `node` made `world` fail: leave it out if that is too often. The others meet without it, in a new round."""
+        if self._verdict or self._worlds.finishing:
+            return
+        event = self._suspects.failed(world, node, self._nodes.here)
+        if event and event.kind == LEFT_OUT:
+            self._number += 1
+            self._changing = True
+            self._decide_at = None
+            self._budget.progress()  # the others fail no more for what it did
+        if event:
+            self._printer.print(event)
 
     def _steady(self, key: str) -> bool:
-        world = self._world
+        world = self._worlds.newest
         return self._best_step < 0 and world is not None and world.key == key and self._now() - world.born >= STEADY
 
-    def _finishing(self) -> bool:
-        return self._world is not None and bool(self._world.finished)
-
-    def _unfinished(self) -> set[str]:
-        """Return the nodes of the world that are still needed after another one has finished."""
-        return self._world.members - self._world.finished if self._world and self._finishing() else set()
-
     def _fail_unfinished(self, what: str) -> None:
-        first = min(self._world.finished) if self._world else ""
+        first = min(self._worlds.newest.finished) if self._worlds.newest else ""
         reason = f"{first} had finished by then, so this world cannot form again"
         self._give_up(f"{what}; {reason}" if what else reason, lead=bool(what))
 
+    @property
+    def _failed(self) -> bool:
+        return self._verdict is not None and not self._verdict.done
+
     def _give_up(self, reason: str | None = None, *, lead: bool = False) -> None:
-        data = self._cause.data if self._cause else {}
-        reason = reason or self._budget.spent or "given up"
-        why = reason if lead or not data else f"{_name(data)}: {data.get('error', 'no reason given')}; {reason}"
-        self._decide(Verdict("failed", why, _exit_code(data), str(data.get("hint") or "")))
+        cause, reason = self._cause, reason or self._budget.spent or "given up"
+        data = cause.data if cause else {}
+        why = f"{cause.name}: {data.get('error', 'no reason given')}; {reason}" if cause and not lead else reason
+        self._decide(Verdict("failed", why, cause.exit_code if cause else 1, str(data.get("hint") or "")))
 
     def _decide(self, verdict: Verdict) -> None:
         self._decide_at = None
         if self._verdict:
             return
         self._verdict, self._verdict_at = verdict, self._now()
-        self._publish(Event(VERDICT, {key: value for key, value in asdict(verdict).items() if key != "hint" or value}))
-
-    def _see(self, name: str) -> None:
-        node = self._nodes.setdefault(name, _Node(self._now()))
-        node.seen, node.gone = self._now(), False
-
-    def _gone(self, name: str, exit_code: int | None) -> None:
-        self._nodes[name].gone = True
-        self._publish(Event(LEFT, {"node": name, "exit_code": exit_code}))
-
-    def _silent(self, node: _Node) -> bool:
-        return self._now() - node.seen > SILENT
-
-
-def _identity(world: str, data: dict[str, Any]) -> tuple[str, str, int]:
-    return world, str(data.get("node")), int(data.get("rank", -1))
-
-
-def _name(data: dict[str, Any]) -> str:
-    rank = data.get("rank")
-    return str(data.get("node", "a node")) + (f" rank {rank}" if rank is not None else "")
-
-
-def _exit_code(data: dict[str, Any]) -> int:
-    """Return the code that a shell would show for this failure; 1 if nobody knows it."""
-    if name := data.get("signal"):
-        return 128 + getattr(signal, str(name), 0)
-    code = data.get("exit_code")
-    return code if isinstance(code, int) and code else 1
+        self._printer.print(Event(VERDICT, {key: value for key, value in asdict(verdict).items() if key != "hint" or value}))

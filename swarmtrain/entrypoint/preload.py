@@ -1,7 +1,7 @@
-"""Imported by the forkserver, once, so that every rank forked from it has these modules already.
+"""Imported by the node's server, once, so that every agent and rank forked from it has these modules already.
 
-The import has an effect, which is its purpose: the forkserver must die with the agent. Its ranks hold the pipe open
-by which Python would tell it that nobody needs it any more, so it would outlive a killed agent, and they with it.
+The import has an effect, which is its purpose: the server must die with the supervisor. What is forked from it holds the
+pipe open by which Python would tell it that nobody needs it any more, so it would outlive a killed supervisor.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from swarmtrain.process import die_with_parent_now
+from swarmtrain.process import die_with_parent_now, rename
 from swarmtrain.wire import NodeEnv
 
 die_with_parent_now()
+rename("torch is here")
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -32,7 +33,7 @@ sys.excepthook = _tell
 
 def _modules() -> tuple[str, ...]:
     """The trainer takes longer to import than torch: a script that does not know it is not made to wait."""
-    always = "torch", "torch.distributed", "swarmtrain.entrypoint.rank"
+    always = "torch.distributed.launcher.api", "swarmtrain.entrypoint.agent"
     try:
         known = b"swarmtrain" in Path(NodeEnv.from_env(os.environ).script).read_bytes()
     except OSError:

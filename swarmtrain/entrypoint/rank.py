@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from swarmtrain.board import Board
 from swarmtrain.errors import BoardError, SwarmtrainError
-from swarmtrain.process import die_with_parent_now
+from swarmtrain.process import die_with_parent_now, rename
 from swarmtrain.wire import AT_FIRST, EXIT_PLANNED, FAILURE, RETURNED, WORLD, Event, NodeEnv, Receipt, world_key
 
 _TRACEBACK_LIMIT = 16_000
@@ -36,6 +36,7 @@ _ENDED_WITHIN = 20.0
 def run() -> None:
     """Run the script to its end. A failure is put on the board and raised again; so is any exit code but 0."""
     die_with_parent_now()
+    rename(f"rank {os.environ['RANK']}")
     sys.excepthook = sys.__excepthook__  # the forkserver's own is not the script's
     node = NodeEnv.from_env(os.environ)
     _print_by_lines()

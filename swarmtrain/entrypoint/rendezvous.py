@@ -50,6 +50,7 @@ def main() -> int:
         run=env.run,
         max_restarts=env.max_restarts,
         max_restarts_per_hour=env.max_restarts_per_hour,
+        min_nodes=env.min_nodes,
         boot=boot,
         now=time.monotonic,
         publish=_print,

@@ -11,25 +11,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from types import FrameType
 
 from swarmtrain.board import Board
-from swarmtrain.entrypoint import gpus, liveness
+from swarmtrain.entrypoint import forks, gpus, liveness
+from swarmtrain.entrypoint.agent import main as run_ranks
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank, warnings
 from swarmtrain.entrypoint.interface import Route, published_address, route
 from swarmtrain.entrypoint.usage import Reporter
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
-from swarmtrain.process import start
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, JOINED, NOTE, PREFIX, Event, NodeEnv, Orders
 
 _BEAT = 1.0
+_SOON = 0.3
 _WAIT_FOR_BOARD = 600.0  # the rendezvous service may still be pulling its image
 _BOARD_RESTARTS = 300.0
 _FAREWELL = 15.0
@@ -49,6 +49,8 @@ def main() -> int:
     except ValueError as error:
         return _refuse(str(error))
     liveness.guard()
+    os.environ |= _environment(node)
+    forks.warm()
     return Supervisor(node).run()
 
 
@@ -58,7 +60,7 @@ class Supervisor:
     def __init__(self, node: NodeEnv) -> None:
         self.node = node
         self.board = Board(node.board)
-        self.agent: subprocess.Popen[bytes] | None = None
+        self.agent: ForkServerProcess | None = None
         self.stopping = False
         self.asked = False
         self.kill_at = float("inf")
@@ -83,8 +85,10 @@ class Supervisor:
         if problems := permanent_problems(self.node):
             return self._refuse(problems)
         route = self._join()
-        orders = self.board.join(self.node.node)
+        forks.await_warmth()  # before the board expects a beat every second
+        self.board.join(self.node.node)
         Reporter(self.board, self.node.node).start()
+        orders = self._next("")
         while orders.verdict is None:
             code = self._train(orders.round, route)
             if code == EXIT_OK:
@@ -118,10 +122,7 @@ class Supervisor:
         """Run one agent from its start to its end, and return its exit code (negative: a signal)."""
         began = time.monotonic()
         self.asked, self.kill_at, self.heard = False, float("inf"), time.monotonic()
-        argv = [sys.executable, "-m", "swarmtrain.entrypoint", "agent", round]
-        if (address := published_address(route)) is not None:
-            argv.append(address)
-        self.agent = start(argv, env=self._environment(route), new_session=True, die_with_parent=True)
+        self.agent = forks.start("agent", run_ranks, round, published_address(route), route.environment(os.environ))
         try:
             code = self._watch(self.agent, round)
         finally:
@@ -132,22 +133,14 @@ class Supervisor:
         self.pause = 0.0 if time.monotonic() - began > _LONG_LIFE else min(_LONGEST_PAUSE, self.pause * 2 + 0.5)
         return code
 
-    def _environment(self, route: Route) -> dict[str, str]:
-        environment = {**route.environment(os.environ), **gpus.environment(os.environ)}
-        if "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(threads_per_rank(self.node.slots))
-        return environment
+    def _watch(self, agent: ForkServerProcess, round: str) -> int:
+        while (code := forks.exit_code(agent, _BEAT)) is None:
+            self._beat(agent, round)
+        return code
 
-    def _watch(self, agent: subprocess.Popen[bytes], round: str) -> int:
-        while True:
-            try:
-                return agent.wait(_BEAT)
-            except subprocess.TimeoutExpired:
-                self._beat(agent, round)
-
-    def _beat(self, agent: subprocess.Popen[bytes], round: str) -> None:
+    def _beat(self, agent: ForkServerProcess, round: str) -> None:
         if time.monotonic() > self.kill_at:
-            _kill_group(agent)
+            forks.kill(agent)
         try:
             orders = self.board.beat(self.node.node)
         except BoardError as error:
@@ -162,23 +155,23 @@ class Supervisor:
             # A round that others have left cannot form a world again: save, and meet them in the new one.
             self._end_agent(agent, self.node.stop_grace)
 
-    def _miss(self, agent: subprocess.Popen[bytes], error: BoardError) -> None:
+    def _miss(self, agent: ForkServerProcess, error: BoardError) -> None:
         """The board does not answer. It may be restarting; a node that is cut off would train on for as long as its links to peers hold."""
         if time.monotonic() - self.heard > _ALONE and not self.asked:
             _say(f"{error}; no answer for {_ALONE:.0f} s: this node may be cut off, and stops until it is heard again")
             self._end_agent(agent, self.node.stop_grace)
 
-    def _end_agent(self, agent: subprocess.Popen[bytes], grace: float) -> None:
+    def _end_agent(self, agent: ForkServerProcess, grace: float) -> None:
         """Ask the agent to end, once, and see to it that it has after `grace` seconds, within the node's own."""
         if not self.asked:
             self.asked = True
             self.kill_at = time.monotonic() + max(1.0, min(grace, self.node.stop_grace) - 1.0)
-            agent.send_signal(signal.SIGTERM)
+            agent.terminate()
 
-    def _sweep(self, agent: subprocess.Popen[bytes]) -> None:
+    def _sweep(self, agent: ForkServerProcess) -> None:
         """Leave nothing of the agent's behind: forkserver, ranks, and what those started."""
-        _kill_group(agent)
-        agent.wait()
+        forks.kill(agent)
+        agent.join()
 
     def _report_killed(self, round: str, number: int) -> None:
         try:
@@ -190,7 +183,7 @@ class Supervisor:
         self._try_to_post(Event(FAILURE, {"node": self.node.node, "round": round, "signal": name, "error": error}))
 
     def _next(self, round: str) -> Orders:
-        """Get a round that is not `round`, or the verdict. Raises BoardError if the board stays away."""
+        """Get a round that is not `round` when it begins, or the verdict. Raises BoardError if the board stays away."""
         time.sleep(self.pause)
         while True:
             self.board.wait(_BOARD_RESTARTS)
@@ -198,9 +191,9 @@ class Supervisor:
                 orders = self.board.close(self.node.node, round)
             except BoardError:
                 continue
-            if orders.verdict or orders.round != round:
+            if orders.verdict or (orders.round != round and not orders.wait):
                 return orders
-            time.sleep(_BEAT)  # the others are finishing: wait for the verdict
+            time.sleep(_SOON)  # others are coming, or finishing, or this node sits out
 
     def _leave(self, exit_code: int) -> None:
         """Say that this node ends. A board that is gone by then has nothing more to learn."""
@@ -229,9 +222,10 @@ class _ToldToStop(BaseException):
     """SIGTERM came while no agent ran, so there is nothing to save; no `except Exception` may swallow it."""
 
 
-def _kill_group(agent: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(agent.pid, signal.SIGKILL)
+def _environment(node: NodeEnv) -> dict[str, str]:
+    """Return what must be set before torch is imported."""
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(node.slots))}
+    return {**threads, **gpus.environment(os.environ)}
 
 
 def _refuse(error: str) -> int:

@@ -85,4 +85,5 @@ def board_env(plan: Plan, place: Place) -> dict[str, str]:
         bind=place.bind,
         max_restarts=plan.config.runner.max_restarts,
         max_restarts_per_hour=plan.config.runner.restarts_per_hour,
+        min_nodes=plan.min_nodes,
     ).to_env()

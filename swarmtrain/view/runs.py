@@ -17,6 +17,7 @@ from swarmtrain.view.data import show, show_json
 from swarmtrain.view.look import why_of
 from swarmtrain.view.stream import event_line, follow
 from swarmtrain.view.times import counted
+from swarmtrain.view.worlds import left_out
 from swarmtrain.wire import Verdict
 
 _NEW_WORLD_SECONDS = 180.0
@@ -177,7 +178,7 @@ def _await_world(place: Launcher, plan: Plan, seen: int, step: Say) -> None:
             if event.kind == wire.VERDICT:
                 step("the run ended before that")
                 return
-            if event.kind == wire.WORLD and event.data.get("nodes") == len(plan.nodes):
+            if event.kind == wire.WORLD and event.data.get("nodes") == len(plan.nodes) - len(left_out(events)):
                 return
         seen = max(seen, len(events))
         time.sleep(1)

@@ -8,8 +8,8 @@ from typing import Any
 
 from swarmtrain import wire
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.view.times import ago, counted, duration, gibibytes
-from swarmtrain.view.worlds import Restart, World, restarts, worlds
+from swarmtrain.view.times import ago, clock, counted, duration, gibibytes
+from swarmtrain.view.worlds import LeftOut, Restart, World, left_out, restarts, worlds
 from swarmtrain.wire import Event
 
 _STALE = 120.0
@@ -41,6 +41,8 @@ class Status:
     failures: int = 0
     restarts: dict[str, Restart] = field(default_factory=dict)
     """By node."""
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
+    """By node: those that sit out, since they failed again and again."""
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By node: cpu of cpus, memory of memory_limit, gpus."""
     tasks: tuple[TaskState, ...] = ()
@@ -60,6 +62,7 @@ class Status:
             ("held out", self._held_out()),
             ("checkpoint", self._checkpoint()),
             ("failures", f"{self.failures} so far" * (self.failures > 0)),
+            *(("left out", f"{task.node}: {remedy(self.run, task.host)}") for task in self.tasks if task.node in self.left_out),
         ]
         lines = [self._title(), *(f"  {name:12}{text}" for name, text in facts if text)]
         return "\n".join([*lines, *_table(self._rows())])
@@ -91,7 +94,12 @@ class Status:
         rows = [["NODE", "HOST", "STATE", "CPU", "MEMORY", "GPU", "GPU MEMORY", "RESTARTS", ""]]
         for task in self.tasks:
             used, again = self.usage.get(task.node, {}) if task.state == "running" else {}, self.restarts.get(task.node)
-            why = task.reason or (f"{again.why}, {ago(self.time, again.time)}" if again else "")
+            out = self.left_out.get(task.node)
+            why = (
+                task.reason
+                or (f"left out until {clock(out.until)[11:16]}: {out.why}" if out else "")
+                or (f"{again.why}, {ago(self.time, again.time)}" if again else "")
+            )
             why = "; ".join(filter(None, (why, f"has {', '.join(task.gpus)}" if task.gpus else "")))
             rows.append([task.node, task.host, task.state, *_used(used), str(again.count) if again else "", why])
         empty = {column for column in range(3, 8) if not any(row[column] for row in rows[1:])}
@@ -120,6 +128,7 @@ def status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: f
         checkpoint=last.get(wire.CHECKPOINT, {}),
         failures=sum(event.kind == wire.FAILURE for event in events),
         restarts=restarts(events),
+        left_out=left_out(events),
         usage=usage.get("nodes", {}) if fresh else {},
         tasks=tuple(tasks),
     )
@@ -135,6 +144,12 @@ def progress_line(data: Mapping[str, Any]) -> str:
     if (left := data.get("eta_seconds")) is not None:
         parts.append(f"{duration(left)} left")
     return ", ".join(parts)
+
+
+def remedy(run: str, host: str) -> str:
+    """Return what can be done about a node that is left out."""
+    drain = f"`docker node update --availability drain {host}` keeps a swarm off its machine; " if host else ""
+    return f"{drain}`swarmtrain stop {run}`, then deploy, gives it a chance at once"
 
 
 def _last(events: Iterable[Event]) -> dict[str, dict[str, Any]]:

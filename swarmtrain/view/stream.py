@@ -78,6 +78,8 @@ _EVENTS: dict[str, Callable[[dict[str, Any]], str]] = {
     wire.CHECKPOINT: lambda data: f"saved step {data.get('step')} in {duration(data.get('seconds', 0))}: {data.get('path')}",
     wire.FAILURE: failure_line,
     wire.NOTE: lambda data: f"{data.get('node', 'trainer')}: {data.get('message')}",
+    wire.LEFT_OUT: lambda data: f"{data.get('node')} is left out for {duration(data.get('seconds', 0))}: {data.get('why')}",
+    wire.LET_IN: lambda data: f"{data.get('node')} may train again: {data.get('why')}",
     wire.FINISHED: _finished,
     wire.VERDICT: lambda data: f"{data.get('status')}: {data.get('why')}",
 }

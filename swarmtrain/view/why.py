@@ -10,9 +10,9 @@ from typing import Any
 from swarmtrain import wire
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.view.failures import Evidence, Known, recognise, signal_name
-from swarmtrain.view.status import progress_line
+from swarmtrain.view.status import progress_line, remedy
 from swarmtrain.view.times import clock, duration
-from swarmtrain.view.worlds import failure_line, worlds
+from swarmtrain.view.worlds import failure_line, left_out, worlds
 from swarmtrain.wire import Event, collateral
 
 BEFORE = 60.0
@@ -51,6 +51,8 @@ class Why:
     known: str
     means: str
     fix: str
+    left_out: str
+    """Until when its node is, and what can be done about that; empty if it is not."""
     traceback: str
     lines: tuple[str, ...]
     others: tuple[Other, ...]
@@ -74,6 +76,7 @@ class Why:
             ("exit", self.exit),
             ("means", self.means),
             ("fix", self.fix),
+            ("now", self.left_out),
         ]
         lines = [f"run {self.run}: {self.verdict or 'goes on after a failure'}", *(f"  {name:8}{text}" for name, text in facts if text)]
         lines += _block("traceback", self.traceback.splitlines()[-_FRAMES:])
@@ -104,6 +107,8 @@ def why(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: It
     # Lines of a file that some other program wrote have no time: they may be of any.
     said = [line for line in lines if not line.time or first.time - BEFORE < line.time < first.time + _AFTER]
     own = [line.text for line in said if line.node == node and rank in (None, line.rank)]
+    host = next((task.host for task in tasks if task.node == node), "")
+    out = left_out(events).get(node)
     reasons = [task.reason for task in tasks if task.node == node and task.reason]
     known = recognise(Evidence(data, "\n".join([*own[-_LAST:], *reasons])))
     before = [event for event in events if event.time <= first.time]
@@ -114,7 +119,7 @@ def why(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: It
         verdict=f"{verdict['status']}, {verdict['why']}" if "status" in verdict else "",
         node=node,
         rank=rank,
-        host=next((task.host for task in tasks if task.node == node), ""),
+        host=host,
         time=first.time,
         world=len(worlds(before)),
         progress=progress_line(made) if made else "",
@@ -123,6 +128,7 @@ def why(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: It
         known=known.name if known else "",
         means=known.means if known else "",
         fix=_fix(data, known),
+        left_out=f"{node} is left out until {clock(out.until)[11:16]}. {remedy(run, host)}" if out else "",
         traceback=str(data.get("traceback", "")),
         lines=tuple(_without(own, str(data.get("traceback", "")))[-_LAST:]),
         others=_others(node, first, events, tasks, said),

@@ -30,6 +30,14 @@ class Restart:
     why: str
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """That a node sits out, since it failed again and again. `until` is in seconds since the epoch."""
+
+    until: float
+    why: str
+
+
 def worlds(events: Iterable[Event]) -> list[World]:
     """Return the worlds that have formed, in order."""
     found: list[World] = []
@@ -66,7 +74,7 @@ def reason(event: Event) -> str:
         return f"{node} left with exit code {event.data['exit_code']}"
     if event.kind == wire.BOARD_UP:
         return "the notice board was started again"
-    return f"{node} came" if event.kind == wire.JOINED else ""
+    return f"{node} came" if event.kind in (wire.JOINED, wire.LET_IN) else ""
 
 
 def failure_line(data: Mapping[str, Any]) -> str:
@@ -95,13 +103,26 @@ def restarts(events: Iterable[Event]) -> dict[str, Restart]:
     return found
 
 
+def left_out(events: Iterable[Event]) -> dict[str, LeftOut]:
+    """Return, by node, which sit out."""
+    found: dict[str, LeftOut] = {}
+    for event in events:
+        if event.kind == wire.LEFT_OUT:
+            found[str(event.data["node"])] = LeftOut(event.time + float(event.data["seconds"]), str(event.data["why"]))
+        elif event.kind == wire.LET_IN or (event.kind == wire.LEFT and event.data.get("exit_code") == EXIT_PLANNED):
+            found.pop(str(event.data["node"]), None)
+        elif event.kind in (wire.BOARD_UP, wire.VERDICT):
+            found.clear()
+    return found
+
+
 def _difference(before: set[str], members: set[str]) -> str:
     """Return which nodes are new in a world; one may have come before the last world, and too late for it."""
     new = ", ".join(sorted(members - before)) if before else ""
     return f"{new} came" if new else ""
 
 
-_REASONS = {wire.FAILURE, wire.LEFT, wire.BOARD_UP, wire.JOINED}
+_REASONS = {wire.FAILURE, wire.LEFT, wire.BOARD_UP, wire.JOINED, wire.LET_IN}
 
 
 def _weight(event: Event) -> int:

@@ -27,6 +27,7 @@ from swarmtrain.board import Board
 from swarmtrain.wire import Event
 
 state, enough = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+aside = state.with_suffix(".new")
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 dist.init_process_group("gloo")
@@ -46,7 +47,8 @@ while True:
     time.sleep(0.02)
     step += 1
     if rank == 0:
-        state.write_text(str(step))
+        aside.write_text(str(step))
+        aside.replace(state)
         if step % 5 == 0:
             Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step, "pid": os.getpid()}))
 dist.barrier()
@@ -71,8 +73,8 @@ class SmallRun:
         self.state = folder / "state"
         (folder / "config.json").write_text("{}")
 
-    def start_board(self, *, max_restarts: int = 3) -> None:
-        env = BoardEnv("small", self.board_port, self.store_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20)
+    def start_board(self, *, max_restarts: int = 3, min_nodes: int = 2) -> None:
+        env = BoardEnv("small", self.board_port, self.store_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20, min_nodes=min_nodes)
         self.board = self._start("rendezvous", env.to_env(), self.folder / "events.jsonl")
 
     def start_node(
@@ -90,9 +92,16 @@ class SmallRun:
         self.nodes["node0"] = self._start("probe", env, self.log(0))
         return self.nodes["node0"]
 
-    def train(self, number: int, *, slots: int = 2, nodes: tuple[int, int] = (2, 2)) -> None:
-        """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk."""
-        self.start_node(number, TRAIN, str(self.state), str(self.folder / "enough"), slots=slots, nodes=nodes)
+    def train(self, number: int, *, slots: int = 2, nodes: tuple[int, int] = (2, 2), fault: str = "pass") -> None:
+        """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk. `fault`: a statement for each step."""
+        self.start_node(
+            number,
+            TRAIN.replace("step += 1", f"step += 1; {fault}"),
+            str(self.state),
+            str(self.folder / "enough"),
+            slots=slots,
+            nodes=nodes,
+        )
 
     def finish_training(self, worlds: int) -> dict[str, int]:
         """Let TRAIN end once that many worlds have formed and the last one has made steps; return the exit codes."""
@@ -136,19 +145,22 @@ class SmallRun:
         return "\n".join(event.to_line() for event in self.events()) + "\n" + self.output()
 
     def descendants(self, number: int) -> dict[int, str]:
-        """Return the living processes under a node's supervisor, by pid, with their command lines."""
+        """Return the living processes under a node's supervisor, by pid, with their names."""
         parents, found = _processes(), {self.nodes[f"node{number}"].pid: ""}
         for _ in range(5):
-            found.update({pid: command for pid, (parent, command) in parents.items() if parent in found})
-        return {pid: command for pid, command in found.items() if command}
+            found.update({pid: name for pid, (parent, name) in parents.items() if parent in found})
+        return {pid: name for pid, name in found.items() if name}
 
     def agent(self, number: int) -> int:
-        return next(pid for pid, command in self.descendants(number).items() if "entrypoint agent" in command)
+        return next(pid for pid, name in self.descendants(number).items() if name == "agent")
 
     def ranks(self, number: int) -> list[int]:
-        children, agent = self.descendants(number), self.agent(number)
-        forkserver = next(pid for pid, (parent, command) in _processes().items() if parent == agent and "forkserver" in command)
-        return sorted(pid for pid, (parent, _) in _processes().items() if parent == forkserver and pid in children)
+        named = {int(name.split()[1]): pid for pid, name in self.descendants(number).items() if name.startswith("rank ")}
+        return [pid for _, pid in sorted(named.items())]
+
+    def server(self, number: int) -> int:
+        """Return what has imported torch, and forks the agents."""
+        return next(pid for pid, name in self.descendants(number).items() if name == "torch is here")
 
     def close(self) -> None:
         for process in [*self.nodes.values(), *([self.board] if self.board else [])]:
@@ -198,7 +210,7 @@ def _processes() -> dict[int, tuple[int, str]]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                found[int(entry.name)] = (parent, (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                found[int(entry.name)] = (parent, (entry / "comm").read_text().strip())
     return found
 
 

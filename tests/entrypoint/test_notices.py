@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.entrypoint.notices import COLLATERAL_GRACE, LINGER, SILENT, STEADY, Notices
+from swarmtrain.entrypoint.notices import COLLATERAL_GRACE, LINGER, STEADY, Notices
+from swarmtrain.entrypoint.presence import SILENT
 from swarmtrain.wire import (
     AT_FIRST,
     CHECKPOINT,
@@ -14,6 +15,8 @@ from swarmtrain.wire import (
     FAILURE,
     FINISHED,
     LEFT,
+    LEFT_OUT,
+    LET_IN,
     NOTE,
     PROGRESS,
     RETURNED,
@@ -31,10 +34,10 @@ PEER = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
 class Board:
     """Notices with its output kept, and a clock."""
 
-    def __init__(self, max_restarts: int = 2, per_hour: int = 99) -> None:
+    def __init__(self, max_restarts: int = 2, per_hour: int = 99, min_nodes: int = 9) -> None:
         self.time = 100.0
         self.printed: list[Event] = []
-        budget = {"max_restarts": max_restarts, "max_restarts_per_hour": per_hour}
+        budget = {"max_restarts": max_restarts, "max_restarts_per_hour": per_hour, "min_nodes": min_nodes}
         self.notices = Notices(run="r", **budget, boot="b", now=lambda: self.time, publish=self.printed.append)
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
@@ -191,18 +194,154 @@ def test_two_bugs_between_which_a_machine_died_are_not_in_a_row() -> None:
     assert board.verdict is None
 
 
-def test_a_node_that_fails_more_often_than_all_others_is_named_once_an_hour() -> None:
+def test_a_node_that_fails_again_and_again_is_named_once_an_hour_where_it_cannot_be_done_without() -> None:
     board = Board(max_restarts=50)
     for attempt, node in enumerate(["node1", "node0", "node1", "node2", "node1", "node1", "node1", "node1"]):
-        board.fail(f"w{attempt}", node, error=f"boom {node}")
+        board.fail(f"w{attempt}", node, error="killed by SIGKILL", signal="SIGKILL")
         board.fail(f"w{attempt}", "node0", 9, PEER)
     (note,) = board.kinds(NOTE)
     assert note["node"] == "node1"
-    assert note["message"].startswith("node1 was the first to fail 3 times within an hour, more often than all others together")
+    assert note["message"].startswith("node1 was the first to fail 5 times within an hour, more than twice as often as all others together")
     board.time += 3600
     for attempt in range(3):
-        board.fail(f"later{attempt}", f"node{attempt}")
+        board.fail(f"later{attempt}", f"node{attempt + 1}", error="killed by SIGKILL", signal="SIGKILL")
     assert len(board.kinds(NOTE)) == 1
+
+
+class Three(Board):
+    """Three nodes that beat, of which two may train."""
+
+    def __init__(self) -> None:
+        super().__init__(max_restarts=2, min_nodes=2)
+        self.nodes = ["node0", "node1", "node2"]
+        for node in self.nodes:
+            self.notices.join(node)
+        self.pass_time(3)  # the board has heard of all
+
+    def break_down(self, attempt: int, error: str = "OSError: [Errno 5] Input/output error", **facts: Any) -> None:
+        """A rank of node2 fails, and its peers of that; then the next world forms."""
+        self.world(f"w{attempt}", *self.nodes)
+        self.fail(f"w{attempt}", "node0", 0, PEER)
+        self.fail(f"w{attempt}", "node2", 4, error, **facts)
+        self.fail(f"w{attempt}", "node2", 5, error, **facts)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(int(seconds / 10)):
+            for node in self.nodes:
+                self.notices.beat(node)
+            self.pass_time(10)
+
+    @property
+    def out(self) -> set[str]:
+        """Those that may not begin, though all have come."""
+        for node in self.nodes:
+            self.notices.close(node, "")
+        return {node for node in self.nodes if self.notices.close(node, "").wait}
+
+
+@pytest.fixture
+def three() -> Three:
+    return Three()
+
+
+def test_a_node_whose_machine_fails_again_and_again_sits_out_for_an_hour(three: Three) -> None:
+    for attempt in range(3):
+        assert not three.out
+        three.break_down(attempt)
+    assert three.kinds(LEFT_OUT) == [
+        {
+            "node": "node2",
+            "seconds": 3600.0,
+            "why": "the first to fail 3 times within an hour, more than twice as often as all others together",
+        }
+    ]
+    assert three.out == {"node2"}
+    assert three.notices.beat("node0").round == "b-2", "the others meet in a round in which it is not"
+    assert three.notices.close("node2", "b-1").wait
+    assert three.notices.close("node2", "b-1").round == "b-2", "its agent's end draws no other"
+    three.notices.join("node2")
+    assert three.out == {"node2"}, "its container, too, was started again"
+    three.fail("w2", "node1", 3, PEER + " once more")
+    assert three.verdict is None, "max_restarts is 2, and what failed three times is away"
+    for attempt in range(3, 5):
+        three.world(f"w{attempt}", "node0", "node1")
+        three.fail(f"w{attempt}", "node0", error=f"boom {attempt}")
+        assert three.verdict is None
+    three.step(1)
+    three.wait(3590)
+    assert three.out == {"node2"}
+    three.wait(10)
+    assert not three.out
+    assert three.kinds(LET_IN) == [{"node": "node2", "why": "its hour is over"}]
+    three.world("w5", *three.nodes)
+    three.fail("w5", "node2", 4, "killed by SIGBUS", signal="SIGBUS")
+    assert not three.out, "what is an hour ago is forgiven"
+
+
+def test_a_bad_machine_is_better_than_none(three: Three) -> None:
+    for attempt in range(3):
+        three.break_down(attempt)
+    three.nodes.remove("node1")
+    three.wait(SILENT + 10)
+    assert not three.out
+    assert three.kinds(LET_IN) == [{"node": "node2", "why": "the others are fewer than min_nodes, 2"}]
+    three.step(1)
+    three.world("w3", "node0", "node2")
+    three.fail("w3", "node2", 3, "killed by SIGKILL", signal="SIGKILL")
+    assert not three.out
+    assert "min_nodes" in three.kinds(NOTE)[0]["message"]
+    three.nodes.append("node1")
+    three.notices.join("node1")
+    three.break_down(4)
+    assert three.out == {"node2"}, "at once, now that it is needed no more"
+
+
+def test_who_was_told_to_leave_comes_back_with_nothing_against_it(three: Three) -> None:
+    for attempt in range(3):
+        three.break_down(attempt)
+    three.notices.leave("node2", EXIT_PLANNED)
+    three.notices.join("node2")
+    assert not three.out
+    three.break_down(4)
+    assert not three.out
+
+
+def test_a_supervisor_that_dies_again_and_again_is_a_bad_machine(three: Three) -> None:
+    for attempt in range(3):
+        three.world(f"w{attempt}", *three.nodes)
+        three.step(attempt)
+        three.fail(f"w{attempt}", "node0", 0, PEER)
+        assert not three.out
+        three.notices.join("node2")
+        three.notices.join("node2")  # whatever dies meanwhile, it is the same world's
+    assert three.out == {"node2"}
+
+
+@pytest.mark.parametrize("error", ["ValueError: of the script", "RuntimeError: shapes do not match"])
+def test_a_rank_that_meets_a_bug_makes_no_machine_bad(three: Three, error: str) -> None:
+    for attempt in range(6):
+        three.step(attempt)
+        three.break_down(attempt, error, step=attempt)
+    assert not three.out
+    assert not three.kinds(NOTE)
+
+
+def test_of_nodes_that_fail_alike_none_is_left_out(three: Three) -> None:
+    for attempt in range(8):
+        three.step(attempt)
+        three.world(f"w{attempt}", *three.nodes)
+        three.fail(f"w{attempt}", three.nodes[attempt % 2], error="killed by SIGKILL", signal="SIGKILL")
+    assert not three.out
+
+
+def test_nobody_is_left_out_while_others_finish(three: Three) -> None:
+    for attempt in range(2):
+        three.break_down(attempt)
+    three.world("w2", *three.nodes)
+    three.notices.leave("node0", 0)
+    three.fail("w2", "node2", 4, "killed by SIGKILL", signal="SIGKILL")
+    assert three.verdict is not None
+    assert not three.out
 
 
 def test_the_cause_is_named_even_when_its_wake_is_heard_first() -> None:

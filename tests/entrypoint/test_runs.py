@@ -66,16 +66,19 @@ def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any, gone: Gone)
 
 
 def test_a_killed_agent_takes_its_ranks_along_and_comes_back(small_run: Any, gone: Gone) -> None:
+    """So does the server that it was forked from."""
     small_run.start_board()
     for number in (0, 1):
         small_run.train(number)
-    small_run.until("progress")
-    # What listens to the supervisor's heartbeat stays with it.
-    family = [pid for pid, command in small_run.descendants(0).items() if "entrypoint node" not in command]
-    os.kill(small_run.agent(0), signal.SIGKILL)
-    gone(family)
-    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
-    assert any(event.data.get("node") == "node0" and event.data.get("signal") == "SIGKILL" for event in small_run.events("failure"))
+    for worlds, killed in enumerate((small_run.agent, small_run.server), start=1):
+        formed = small_run.until("world", count=worlds)
+        small_run.until("progress", where=lambda event, after=formed.time: event.time > after)
+        family = [small_run.agent(0), *small_run.ranks(0)]
+        os.kill(killed(0), signal.SIGKILL)
+        gone(family)
+    assert small_run.finish_training(worlds=3) == {"node0": 0, "node1": 0, "board": 0}
+    killed_here = [event for event in small_run.events("failure") if event.data.get("node") == "node0"]
+    assert [event.data.get("signal") for event in killed_here] == ["SIGKILL"] * 2
     assert small_run.events("verdict")[0].data["status"] == "done"
 
 
@@ -102,6 +105,25 @@ def test_the_board_dies_and_the_nodes_meet_again_on_its_successor(small_run: Any
     small_run.start_board()
     assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
     assert len({event.data["world"].partition("/")[0] for event in small_run.events("world")}) == 2
+    assert small_run.events("verdict")[0].data["status"] == "done"
+
+
+def test_a_node_whose_machine_is_bad_sits_out_and_the_others_finish(small_run: Any) -> None:
+    small_run.start_board()
+    bad = "step % 8 or os.environ['SWARMTRAIN_NODE'] != 'node2' or open('/proc/self/mem').read()"  # [Errno 5] Input/output error
+    for number in range(3):
+        small_run.train(number, slots=1, nodes=(2, 3), fault=bad)
+    out = small_run.until("left_out")
+    assert out.data["node"] == "node2"
+    smaller = small_run.until("world", where=lambda event: event.time > out.time and event.data["nodes"] == 2)
+    assert sorted(smaller.data["ranks"]) == ["node0", "node1"]
+    begun = small_run.log(2).read_text().count("start at")
+    small_run.until("progress", where=lambda event: event.time > smaller.time + 2)
+    assert small_run.nodes["node2"].poll() is None, "what Swarm sees is a task that runs"
+    (small_run.folder / "enough").touch()
+    assert small_run.finish() == {"node0": 0, "node1": 0, "node2": 0, "board": 0}
+    assert small_run.log(2).read_text().count("start at") == begun, "no rank of it was started meanwhile"
+    assert small_run.events("world")[-1] == smaller
     assert small_run.events("verdict")[0].data["status"] == "done"
 
 

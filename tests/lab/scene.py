@@ -32,13 +32,10 @@ _POLL = 0.1
 SIGNAL = """
 import os, sys
 from pathlib import Path
-def command(pid): return Path(f"/proc/{pid}/cmdline").read_text()
-def parent(pid): return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-pids = sorted((path.name for path in Path("/proc").iterdir() if path.name.isdigit()), key=int)
-agents = [pid for pid in pids if "swarmtrain.entrypoint\\0agent" in command(pid)]
-forked = [pid for pid in pids if parent(pid) != "0" and "forkserver" in command(pid)]
-ranks = [pid for pid in forked if "forkserver" in command(parent(pid))]
-os.kill(int({"rank": ranks, "agent": agents}[sys.argv[1]][-1]), int(sys.argv[2]))
+def named(word):
+    found = sorted((int(path.parent.name), path.read_text()) for path in Path("/proc").glob("[0-9]*/comm"))
+    return [pid for pid, name in found if name.split()[0] == word]
+os.kill(named(sys.argv[1])[0], int(sys.argv[2]))
 """
 
 

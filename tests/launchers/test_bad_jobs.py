@@ -153,7 +153,15 @@ def test_ports_in_use(answer: Answer) -> None:
     """
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        values = {"RUN": "demo", "BOARD_PORT": port, "STORE_PORT": 1, "BIND": "127.0.0.1", "MAX_RESTARTS": 0, "MAX_RESTARTS_PER_HOUR": 0}
+        values = {
+            "RUN": "demo",
+            "BOARD_PORT": port,
+            "STORE_PORT": 1,
+            "BIND": "127.0.0.1",
+            "MAX_RESTARTS": 0,
+            "MAX_RESTARTS_PER_HOUR": 0,
+            "MIN_NODES": 1,
+        }
         answer.env |= {f"SWARMTRAIN_{name}": str(value) for name, value in values.items()}
         answer("python -m swarmtrain.entrypoint rendezvous")
         answer.say("Without a store nobody can meet, which the board still can say: the run has failed.")

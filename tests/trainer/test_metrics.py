@@ -33,7 +33,9 @@ def published() -> list[Event]:
 @pytest.fixture
 def board(published: list[Event]) -> Iterator[str]:
     """A real board's address; what it is told is in `published`."""
-    notices = Notices(run="test", max_restarts=3, max_restarts_per_hour=20, boot="b", now=time.monotonic, publish=published.append)
+    notices = Notices(
+        run="test", max_restarts=3, max_restarts_per_hour=20, min_nodes=1, boot="b", now=time.monotonic, publish=published.append
+    )
     with BoardServer(("127.0.0.1", 0), notices) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield f"127.0.0.1:{server.server_address[1]}"
@@ -88,7 +90,9 @@ def test_events_outlive_a_board_that_is_away(published: list[Event]) -> None:
         poster.progress(Event(wire.PROGRESS, {"step": step}))
         poster.post(Event(wire.CHECKPOINT, {"step": step}))
         time.sleep(0.2)
-    notices = Notices(run="test", max_restarts=3, max_restarts_per_hour=20, boot="b", now=time.monotonic, publish=published.append)
+    notices = Notices(
+        run="test", max_restarts=3, max_restarts_per_hour=20, min_nodes=1, boot="b", now=time.monotonic, publish=published.append
+    )
     with BoardServer(("127.0.0.1", port), notices) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         poster.close(10)

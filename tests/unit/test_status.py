@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from swarmtrain import wire
@@ -55,6 +57,29 @@ def test_what_nodes_use_and_why_they_were_started_again() -> None:
         "  node1  b     running  1.9/2  1.2/4.0 GiB                              1         killed by SIGKILL, 1 min 18 s ago",
     ]
     assert status("demo", [*TRAINING, *later], tasks, 1000.0).usage == {}
+
+
+def test_a_node_that_sits_out_is_shown_until_it_may_train_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    out = Event(wire.LEFT_OUT, {"node": "node1", "seconds": 3600.0, "why": "the first to fail 3 times"}, 113.0)
+    smaller = Event(wire.WORLD, {"world_size": 2, "nodes": 2}, 130.0)
+    tasks = [TASKS[0], TaskState("node1", "b", "running")]
+    found = status("demo", [*TRAINING, out, smaller], tasks, 190.0)
+    assert str(found).splitlines()[5:] == [
+        "  left out    node1: `docker node update --availability drain b` keeps a swarm off its machine; "
+        "`swarmtrain stop demo`, then deploy, gives it a chance at once",
+        "  NODE   HOST  STATE    RESTARTS",
+        "  node0  a     running",
+        "  node1  b     running  1         left out until 01:01: the first to fail 3 times",
+    ]
+    assert found.to_dict()["left_out"] == {"node1": {"until": 3713.0, "why": "the first to fail 3 times"}}
+    for back in (
+        Event(wire.LET_IN, {"node": "node1", "why": "its hour is over"}, 140.0),
+        Event(wire.LEFT, {"node": "node1", "exit_code": EXIT_PLANNED}, 140.0),
+        Event(wire.BOARD_UP, {"run": "demo"}, 140.0),
+    ):
+        assert not status("demo", [*TRAINING, out, back], tasks, 190.0).left_out
 
 
 def test_json_has_every_field_and_what_it_means() -> None:

@@ -74,6 +74,18 @@ def test_a_hint_of_whoever_failed_is_better_than_the_tables() -> None:
     assert str(found).startswith("run demo: goes on after a failure\n")
 
 
+def test_a_node_that_is_left_out_is_said_to_be_with_what_to_do() -> None:
+    out = Event(wire.LEFT_OUT, {"node": "node1", "seconds": 3600.0, "why": "again and again"}, 1001.0)
+    found = why("demo", [*EVENTS[:-1], out], TASKS, LINES)
+    assert found is not None
+    remedy = "`docker node update --availability drain b` keeps a swarm off its machine"
+    assert found.left_out.startswith(f"node1 is left out until 01:16. {remedy}; `swarmtrain stop demo`, then deploy")
+    assert f"  now     {found.left_out}\n" in str(found)
+    over = why("demo", [*EVENTS[:-1], out, EVENTS[-1]], TASKS, LINES)
+    assert over is not None
+    assert not over.left_out, "of a run that has ended nobody is left out"
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [

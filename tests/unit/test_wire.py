@@ -32,7 +32,7 @@ NODE = NodeEnv(
 
 def test_a_nodes_environment_comes_back_as_it_was() -> None:
     assert NodeEnv.from_env({"PATH": "/bin", **NODE.to_env()}) == NODE
-    board = BoardEnv("demo", board_port=1, store_port=2, bind="127.0.0.1", max_restarts=3, max_restarts_per_hour=20)
+    board = BoardEnv("demo", board_port=1, store_port=2, bind="127.0.0.1", max_restarts=3, max_restarts_per_hour=20, min_nodes=2)
     assert BoardEnv.from_env(board.to_env()) == board
 
 
