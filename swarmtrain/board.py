@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -65,14 +66,21 @@ class Board:
         return int(self._call("token", above=above)["token"])
 
     def clock(self) -> float:
-        """Return by how many seconds this machine's clock is ahead of the board's, of a few tries by the quickest. Raises BoardError."""
-        return min(self._clock() for _ in range(_TRIES))[1]
+        """Return by how many seconds this machine's clock is ahead of the board's. Raises BoardError."""
+        return self._difference("time", time.time)
 
-    def _clock(self) -> tuple[float, float]:
-        """Return the seconds that asking took, at most half of which it is wrong by, and the difference."""
-        before = time.time()
-        theirs = float(self._call("ping")["time"])
-        after = time.time()
+    def ahead(self) -> float:
+        """Return what is to be added to time.monotonic() here to have the board's. Raises BoardError."""
+        return -self._difference("monotonic", time.monotonic)
+
+    def _difference(self, name: str, now: Callable[[], float]) -> float:
+        """Return ours less theirs, of a few tries by the quickest; it is wrong by half of what asking took, at most."""
+        return min(self._asked(name, now) for _ in range(_TRIES))[1]
+
+    def _asked(self, name: str, now: Callable[[], float]) -> tuple[float, float]:
+        before = now()
+        theirs = float(self._call("ping")[name])
+        after = now()
         return after - before, (before + after) / 2 - theirs
 
     def wait(self, deadline: float) -> None:

@@ -6,6 +6,7 @@ Exit codes: 0 all ranks of this node returned, EXIT_PLANNED told to stop, 1 anyt
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from swarmtrain.board import Board
-from swarmtrain.entrypoint import forks, rank
+from swarmtrain.entrypoint import clock, forks, rank
 from swarmtrain.entrypoint.usage import own_cgroup
 from swarmtrain.errors import BoardError
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv, world_key
@@ -60,6 +61,8 @@ def main(round: str, address: str | None, environment: dict[str, str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher.api import elastic_launch
 
+    with contextlib.suppress(BoardError):  # without the board there is no store either: torch will say so
+        clock.agree(Board(node.board))
     logs = _logs(node)
     _log_plainly(DeathReporter(node, logs))
     try:

@@ -87,7 +87,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
         with self._lock:
             match request.pop("op"):
                 case "ping":
-                    return {"time": time.time()}
+                    return {"time": time.time(), "monotonic": time.monotonic()}
                 case "post":
                     event = Event(**request)
                     self._rescues.hear(event)
