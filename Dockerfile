@@ -28,7 +28,7 @@ RUN mkdir /opt/extra && if [ -e /extra/requirements.txt ]; then \
 
 FROM ${BASE_IMAGE}
 ENV PATH=/opt/venv/bin:/opt/extra/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-RUN useradd --uid 1000 --user-group --create-home trainer && mkdir -m 1777 /workspace
+RUN useradd --uid 1000 --user-group --create-home trainer && mkdir -m 1777 /workspace /workspace/runs
 COPY --from=wheels /opt/venv /opt/venv
 COPY --from=extra /opt/extra /opt/extra
 COPY build/package/ /tmp/package/

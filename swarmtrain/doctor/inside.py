@@ -17,6 +17,8 @@ _SHM = 1 << 30
 _MEMORY_PER_RANK = 1 << 29
 _SCRATCH = 1 << 30
 _ROOM = 5 << 30
+_SHARED = "mount a disk that all nodes share: runner.docker_config.docker_mounts; without one: trainer.save_dir_shared: false"
+_OWN = "runner.docker_config.docker_mounts: [[checkpoints, /workspace/runs]] is a volume on each node"
 _GETTING = re.compile("^preparing|no such image|pull", re.IGNORECASE)
 
 
@@ -105,21 +107,28 @@ def _room(seen: Probed) -> Iterator[Finding]:
                 yield Finding(seen.place(name), message, hint, fatal=False, why="checkpoints go there")
 
 
-@CHECKS("shared", "save_dir is one disk that all nodes write to")
+@CHECKS("shared", "save_dir is a disk that takes the checkpoints of all nodes")
 def _shared(seen: Probed) -> Iterator[Finding]:
     target = _save_mount(seen.plan)
     if len(seen.plan.nodes) < 2 or seen.plan.config.trainer.save_dir is None:
         return
-    hint = "mount a disk that all nodes share: runner.docker_config.docker_mounts"
+    shared = seen.plan.config.trainer.save_dir_shared
     if target is None:
-        yield Finding("config trainer.save_dir", "lies in no mount", hint, why="each node would write its part into its own container")
+        why = "each node would write its part into its own container" if shared else "what a node keeps would go with its container"
+        yield Finding("config trainer.save_dir", "lies in no mount", _SHARED if shared else _OWN, why=why)
         return
     for name, mount in _each_mount(seen):
         if mount["target"] == target and not mount["writable"]:
             yield _unwritable(seen, name, mount)
-        elif mount["target"] == target and (unseen := sorted(_met(seen, name) & _writers(seen, target) - set(mount["seen"]))):
+        elif mount["target"] == target and shared and (unseen := sorted(_met(seen, name) & _writers(seen, target) - set(mount["seen"]))):
             message = f"{target} is another disk here: what {', '.join(unseen)} wrote is not in it"
-            yield Finding(seen.place(name), message, hint, why="a checkpoint is whole only where all its parts lie together")
+            yield Finding(seen.place(name), message, _SHARED, why="a checkpoint is whole only where all its parts lie together")
+    seeing = [name for name, mount in _each_mount(seen) if mount["target"] == target and set(mount["seen"]) - {name}]
+    if seeing and not shared:
+        message = f"{target} is no disk of its own on {', '.join(seeing)}: it has what others wrote"
+        yield Finding(
+            "config trainer.save_dir", message, "trainer.save_dir_shared: true", why="each node writes a whole checkpoint to its own"
+        )
 
 
 def _unwritable(seen: Probed, name: str, mount: Facts) -> Finding:

@@ -37,9 +37,7 @@ _AFTER_FAILURE = 10.0  # a run that is given up made no step since its last save
 _AFTER_DONE = 330.0  # torch's agents wait up to 300 s for each other at their end
 _LONG_LIFE = 30.0
 _LONGEST_PAUSE = 15.0
-_ALONE = 90.0
-"""Seconds without the board's answer after which a node does not train on by itself: others may go on without it. A board that restarts is
-back in less."""
+_ALONE = 90.0  # without the board's answer a node may be cut off; one that restarts is back in less
 
 
 def main() -> int:
@@ -156,8 +154,8 @@ class Supervisor:
             self._end_agent(agent, self.node.stop_grace)
 
     def _miss(self, agent: ForkServerProcess, error: BoardError) -> None:
-        """The board does not answer. It may be restarting; a node that is cut off would train on for as long as its links to peers hold."""
-        if time.monotonic() - self.heard > _ALONE and not self.asked:
+        """The board does not answer. It may be restarting; but a node that is cut off must not train on where others have begun again."""
+        if time.monotonic() - self.heard > _ALONE and self.kill_at == float("inf"):
             _say(f"{error}; no answer for {_ALONE:.0f} s: this node may be cut off, and stops until it is heard again")
             self._end_agent(agent, self.node.stop_grace)
 

@@ -23,10 +23,10 @@ NODES = ("node0", "node1", "node2")
 PAIRS = (("node0", "node1"), ("node0", "node2"), ("node1", "node2"))
 
 
-def plan(**runner: Any) -> Plan:
+def plan(*, shared: bool = True, **runner: Any) -> Plan:
     docker = {"docker_container": "job:1", "docker_mounts": [["/mnt/shared", "/workspace/runs"], ["/mnt/data", "/data"]]}
     settings = {"nodes": 3, "docker_config": docker, **runner}
-    config = Config.model_validate({"runner": settings, "trainer": {"save_dir": Path("runs/job")}})
+    config = Config.model_validate({"runner": settings, "trainer": {"save_dir": Path("runs/job"), "save_dir_shared": shared}})
     machines = tuple(Machine(host=f"gpu-{index}") for index in range(3))
     return make_plan(config, Inventory("the test", machines), Cargo(()), run="job")
 
@@ -187,6 +187,18 @@ CASES = [
     ),
     Case("shared", denied("0:0"), "it belongs to 0:0, and the ranks are 1000:1000", hint="chown -R 1000:1000 /mnt/shared, on gpu-1"),
     Case("shared", planned(docker_config={"docker_container": "job:1"}), "lies in no mount"),
+    Case(
+        "shared",
+        planned(shared=False),
+        "/workspace/runs is no disk of its own on node0, node1, node2: it has what others wrote",
+        hint="trainer.save_dir_shared: true",
+    ),
+    Case(
+        "shared",
+        planned(shared=False, docker_config={"docker_container": "job:1"}),
+        "lies in no mount",
+        hint="runner.docker_config.docker_mounts: [[checkpoints, /workspace/runs]]",
+    ),
     Case("data", on_mount("/data", entries=2, content="def"), "/data holds something else here: 2 entries, where the others have 3"),
     Case("torch", met(torch="2.12.0"), "torch differs: node0 2.13.0, node1 2.12.0, node2 2.13.0"),
     Case("devices", with_gpus(devices=1), "node1 on gpu-1: torch sees 1 GPU of 2, for 2 ranks"),

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,12 @@ class Trained:
         return {step: next(iter(values)) for step, values in seen.items()}
 
 
+def kill(*pids: int) -> None:
+    """Kill these at once: what is left has no time to save between one and the next."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_what_survives_a_death_saves_the_last_step(small_run: Any, undisturbed: dict[int, float]) -> None:
     """A rank is killed, and the one that saves for it too; then a node; then a rank stands still, and comes back too late."""
     trained = Trained(small_run)
@@ -155,14 +161,14 @@ def test_what_survives_a_death_saves_the_last_step(small_run: Any, undisturbed: 
     assert trained.losses() == undisturbed
 
 
-def test_what_survives_saves_to_its_own_disk(small_run: Any, undisturbed: dict[int, float]) -> None:
-    """A node dies with its disk, and comes back with nothing; then a rank dies, and both nodes have what is left of the run."""
+def test_what_survives_saves_to_its_own_disk(small_run: Any, undisturbed: dict[int, float], gone: Callable[[list[int]], None]) -> None:
+    """All of a node dies, and its disk is lost; it comes back with nothing. Then a rank dies, and both nodes save."""
     trained = Trained(small_run, own_disks=True)
     trained.until(1)
-    small_run.nodes["node0"].kill()
-    small_run.nodes["node0"].wait()
+    family = small_run.ranks(0)
+    kill(small_run.agent(0))
+    gone(family)
     shutil.rmtree(small_run.folder / "node0")
-    trained.start(0)
     trained.until(2)
     os.kill(small_run.ranks(0)[1], signal.SIGKILL)
     trained.until(3)
@@ -181,12 +187,10 @@ def test_a_divided_state_is_saved_by_what_is_left_of_its_replicas(small_run: Any
     """Each replica has two parts. One of each dies: the other two are a whole. Then a part dies with both that held it."""
     trained = Trained(small_run, data_parallel_type="hsdp", data_parallel_shard_size=2)
     trained.until(1)
-    for number, part in ((0, 0), (1, 1)):
-        os.kill(small_run.ranks(number)[part], signal.SIGKILL)
+    kill(small_run.ranks(0)[0], small_run.ranks(1)[1])
     trained.until(2)
     saved = small_run.events("checkpoint")[0].data
-    for number in (0, 1):
-        os.kill(small_run.ranks(number)[0], signal.SIGKILL)
+    kill(small_run.ranks(0)[0], small_run.ranks(1)[0])
     assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
     ranks = small_run.events("world")[0].data["ranks"]
     assert sorted(saved["survivors"]) == sorted([ranks["node0"][1], ranks["node1"][0]])

@@ -71,8 +71,8 @@ def test_whatever_happens_to_disks_the_run_is_the_same(tmp_path: Path, saving: d
 
     for number, node in enumerate("ab"):
         damage(tmp_path / "run" / node / "step-00000006" / f"part-{number:05}.bin")
-    log = go_on(tmp_path, saving, "ab", 9)
-    assert "a has a torn run/a/step-00000006: part-00000.bin is damaged" in log
+    log = go_on(tmp_path, saving, "ba", 9)
+    assert "a has a torn run/b/step-00000006: part-00000.bin is damaged" in log
     assert "goes on after step 6" in log, "together they had the whole"
     assert recorded(tmp_path) == {step: undisturbed[step] for step in range(1, 10)}
 
@@ -90,6 +90,8 @@ def test_whatever_happens_to_disks_the_run_is_the_same(tmp_path: Path, saving: d
         shutil.rmtree(tmp_path / "run" / node)
     assert "goes on after step 12" in go_on(tmp_path, saving, "bc")
     assert standing(tmp_path, "b").keys() == {12, 15}
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "loss" in line] == [*range(1, 10), 13, 14, 15], "10 to 12 went with the disk of a"
     assert {15, 12, 9} <= standing(tmp_path, "c").keys()
     assert {content.token for content in (standing(tmp_path, node)[15] for node in "bc")} == {4}
     assert deviation(recorded(tmp_path), undisturbed) < 1e-5

@@ -18,7 +18,7 @@ from typing import Protocol
 from swarmtrain.board import Board
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import agreement
-from swarmtrain.trainer.checkpoint import fence, stage
+from swarmtrain.trainer.checkpoint import beside, fence, stage
 from swarmtrain.trainer.checkpoint.apart import NodeWriter
 from swarmtrain.trainer.checkpoint.background import Files, collect_notes
 from swarmtrain.trainer.checkpoint.exchange import exchange
@@ -142,7 +142,14 @@ class Own:
         return self.nodes.together(lambda: act(files), self._save_dir)
 
     def newest(self, token: int) -> Found | None:
-        return Folders(self.nodes, self._save_dir, token, self._note).newest()
+        found = Folders(self.nodes, self._save_dir, token, self._note).newest()
+        if found:
+            step = found[1].step
+            try:
+                agreement.by_every_rank(lambda: beside.bring(self.nodes, self._save_dir, step))
+            except CheckpointError as error:
+                self._note(f"metrics.jsonl begins at step {step} here, the rest is on other nodes: {error}")
+        return found
 
     def _drawn(self, highest: int) -> int:
         """Return a token above `highest` that no other world of this run has had, as far as the board knows: its nodes may be others."""

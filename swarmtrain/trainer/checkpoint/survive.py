@@ -104,8 +104,8 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
     if here.board is None or disk is None or not held or len(holders) == here.size:
         return None  # without a board, or with no other rank that holds the same, there is nothing to agree on
     of = disk.nodes.of if disk.nodes else (0,) * here.size
-    if not any(all(any(of[rank] == number for rank in ranks) for ranks in holders) for number in set(of)):
-        return None  # no disk could have the whole
+    if not _one_has_all(of, holders):
+        return None
     hang_up()
     stand = Stand(progress.step, optimizer.prepared, part, len(holders), here.size, of[here.rank], len(set(of)))
     with _Council(Board(here.board), wire.world_key(os.environ), here.rank, stand, of) as council:
@@ -123,6 +123,11 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
                     done = progress.step
             time.sleep(_POLL)
         return done
+
+
+def _one_has_all(disks: Sequence[int], holders: Sequence[Sequence[int]]) -> bool:
+    """Return whether the ranks of one disk hold all parts. `disks`: to which each rank saves; `holders`: the ranks of each part."""
+    return any(all(disk in {disks[rank] for rank in ranks} for ranks in holders) for disk in set(disks))
 
 
 def _save(here: Runtime, checkpoints: Checkpoints, progress: Progress, rescue: Rescue, council: _Council) -> bool:
