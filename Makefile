@@ -1,6 +1,7 @@
 # make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
 # make test    everything, with the time of each suite
 # make chaos   faults on a real swarm, and a table of what each cost; ONLY='a rank hangs' picks rows, without it all are tried, for hours
+# make soak    the same faults at random on one run, MINUTES=30 long; SEED=7 draws those of an earlier run again
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
 # make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
 # Each target installs what it needs, is safe to repeat, and works in a fresh clone.
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test chaos check bench format clean system install install-train install-test
+.PHONY: demo test chaos soak check bench format clean system install install-train install-test
 
 demo: system install
 	@VENV=$(VENV) TORCH=$(TORCH) MAKE="$(MAKE)" sh examples/demo.sh
@@ -24,6 +25,9 @@ test: system install-test
 chaos: system install-test
 	@SWARMTRAIN_CHAOS=$(or $(ONLY),all) $(BIN)/python tests/suites.py chaos
 	@cat build/chaos.md
+
+soak: system install-test
+	@SWARMTRAIN_SOAK=$(or $(MINUTES),30) SWARMTRAIN_SEED=$(SEED) $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/lab/soak.py
 
 check: install-test
 	$(BIN)/ruff format --check .

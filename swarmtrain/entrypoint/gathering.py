@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which those that have come begin without the others."""
 YOUNG = 2.5
 """Seconds in which a board that has just started may not have heard of all that live: they beat every second."""

@@ -32,6 +32,8 @@ class Fault:
     """The same where each rank has but a part of it."""
     usual: tuple[str, ...] = ()
     """States with which it belongs to the usual tests."""
+    options: tuple[str, ...] = ()
+    """What the run's config must have for it."""
 
 
 def _kill_rank(scene: Scene) -> None:
@@ -172,6 +174,7 @@ def _while_scaling(scene: Scene) -> None:
     time.sleep(1)
     scene.kill_containers("node1")
     assert scale.wait(240) == 0
+    assert scene.swarmtrain("scale", scene.run, "--nodes", "3").wait(240) == 0
 
 
 def _all_at_once(scene: Scene) -> None:
@@ -192,6 +195,15 @@ def _drain(scene: Scene) -> None:
 
 def _force(scene: Scene) -> None:
     scene.docker("node0", "service", "update", "--detach", "--force", f"{scene.run}_node1")
+
+
+_FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), Path("/usr/lib/faketime"))
+_ITS_MOUNT = f"runner.docker_config.docker_mounts=[[/mnt/shared, /workspace/runs], [{_FAKETIME}, /opt/faketime.so]]"
+
+
+def _be_an_hour_ahead(scene: Scene) -> None:
+    wrong = ["--env-add", "LD_PRELOAD=/opt/faketime.so", "--env-add", "FAKETIME=+1h"]
+    scene.docker("node0", "service", "update", "--detach", *wrong, f"{scene.run}_node1")
 
 
 FAULTS = (
@@ -221,4 +233,5 @@ FAULTS = (
     Fault("the run is scaled to 2 nodes, and to 3 again", _scale, NONE, NONE),
     Fault("a node is drained, and made active again", _drain, NONE, NONE),
     Fault("a service is updated by force", _force, NONE, NONE),
+    Fault("a node comes back with a clock that is an hour wrong", _be_an_hour_ahead, NONE, NONE, options=(_ITS_MOUNT,)),
 )

@@ -121,7 +121,7 @@ def test_nothing_happens(state: str, undisturbed: Story) -> None:
 
 @pytest.mark.parametrize(("fault", "state"), ROWS, ids=[f"{fault.name}-{state}".replace(" ", "_") for fault, state in ROWS])
 def test_whatever_happens(fault: Fault, state: str, begin: Callable[..., Scene], undisturbed: Story, table: list[Row]) -> None:
-    scene = begin(f"run{FAULTS.index(fault)}-{state}", state)
+    scene = begin(f"run{FAULTS.index(fault)}-{state}", state, *fault.options)
     scene.reach(_STRIKE_AT)
     began, token = time.monotonic(), scene.token
     fault.strike(scene)
