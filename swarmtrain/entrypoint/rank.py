@@ -7,6 +7,7 @@ Called by torch's agent in a process forked from the forkserver. The script sees
 from __future__ import annotations
 
 import atexit
+import gc
 import io
 import multiprocessing.util
 import os
@@ -36,6 +37,7 @@ _ENDED_WITHIN = 20.0
 def run() -> None:
     """Run the script to its end. A failure is put on the board and raised again; so is any exit code but 0."""
     die_with_parent_now()
+    gc.freeze()  # what the forkserver has imported is never garbage, and to look through it would copy all of its pages
     sys.excepthook = sys.__excepthook__  # the forkserver's own is not the script's
     node = NodeEnv.from_env(os.environ)
     _print_by_lines()
