@@ -7,6 +7,7 @@ pipe open by which Python would tell it that nobody needs it any more, so it wou
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -44,3 +45,6 @@ def _modules() -> tuple[str, ...]:
 for _module in _modules():
     with contextlib.suppress(ImportError):  # the rank that needs it will say so, with the user's own traceback
         importlib.import_module(_module)
+
+# What is imported is never garbage, and to look through it would copy all of its pages in each process.
+gc.freeze()

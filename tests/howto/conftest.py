@@ -51,7 +51,7 @@ def installed(environment: dict[str, str]) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the first test that builds the image leaves it for the others."""
-    return tmp_path_factory.mktemp("images")
+    return tmp_path_factory.mktemp("images") / "built"
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import images
+import built
 import page
 import pytest
 from reader import Fill, Reader, Shell
@@ -73,10 +73,9 @@ def machines(
 ) -> Iterator[Machines]:
     """Three machines with Docker, as delivered; the image was built on them before, if it was built at all."""
     lab = labs(f"machines-{os.getpid()}")
-    images.give_registry(shelf)
+    built.give_registry(shelf)
     lab.up(3, bare=True, say=print)
-    for node in NODES:
-        images.give(lab, node, shelf)
+    built.give(lab, NODES, shelf)
     inside = {**installed, **package_index(tmp_path_factory.mktemp("index"))}
     yield Machines(lab, new_checkout(), tmp_path_factory.mktemp("shells"), installed, inside)
     lab.down(say=print)

@@ -5,12 +5,12 @@ Where this machine can host no lab, the tests skip and say why; with CI=true the
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import built
 import pytest
 from answers import Answer
 from stand_in import RUN, STAND_IN, build, say
@@ -56,6 +56,9 @@ def lab(new_lab: Callable[[str], Lab]) -> Lab:
     """A lab of three nodes that all tests share: leave it as you found it."""
     lab = new_lab("test")
     lab.up(3, engine=ENGINE, say=say)
+    if ENGINE is None:
+        built.give_registry(built.shared())
+        built.give(lab, ["node0"], built.shared())
     return lab
 
 
@@ -66,29 +69,13 @@ def engine(lab: Lab) -> Engine:
 
 
 @pytest.fixture(scope="session")
-def image(engine: Engine) -> str:
-    """The image of this repository, in the lab's registry; every node can pull it."""
-    shelf = os.environ.get("SWARMTRAIN_TEST_SHELF")
-    if shelf is None:
+def image(lab: Lab, engine: Engine) -> str:
+    """The image of this repository, in the lab's registry; every node can pull it. Another suite may have built it."""
+    if not engine.client.images(IMAGE):
         images.build(engine.client, ROOT, IMAGE, say=say)
-    else:
-        _build_once(engine, Path(shelf))
-    images.push(engine.client, IMAGE, say=say)
+        images.push(engine.client, IMAGE, say=say)
+        built.keep(lab, "node0", built.shared() if ENGINE is None else None)
     return IMAGE
-
-
-def _build_once(engine: Engine, shelf: Path) -> None:
-    """Build the image, or take it from `shelf`, where another suite of the same run has left it."""
-    kept = shelf / "image.tar"
-    with (shelf / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if kept.exists():
-            with kept.open("rb") as packed:
-                engine.client.load_image(packed)
-            return
-        images.build(engine.client, ROOT, IMAGE, say=say)
-        with kept.open("wb") as packed:
-            packed.writelines(engine.client.get_image(IMAGE))
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import built
 import pytest
 from audit import Story, largest_difference, problems
 from faults import FAULTS, Fault
@@ -66,6 +67,8 @@ def lab(new_lab: Callable[[str], Lab], tmp_path_factory: pytest.TempPathFactory)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(disk)], check=True)
     lab = new_lab("chaos")
     lab.up(len(NODES), shared=disk, say=print)
+    built.give_registry(built.shared())
+    built.give(lab, NODES, built.shared())
     yield lab
     lab.down(say=print)
     subprocess.run(["umount", str(disk)], check=True)

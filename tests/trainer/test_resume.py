@@ -23,6 +23,12 @@ LONG = {"train_iterations": 60, "save_interval": 20}
 
 
 @pytest.fixture(scope="module")
+def config(config: dict[str, Any]) -> dict[str, Any]:
+    """Four micro batches a step: two ranks have two each, of three one has more, and of four each has one."""
+    return changed(config, topology={"micro_batch_size": 3})
+
+
+@pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> Path:
     """A run of 60 steps on three ranks that nobody disturbed."""
     folder = tmp_path_factory.mktemp("untouched")
@@ -30,7 +36,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) 
     return folder
 
 
-@pytest.mark.parametrize(("size", "tensor", "precision"), [(1, 1, "float32"), (3, 1, "float32"), (4, 2, "float32"), (3, 1, "bfloat16")])
+@pytest.mark.parametrize(("size", "tensor", "precision"), [(1, 1, "float32"), (4, 2, "float32"), (3, 1, "bfloat16")])
 def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size: int, tensor: int, precision: str) -> None:
     base = changed(config, topology={"model_parallel_size": tensor}, trainer={"eval_interval": 4})
     base = changed(base, transformer_architecture={"precision": precision, "dropout_attention_probs": 0.1, "dropout_after_mlp": 0.1})
@@ -44,7 +50,7 @@ def test_same_topology_bit_for_bit(tmp_path: Path, config: dict[str, Any], size:
     assert manifest(tmp_path / "twice", 12)["files"] == manifest(tmp_path / "once", 12)["files"]
 
 
-@pytest.mark.parametrize("asked", [[0], [1], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("asked", [[0], [0, 1, 2]], ids=str)
 def test_asked_to_leave(tmp_path: Path, config: dict[str, Any], untouched: Path, asked: list[int]) -> None:
     long = changed(config, trainer=LONG)
     world = World(tmp_path, long, 3)
@@ -64,7 +70,7 @@ def test_asked_to_leave(tmp_path: Path, config: dict[str, Any], untouched: Path,
 
 def test_asked_to_leave_while_measuring(tmp_path: Path, config: dict[str, Any]) -> None:
     """A flag that is looked at only between steps would wait for the whole held-out loss."""
-    endless = changed(config, trainer={"eval_iterations": 100_000}, topology={"global_batch_size": 2})
+    endless = changed(config, trainer={"eval_iterations": 100_000}, topology={"global_batch_size": 2, "micro_batch_size": 2})
     endless["data"] = {**config["data"], "validation_data_prefixes": config["data"]["data_prefixes"] * 400}
     world = World(tmp_path, endless, 2)
     world.until((tmp_path / "run" / "metrics.jsonl").exists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import json
 import multiprocessing
@@ -166,6 +167,7 @@ def _node(folder: Path, config: Mapping[str, Any], nodes: Sequence[str], rank: i
 
 def _rank(folder: str, script: str, place: tuple[int, int, int], environ: dict[str, str]) -> None:
     rank, size, port = place
+    gc.freeze()  # as ranks of a run do
     os.chdir(folder)
     log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
