@@ -21,36 +21,34 @@ from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.wire import Event
 
 _RUNS = 3
-_RUN = "bench"
+RUN = "bench"
 _IMAGE = f"{REGISTRY}/swarmtrain:bench"
-_OPTIONS = ["-o", f"runner.docker_config.docker_container={_IMAGE}", "-o", f"trainer.save_dir=runs/{_RUN}"]
+OPTIONS = ["-o", f"runner.docker_config.docker_container={_IMAGE}", "-o", f"trainer.save_dir=runs/{RUN}"]
 _STACK = BUILD / "run" / "generated.yml"
 
 
 def first_step() -> Iterator[Row]:
     """The quickstart on a lab whose nodes have the image already."""
     with lab(3) as place:
-        _distribute(place)
+        distribute(place)
         environment = place.env()
         launcher = SwarmLauncher(environment["DOCKER_HOST"])
-        process.run(
-            [*SWARMTRAIN, "generate", "examples/quickstart.yml", *_OPTIONS, "--name", _RUN, "--output", str(_STACK)], env=environment
-        )
+        process.run([*SWARMTRAIN, "generate", "examples/quickstart.yml", *OPTIONS, "--name", RUN, "--output", str(_STACK)], env=environment)
         phases: dict[str, list[dict[str, float]]] = {"ours": [], "docker's": []}
 
         def ours() -> float:
-            return measure("ours", [*SWARMTRAIN, "deploy", "examples/quickstart.yml", "--name", _RUN, *_OPTIONS])
+            return measure("ours", [*SWARMTRAIN, "deploy", "examples/quickstart.yml", "--name", RUN, *OPTIONS])
 
         def dockers() -> float:
-            return measure("docker's", ["docker", "stack", "deploy", "-c", str(_STACK), _RUN])
+            return measure("docker's", ["docker", "stack", "deploy", "-c", str(_STACK), RUN])
 
         def measure(whose: str, argv: list[str]) -> float:
             begun = time.time()
             with _started(argv, environment):
                 until(lambda: _has_stepped(launcher), "the first step", seconds=300)
                 found = _phases(launcher, Engine(environment["DOCKER_HOST"]), begun)
-            launcher.down(_RUN, lambda line: None)
-            process.run(["rm", "-rf", str(place.shared / _RUN)])
+            launcher.down(RUN, lambda line: None)
+            process.run(["rm", "-rf", str(place.shared / RUN)])
             phases[whose].append(found)
             say(f"{whose}: {_told([found])}")
             return found["first step"]
@@ -64,14 +62,14 @@ def first_step() -> Iterator[Row]:
 def doctor() -> Iterator[Row]:
     """All that doctor asks and probes, on a lab whose nodes have the image already."""
     with lab(4) as place:
-        _distribute(place)
-        argv = [*SWARMTRAIN, "doctor", "examples/quickstart.yml", "-o", "runner.nodes=4", *_OPTIONS]
+        distribute(place)
+        argv = [*SWARMTRAIN, "doctor", "examples/quickstart.yml", "-o", "runner.nodes=4", *OPTIONS]
         [ours] = in_turns(_RUNS, lambda: wall_seconds(argv, env=place.env()))
     what = "`swarmtrain doctor examples/quickstart.yml`: a probe of 4 nodes on one machine and all their links, image there"
     yield Row("doctor-4", what, "s", ours, limit=20)
 
 
-def _distribute(place: Lab) -> None:
+def distribute(place: Lab) -> None:
     """Build the image and have every node pull it."""
     engine = Engine(place.docker_host("node0"), timeout=600)
     images.build(engine.client, ROOT, _IMAGE, say=lambda line: None)
@@ -96,15 +94,15 @@ def _started(argv: list[str], environment: dict[str, str]) -> Iterator[None]:
 
 def _has_stepped(launcher: SwarmLauncher) -> bool:
     try:
-        return any(event.kind == wire.PROGRESS for event in launcher.events(_RUN))
+        return any(event.kind == wire.PROGRESS for event in launcher.events(RUN))
     except RunNotFound:
         return False
 
 
 def _phases(launcher: SwarmLauncher, engine: Engine, begun: float) -> dict[str, float]:
     """Return how many seconds after `begun` each thing had happened, by the clocks of whom it happened to, which are one."""
-    events = launcher.events(_RUN)
-    label = f"{wire.LABEL_STACK}={_RUN}"
+    events = launcher.events(RUN)
+    label = f"{wire.LABEL_STACK}={RUN}"
     created = max(_seconds(service["CreatedAt"]) for service in engine.listing("/services", label=label))
     running = max(_seconds(task["Status"]["Timestamp"]) for task in engine.listing("/tasks", label=label))
     moments = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -31,16 +32,16 @@ class Board:
         """Put an event on the board. Raises BoardError if it cannot be reached."""
         return Receipt(**self._call("post", **asdict(event)))
 
-    def join(self, node: str) -> Orders:
-        """Say that `node` is here. Raises BoardError."""
-        return self._orders("join", node=node)
+    def join(self, node: str) -> None:
+        """Say that `node` is here, and will beat every second. Raises BoardError."""
+        self._call("join", node=node)
 
     def beat(self, node: str) -> Orders:
         """Say that `node` is still here. Raises BoardError."""
         return self._orders("beat", node=node)
 
     def close(self, node: str, round: str) -> Orders:
-        """Say that the rendezvous `round` is closed for good; the answer holds a fresh one. Raises BoardError."""
+        """Say that the rendezvous `round`, "" if there was none, is closed for good; the answer holds a fresh one. Raises BoardError."""
         return self._orders("close", node=node, round=round)
 
     def leave(self, node: str, exit_code: int) -> Orders:
@@ -52,23 +53,34 @@ class Board:
         answer = self._call("stand", world=world, rank=rank, stand=asdict(stand))
         return Rescue(**{**answer, "writers": tuple(answer["writers"])})
 
-    def rescued(self, world: str, attempt: int) -> None:
-        """Say that the first of the writers is done, well or not. Raises BoardError."""
-        self._call("rescued", world=world, attempt=attempt)
+    def rescued(self, world: str, attempt: int, rank: int) -> None:
+        """Say that `rank`, the first of the writers, or of those of its node, is done, well or not. Raises BoardError."""
+        self._call("rescued", world=world, attempt=attempt, rank=rank)
 
     def rescuing(self) -> bool:
         """Return whether survivors of a broken world are saving. Raises BoardError."""
         return bool(self._call("rescuing")["rescuing"])
 
-    def clock(self) -> float:
-        """Return by how many seconds this machine's clock is ahead of the board's, of a few tries by the quickest. Raises BoardError."""
-        return min(self._clock() for _ in range(_TRIES))[1]
+    def token(self, above: int) -> int:
+        """Return a world token higher than `above` and than all that were drawn here before. Raises BoardError."""
+        return int(self._call("token", above=above)["token"])
 
-    def _clock(self) -> tuple[float, float]:
-        """Return the seconds that asking took, at most half of which it is wrong by, and the difference."""
-        before = time.time()
-        theirs = float(self._call("ping")["time"])
-        after = time.time()
+    def clock(self) -> float:
+        """Return by how many seconds this machine's clock is ahead of the board's. Raises BoardError."""
+        return self._difference("time", time.time)
+
+    def ahead(self) -> float:
+        """Return what is to be added to time.monotonic() here to have the board's. Raises BoardError."""
+        return -self._difference("monotonic", time.monotonic)
+
+    def _difference(self, name: str, now: Callable[[], float]) -> float:
+        """Return ours less theirs, of a few tries by the quickest; it is wrong by half of what asking took, at most."""
+        return min(self._asked(name, now) for _ in range(_TRIES))[1]
+
+    def _asked(self, name: str, now: Callable[[], float]) -> tuple[float, float]:
+        before = now()
+        theirs = float(self._call("ping")[name])
+        after = now()
         return after - before, (before + after) / 2 - theirs
 
     def wait(self, deadline: float) -> None:
@@ -89,7 +101,7 @@ class Board:
     def _orders(self, op: str, **fields: Any) -> Orders:
         reply = self._call(op, **fields)
         verdict = reply.get("verdict")
-        return Orders(reply["round"], Verdict(**verdict) if verdict else None, reply["sit_out"])
+        return Orders(reply["round"], Verdict(**verdict) if verdict else None, reply["wait"])
 
     def _call(self, op: str, **fields: Any) -> dict[str, Any]:
         host, _, port = self.address.rpartition(":")

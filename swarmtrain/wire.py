@@ -165,6 +165,10 @@ class Stand:
     """Parts in all: one, unless the state is divided."""
     size: int
     """Ranks of the world."""
+    disk: int = 0
+    """Which it would save to: its node's, or the one that all share."""
+    disks: int = 1
+    """Disks in all."""
 
 
 # Kinds of events, with the fields that readers may rely on.
@@ -274,7 +278,7 @@ class Rescue:
 
     step: int = 0
     writers: tuple[int, ...] = ()
-    """Ranks that write, one for each part; the first puts the parts together. Empty while that is being decided."""
+    """Ranks that write, one for each part and disk; the first of a disk's puts the parts together. Empty while that is being decided."""
     attempt: int = 0
     """Goes up when a writer has died and others are chosen."""
     over: bool = False
@@ -283,10 +287,10 @@ class Rescue:
 
 @dataclass(frozen=True)
 class Orders:
-    """What the board answers to a supervisor: stop (a verdict), sit out, or train in this rendezvous round."""
+    """What the board answers to a supervisor: stop (a verdict), or train in this rendezvous round."""
 
     round: str
     """Run id for the rendezvous. A new one is drawn when the old one is closed, since a closed one refuses everybody for ever."""
     verdict: Verdict | None = None
-    sit_out: bool = False
-    """This node has failed again and again, and is to wait until it may train again."""
+    wait: bool = False
+    """Not yet: ask again in a moment. Others are on their way, or this node has failed again and again, and sits out."""

@@ -40,7 +40,13 @@ class TrainerConfig(Section):
     """How long to train, when to save, and what from."""
 
     train_iterations: int = Field(1000, ge=0, description="Optimizer steps in all, over every restart.")
-    save_dir: Path | None = Field(None, description="Directory for checkpoints, one that every node sees. null: nothing is saved.")
+    save_dir: Path | None = Field(
+        None, description="Directory for checkpoints, one that every node sees unless save_dir_shared is false. null: nothing is saved."
+    )
+    save_dir_shared: bool = Field(
+        True,
+        description="false: save_dir is a folder of each node's own, on its own disk. Each then has a whole copy of every checkpoint.",
+    )
     save_interval: IntervalText = Field(
         AUTO,
         description="Steps between checkpoints, or as '10 minutes', '2 hours', '1 epoch'. auto: by what one costs, so that training stands "

@@ -6,6 +6,7 @@ Exit codes: 0 all ranks of this node returned, EXIT_PLANNED told to stop, 1 anyt
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from swarmtrain.board import Board
-from swarmtrain.entrypoint import forks, rank
+from swarmtrain.entrypoint import clock, forks, rank
 from swarmtrain.entrypoint.usage import own_cgroup
 from swarmtrain.errors import BoardError
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, NOTE, Event, NodeEnv, world_key
@@ -37,7 +38,7 @@ _FOR_EVER = 1_000_000
 _RENDEZVOUS = {
     "is_host": 0,  # the store is a service of its own; guessed by host name it would be wrong behind a service name
     "join_timeout": 3600,  # waiting for a node that is being repaired is no failure
-    "last_call_timeout": 3,
+    "last_call_timeout": 1,  # supervisors let their agents begin together
     "close_timeout": 10,
     "read_timeout": 60,
     "keep_alive_interval": 2,  # together 6 s to notice a dead node; 1 s × 2 splits a world whose nodes merely stall
@@ -60,6 +61,8 @@ def main(round: str, address: str | None, environment: dict[str, str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher.api import elastic_launch
 
+    with contextlib.suppress(BoardError):  # without the board there is no store either: torch will say so
+        clock.agree(Board(node.board))
     logs = _logs(node)
     _log_plainly(DeathReporter(node, logs))
     try:

@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerProcess
@@ -25,6 +26,8 @@ _SERVER_DIED = 255
 
 def warm() -> None:
     """Begin to import what agents and ranks need. The server lives as long as the thread that calls this."""
+    # multiprocessing removes the semaphores of those that were killed, as it should; it need not warn of them.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     _CONTEXT.set_forkserver_preload(["swarmtrain.entrypoint.preload"])
     forkserver.ensure_running()
 

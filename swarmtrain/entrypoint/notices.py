@@ -9,16 +9,17 @@ A pure state machine: calls in, events out through `publish`, time through `now`
 - A run is done when the trainer says so, or, with a script that says nothing, when all nodes of a world have left with 0.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 
-Who is here is presence.py's, what is printed when printing.py's, what befell which world worlds.py's, how often a run may
-fail budget.py's, and which nodes are left out suspects.py's.
+Who is here is presence.py's, when a round begins gathering.py's, what is printed when printing.py's, what befell which
+world worlds.py's, how often a run may fail budget.py's, and which nodes are left out suspects.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from swarmtrain.entrypoint.budget import Budget
+from swarmtrain.entrypoint.gathering import Gathering
 from swarmtrain.entrypoint.presence import Presence
 from swarmtrain.entrypoint.printing import Printer
 from swarmtrain.entrypoint.suspects import Suspects, of_a_machine
@@ -31,6 +32,7 @@ from swarmtrain.wire import (
     EXIT_PLANNED,
     FAILURE,
     FINISHED,
+    JOINED,
     LEFT,
     LEFT_OUT,
     LET_IN,
@@ -75,6 +77,7 @@ class Notices:
         self._now = now
         self._printer = Printer(publish, now)
         self._nodes = Presence(now)
+        self._gathering = Gathering(now)
         self._worlds = Worlds()
         self._told = Told()
         self._number = 1
@@ -91,9 +94,9 @@ class Notices:
     def round(self) -> str:
         return f"{self._boot}-{self._number}"
 
-    def orders(self, name: str) -> Orders:
-        """What a node is to do now."""
-        return Orders(self.round, self._verdict, name in self._suspects)
+    @property
+    def orders(self) -> Orders:
+        return Orders(self.round, self._verdict)
 
     @property
     def ended(self) -> bool:
@@ -108,30 +111,34 @@ class Notices:
             self._fail_unfinished(f"{name} was lost")
         if self._nodes.join(name) and self._worlds.newest:
             self._suspect(self._worlds.newest.key, name)
-        return self.orders(name)
+        return self.orders
 
     def beat(self, name: str) -> Orders:
         """A node's supervisor lives."""
         self._nodes.see(name)
-        return self.orders(name)
+        return self.orders
 
     def close(self, name: str, round: str) -> Orders:
-        """A node's agent has ended without success; `round` is of no more use to it.
+        """A node has no agent yet ("") or any more; `round` is of no more use to it.
 
         The answer holds the same round again while the others are finishing: nothing is to be started then.
         """
         self._nodes.see(name)
-        if round != self.round or self._verdict:
-            return self.orders(name)
-        if name in self._worlds.unfinished:
-            self._fail_unfinished(f"{name} ended")
-        elif not self._worlds.finishing:
-            self._number += 1
-        return self.orders(name)
+        if round == self.round and not self._verdict:
+            if name in self._worlds.unfinished:
+                self._fail_unfinished(f"{name} ended")
+            elif not self._worlds.finishing:
+                self._number += 1
+        if round == self.round or self._verdict:
+            return self.orders
+        others = self._nodes.lively - self._suspects.sitting_out
+        wait = name in self._suspects.sitting_out or not self._gathering.come(self.round, name, others)
+        return replace(self.orders, wait=wait)
 
     def leave(self, name: str, exit_code: int) -> Orders:
         """A node has ended: 0 with success, EXIT_PLANNED because it was told to, anything else because it could not go on."""
         self._nodes.leave(name, exit_code)
+        self._gathering.leave(name)
         self._printer.print(Event(LEFT, {"node": name, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
             self._changing = True
@@ -143,7 +150,7 @@ class Notices:
                 self._decide(Verdict("done", f"all {len(left)} nodes have finished" if len(left) > 1 else "its node has finished", 0))
         elif name in self._worlds.unfinished:
             self._fail_unfinished(f"{name} left with exit code {exit_code}")
-        return self.orders(name)
+        return self.orders
 
     def post(self, event: Event) -> Receipt:
         """Take an event from a node or a rank. Raises ValueError for a kind that only the board itself may write."""
@@ -159,6 +166,9 @@ class Notices:
         elif event.kind == PROGRESS:
             self._note(event)
             self._printer.progress(event)
+        elif event.kind == JOINED:
+            self._gathering.announce(str(event.data["node"]))
+            self._printer.print(event)
         else:
             self._printer.print(event)
             self._note(event)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 SILENT = 30.0
 """Seconds without a beat after which a node is taken for lost."""
+LIVELY = 5.0
+"""Seconds without a beat, of which there is one a second, after which nobody waits for a node."""
 
 
 @dataclass
@@ -33,6 +35,10 @@ class Presence:
     @property
     def here(self) -> set[str]:
         return {name for name, node in self._nodes.items() if not node.gone}
+
+    @property
+    def lively(self) -> set[str]:
+        return {name for name in self.here if self._now() - self._nodes[name].seen <= LIVELY}
 
     @property
     def deserted(self) -> bool:

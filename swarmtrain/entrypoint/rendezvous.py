@@ -87,7 +87,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
         with self._lock:
             match request.pop("op"):
                 case "ping":
-                    return {"time": time.time()}
+                    return {"time": time.time(), "monotonic": time.monotonic()}
                 case "post":
                     event = Event(**request)
                     self._rescues.hear(event)
@@ -99,7 +99,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
                     return asdict(self._notices.close(request["node"], request["round"]))
                 case "leave":
                     return asdict(self._notices.leave(request["node"], int(request["exit_code"])))
-                case "stand" | "rescued" | "rescuing" as op:
+                case "stand" | "rescued" | "rescuing" | "token" as op:
                     return self._rescues.answer(op, request)
                 case op:
                     raise ValueError(f"no such operation: {op}")

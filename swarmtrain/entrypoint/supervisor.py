@@ -29,6 +29,7 @@ from swarmtrain.errors import EXIT_ERROR, EXIT_OK, BoardError
 from swarmtrain.wire import EXIT_PLANNED, FAILURE, JOINED, NOTE, PREFIX, Event, NodeEnv, Orders
 
 _BEAT = 1.0
+_SOON = 0.3
 _WAIT_FOR_BOARD = 600.0  # the rendezvous service may still be pulling its image
 _BOARD_RESTARTS = 300.0
 _FAREWELL = 15.0
@@ -36,6 +37,9 @@ _AFTER_FAILURE = 10.0  # a run that is given up made no step since its last save
 _AFTER_DONE = 330.0  # torch's agents wait up to 300 s for each other at their end
 _LONG_LIFE = 30.0
 _LONGEST_PAUSE = 15.0
+_ALONE = 90.0
+"""Seconds without the board's answer after which a node does not train on by itself: others may go on without it. A board that restarts is
+back in less."""
 
 
 def main() -> int:
@@ -61,6 +65,7 @@ class Supervisor:
         self.asked = False
         self.kill_at = float("inf")
         self.pause = 0.0
+        self.heard = time.monotonic()
 
     def run(self) -> int:
         """Return the exit code, when the run is over, this node is, or it was told to stop."""
@@ -81,12 +86,10 @@ class Supervisor:
             return self._refuse(problems)
         route = self._join()
         forks.await_warmth()  # before the board expects a beat every second
-        orders = self.board.join(self.node.node)
+        self.board.join(self.node.node)
         Reporter(self.board, self.node.node).start()
+        orders = self._next("")
         while orders.verdict is None:
-            if orders.sit_out:
-                orders = self._sit_out()
-                continue
             code = self._train(orders.round, route)
             if code == EXIT_OK:
                 break
@@ -118,7 +121,7 @@ class Supervisor:
     def _train(self, round: str, route: Route) -> int:
         """Run one agent from its start to its end, and return its exit code (negative: a signal)."""
         began = time.monotonic()
-        self.asked, self.kill_at = False, float("inf")
+        self.asked, self.kill_at, self.heard = False, float("inf"), time.monotonic()
         self.agent = forks.start("agent", run_ranks, round, published_address(route), route.environment(os.environ))
         try:
             code = self._watch(self.agent, round)
@@ -140,14 +143,22 @@ class Supervisor:
             forks.kill(agent)
         try:
             orders = self.board.beat(self.node.node)
-        except BoardError:
-            return  # it may be restarting; if it is gone for good, so is the store, and the agent ends by itself
+        except BoardError as error:
+            self._miss(agent, error)
+            return
+        self.heard = time.monotonic()
         if orders.verdict and orders.verdict.done:
             self.kill_at = min(self.kill_at, time.monotonic() + _AFTER_DONE)
         elif orders.verdict:
             self._end_agent(agent, _AFTER_FAILURE)
         elif orders.round != round:
             # A round that others have left cannot form a world again: save, and meet them in the new one.
+            self._end_agent(agent, self.node.stop_grace)
+
+    def _miss(self, agent: ForkServerProcess, error: BoardError) -> None:
+        """The board does not answer. It may be restarting; a node that is cut off would train on for as long as its links to peers hold."""
+        if time.monotonic() - self.heard > _ALONE and not self.asked:
+            _say(f"{error}; no answer for {_ALONE:.0f} s: this node may be cut off, and stops until it is heard again")
             self._end_agent(agent, self.node.stop_grace)
 
     def _end_agent(self, agent: ForkServerProcess, grace: float) -> None:
@@ -172,7 +183,7 @@ class Supervisor:
         self._try_to_post(Event(FAILURE, {"node": self.node.node, "round": round, "signal": name, "error": error}))
 
     def _next(self, round: str) -> Orders:
-        """Get a round that is not `round`, or the verdict. Raises BoardError if the board stays away."""
+        """Get a round that is not `round` when it begins, or the verdict. Raises BoardError if the board stays away."""
         time.sleep(self.pause)
         while True:
             self.board.wait(_BOARD_RESTARTS)
@@ -180,22 +191,9 @@ class Supervisor:
                 orders = self.board.close(self.node.node, round)
             except BoardError:
                 continue
-            if orders.verdict or orders.round != round:
+            if orders.verdict or (orders.round != round and not orders.wait):
                 return orders
-            time.sleep(_BEAT)  # the others are finishing: wait for the verdict
-
-    def _sit_out(self) -> Orders:
-        """Wait until this node, which has failed again and again, may train again, or the run is over. Raises BoardError."""
-        _say("left out for now, since this node fails again and again; `swarmtrain status` says until when")
-        while True:
-            time.sleep(_BEAT)
-            try:
-                orders = self.board.beat(self.node.node)
-            except BoardError:
-                self.board.wait(_BOARD_RESTARTS)
-                continue
-            if orders.verdict or not orders.sit_out:
-                return orders
+            time.sleep(_SOON)  # others are coming, or finishing, or this node sits out
 
     def _leave(self, exit_code: int) -> None:
         """Say that this node ends. A board that is gone by then has nothing more to learn."""

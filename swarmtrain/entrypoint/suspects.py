@@ -41,9 +41,9 @@ class Suspects:
         self._told: dict[str, float] = {}
         self._until: dict[str, float] = {}
 
-    def __contains__(self, node: object) -> bool:
-        """Whether a node sits out."""
-        return node in self._until
+    @property
+    def sitting_out(self) -> Set[str]:
+        return self._until.keys()
 
     def failed(self, world: str, node: str, here: Set[str]) -> Event | None:
         """The machine of `node`, one of those that are `here`, is why `world` has failed. Return what is to be told, if anything."""
@@ -51,7 +51,7 @@ class Suspects:
             self._counted.add((world, node))
             self._failures[node].append(self._now())
         times = self._recent(node)
-        if node in self or times < SUSPECT or times <= 2 * sum(self._recent(other) for other in self._failures if other != node):
+        if node in self._until or times < SUSPECT or times <= 2 * sum(self._recent(other) for other in self._failures if other != node):
             return None
         why = f"the first to fail {times} times within an hour, more than twice as often as all others together"
         if node in here and len(self._able(here) - {node}) >= self._min_nodes:

@@ -25,10 +25,10 @@ def totals(values: Sequence[float], group: dist.ProcessGroup | None = None) -> l
     return [float(value) for value in tensor]
 
 
-def gather(value: T) -> list[T]:
-    """Return every rank's `value`, by rank, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the `value` of every rank of `group` (default: all), in the group's order, on each of them."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -47,17 +47,21 @@ def by_first_rank(decide: Callable[[], T]) -> T:
     return value
 
 
-def by_every_rank(act: Callable[[], T]) -> list[T]:
-    """Run `act` on every rank and return all values, by rank. A SwarmtrainError on any rank is raised on every rank."""
+def by_every_rank(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run `act` on every rank of `group` (default: all) and return all values, in the group's order.
+
+    A SwarmtrainError on any of them is raised on each of them.
+    """
     mine: tuple[T | None, Any] = (None, None)
     try:
         mine = act(), None
     except SwarmtrainError as error:
-        mine = None, (error.message, error.place, error.hint, type(error))
-    answers = gather(mine)
-    for rank, (_, failure) in enumerate(answers):
+        befell = dist.get_rank() if error.rank is None else error.rank  # it may have come from another rank already
+        mine = None, (befell, error.message, error.place, error.hint, type(error))
+    answers = gather(mine, group)
+    for _, failure in answers:
         if failure is not None:
-            raise _befell(rank, *failure)
+            raise _befell(*failure)
     return [value for value, _ in answers]  # type: ignore[misc]  # a value of None is T's own None here
 
 

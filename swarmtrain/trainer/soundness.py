@@ -32,7 +32,8 @@ class Soundness:
         """Learn which batches are passed over. Raises CheckpointError if the note of them cannot be read."""
         self._here, self._config = here, here.config.trainer
         self._in_a_row = 0
-        self._passed_over: set[int] = set(agreement.by_first_rank(self._read))
+        # From all ranks: where each node has its own save_dir, the rank that wrote it may have been on another.
+        self._passed_over: set[int] = set().union(*agreement.by_every_rank(self._read))
 
     def past(self, progress: Progress) -> Progress:
         """Return `progress`, behind what it has come to of the batches that are passed over."""

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from swarmtrain.board import Board
 from swarmtrain.wire import Event
 
 state, enough = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+aside = state.with_suffix(".new")
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 dist.init_process_group("gloo")
@@ -46,7 +47,8 @@ while True:
     time.sleep(0.02)
     step += 1
     if rank == 0:
-        state.write_text(str(step))
+        aside.write_text(str(step))
+        aside.replace(state)
         if step % 5 == 0:
             Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step, "pid": os.getpid()}))
 dist.barrier()
@@ -76,11 +78,18 @@ class SmallRun:
         self.board = self._start("rendezvous", env.to_env(), self.folder / "events.jsonl")
 
     def start_node(
-        self, number: int, script: str, *args: str, slots: int = 2, nodes: tuple[int, int] = (2, 2), stop_grace: float = 20.0
+        self,
+        number: int,
+        script: str,
+        *args: str,
+        slots: int = 2,
+        nodes: tuple[int, int] = (2, 2),
+        stop_grace: float = 20.0,
+        environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         (self.folder / "script.py").write_text(script)
         env = self._node_env(number, script_args=args, slots=slots, nodes=nodes, stop_grace=stop_grace)
-        self.nodes[env.node] = self._start("node", {**env.to_env(), "OMP_NUM_THREADS": "1"}, self.log(number))
+        self.nodes[env.node] = self._start("node", {**env.to_env(), "OMP_NUM_THREADS": "1", **(environment or {})}, self.log(number))
         return self.nodes[env.node]
 
     def start_probe(self, *peers: str, mounts: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
@@ -90,7 +99,15 @@ class SmallRun:
         self.nodes["node0"] = self._start("probe", env, self.log(0))
         return self.nodes["node0"]
 
-    def train(self, number: int, *, slots: int = 2, nodes: tuple[int, int] = (2, 2), fault: str = "pass") -> None:
+    def train(
+        self,
+        number: int,
+        *,
+        slots: int = 2,
+        nodes: tuple[int, int] = (2, 2),
+        fault: str = "pass",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Start a node that runs TRAIN, whose state is shared by all nodes as on a common disk. `fault`: a statement for each step."""
         self.start_node(
             number,
@@ -99,6 +116,7 @@ class SmallRun:
             str(self.folder / "enough"),
             slots=slots,
             nodes=nodes,
+            environment=environment,
         )
 
     def finish_training(self, worlds: int) -> dict[str, int]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmtrain.board import Board
+from swarmtrain.entrypoint import supervisor
 from swarmtrain.entrypoint.agent import DeathReporter, shutdown_timeout
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
 from swarmtrain.entrypoint.interface import Route, published_address, route, route_by, route_to
@@ -160,6 +163,17 @@ def test_a_node_that_waits_for_its_board_leaves_when_told(small_run: Any) -> Non
     assert waiting.wait(10) == EXIT_PLANNED
 
 
+def test_a_node_that_nobody_answers_does_not_train_on_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "_BEAT", 0.1)
+    monkeypatch.setattr(supervisor, "_ALONE", 0.5)
+    agent = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    agent.start()
+    assert supervisor.Supervisor(node_env(tmp_path))._watch(agent, "round") == -signal.SIGTERM
+    assert "this node may be cut off, and stops until it is heard again" in capfd.readouterr().err
+
+
 def test_the_board_answers_nonsense_with_an_error_and_lives_on(small_run: Any) -> None:
     small_run.start_board()
     board = Board(f"127.0.0.1:{small_run.board_port}")
@@ -167,10 +181,13 @@ def test_the_board_answers_nonsense_with_an_error_and_lives_on(small_run: Any) -
     for op, fields in (("dance", {}), ("join", {}), ("post", {"kind": "verdict", "data": {}, "time": 0})):
         with pytest.raises(BoardError):
             board._call(op, **fields)
-    orders = board.join("node0")
+    board.join("node0")
+    orders = board.beat("node0")
     assert orders.verdict is None
-    assert board.beat("node0") == orders
     assert isinstance(orders.round, str)
+    while board.close("node0", "").wait:
+        time.sleep(0.1)
+    assert board.close("node0", "") == orders
     board._call("post", kind="finished", data={"step": 1}, time=0.0)
     assert board.leave("node0", 0).verdict == Verdict("done", "the last step, 1, is done", 0)
     assert small_run.board.wait(20) == 0

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from swarmtrain.config import Config
 from swarmtrain.trainer.data import memory_map
@@ -125,6 +127,20 @@ def test_a_node_whose_machine_is_bad_sits_out_and_the_others_finish(small_run: A
     assert small_run.log(2).read_text().count("start at") == begun, "no rank of it was started meanwhile"
     assert small_run.events("world")[-1] == smaller
     assert small_run.events("verdict")[0].data["status"] == "done"
+
+
+def test_a_node_whose_clock_is_an_hour_wrong_is_one_like_any_other(small_run: Any) -> None:
+    """torch's own rendezvous would take the other one for dead."""
+    libraries = list(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+    if not libraries:
+        pytest.skip("needs Debian's package faketime")
+    small_run.start_board()
+    small_run.train(0)
+    small_run.train(1, environment={"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+1h"})
+    assert small_run.finish_training(worlds=1) == {"node0": 0, "node1": 0, "board": 0}
+    first, second = sorted(event.time for event in small_run.events("joined"))
+    assert second - first > 3000, "its clock is wrong indeed"
+    assert len(small_run.events("world")) == 1
 
 
 def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -40,6 +41,9 @@ def watched(writer):
         time.sleep(60)
     return write(writer)
 loop.make_step, Writer.write = slowly, watched
+home = folder / os.environ.get("SWARMTRAIN_NODE", "")
+home.mkdir(exist_ok=True)
+os.chdir(home)
 training_code.main()
 """
 STEPS = 80
@@ -52,13 +56,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def prepare(folder: Path, topology: Mapping[str, Any]) -> Path:
-    """Write data and config into `folder`, and return the config's path."""
+def prepare(folder: Path, topology: Mapping[str, Any], *, own_disks: bool = False) -> Path:
+    """Write data and config into `folder`, and return the config's path. Where a node's own disk is, see TRAIN."""
     memory_map.write(folder / "train", np.array_split(np.random.default_rng(1).integers(0, 64, 4000), 20), "uint8")
     config = {
         **CONFIG,
         "topology": {**CONFIG["topology"], **topology},
-        "trainer": {**CONFIG["trainer"], "save_dir": str(folder / "run")},
+        "trainer": {**CONFIG["trainer"], "save_dir": "run" if own_disks else str(folder / "run"), "save_dir_shared": not own_disks},
         "logger": {"audit_dir": str(folder / "audit")},
         "data": {"data_prefixes": [str(folder / "train")]},
     }
@@ -80,9 +84,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 class Trained:
     """A small run of two nodes that trains for real, and what its ranks have recorded."""
 
-    def __init__(self, run: Any, **topology: Any) -> None:
+    def __init__(self, run: Any, *, own_disks: bool = False, **topology: Any) -> None:
         self.run = run
-        prepare(run.folder, topology)
+        prepare(run.folder, topology, own_disks=own_disks)
         run.start_board()
         for number in (0, 1):
             self.start(number)
@@ -148,6 +152,28 @@ def test_what_survives_a_death_saves_the_last_step(small_run: Any, undisturbed: 
     assert len(small_run.events("world")) == 4
     assert trained.lost() == [0, 0, 0]
     assert [len(event.data["survivors"]) for event in small_run.events("checkpoint")[:3]] == [1, 1, 1]
+    assert trained.losses() == undisturbed
+
+
+def test_what_survives_saves_to_its_own_disk(small_run: Any, undisturbed: dict[int, float]) -> None:
+    """A node dies with its disk, and comes back with nothing; then a rank dies, and both nodes have what is left of the run."""
+    trained = Trained(small_run, own_disks=True)
+    trained.until(1)
+    small_run.nodes["node0"].kill()
+    small_run.nodes["node0"].wait()
+    shutil.rmtree(small_run.folder / "node0")
+    trained.start(0)
+    trained.until(2)
+    os.kill(small_run.ranks(0)[1], signal.SIGKILL)
+    trained.until(3)
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert trained.lost() == [0, 0]
+    first, second, *_ = [event.data for event in small_run.events("checkpoint")]
+    assert (len(first["survivors"]), len(second["survivors"])) == (1, 2)
+    for node in ("node0", "node1"):
+        stands = {path.name for path in (small_run.folder / node / "run").glob("step-*")}
+        assert {f"step-{step:08}" for step in (first["step"], second["step"], STEPS)} == stands, "the first was brought to who had lost it"
+    assert "node0 has" not in small_run.output(), "what both have saved is the same"
     assert trained.losses() == undisturbed
 
 

@@ -98,7 +98,7 @@ def test_asked_to_leave_while_it_writes(tmp_path: Path, saving: dict[str, Any]) 
 def test_notes_are_waited_for_and_taken_away(tmp_path: Path) -> None:
     written = threading.Event()
     leave_note(tmp_path, 0, {"part-00000.bin": {"size": 1}})
-    waiting = Background(lambda: collect_notes(tmp_path, 2, written))
+    waiting = Background(lambda: collect_notes(tmp_path, range(2), written))
     assert not waiting.ended
     leave_note(tmp_path, 1, {})
     assert waiting.result() == {"part-00000.bin": {"size": 1}}
@@ -110,7 +110,7 @@ def test_a_note_that_is_not_to_be_seen(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(background, "_SEEN_WITHIN", 0.1)
     written = threading.Event()
     written.set()
-    waiting = Background(lambda: collect_notes(tmp_path, 2, written))
+    waiting = Background(lambda: collect_notes(tmp_path, range(2), written))
     with pytest.raises(CheckpointError, match=r"part-00000\.json, written by another node, is not to be seen here"):
         waiting.result()
     assert waiting.failed

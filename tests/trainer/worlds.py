@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,26 @@ class World:
     """`size` ranks that train `config` in `folder`, each with a log of its own."""
 
     def __init__(
-        self, folder: Path, config: Mapping[str, Any], size: int, environ: Mapping[str, str] | None = None, script: str = "training_code"
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        size: int,
+        environ: Mapping[str, str] | None = None,
+        script: str = "training_code",
+        *,
+        nodes: Sequence[str] = (),
     ) -> None:
+        """`nodes`: of each rank, where each has a save_dir of its own, run/NODE."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
         port = _free_port()
         self.ranks = [
-            CONTEXT.Process(target=_rank, args=(str(folder), script, (rank, size, port), dict(environ or {})), daemon=True)
+            CONTEXT.Process(
+                target=_rank,
+                args=(str(folder), script, (rank, size, port), {**_node(folder, config, nodes, rank), **(environ or {})}),
+                daemon=True,
+            )
             for rank in range(size)
         ]
         for process in self.ranks:
@@ -141,6 +153,17 @@ def deviation(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
 
 
+def _node(folder: Path, config: Mapping[str, Any], nodes: Sequence[str], rank: int) -> dict[str, str]:
+    """Return the environment of `rank` as torchrun would have it, if there are `nodes`; and its config."""
+    if not nodes:
+        return {}
+    name = nodes[rank]
+    path = folder / f"config-{name}.json"
+    path.write_text(json.dumps(changed(config, trainer={"save_dir": f"run/{name}", "save_dir_shared": False})))
+    number = list(dict.fromkeys(nodes)).index(name)
+    return {"SWARMTRAIN_CONFIG": str(path), "SWARMTRAIN_NODE": name, "GROUP_RANK": str(number)}
+
+
 def _rank(folder: str, script: str, place: tuple[int, int, int], environ: dict[str, str]) -> None:
     rank, size, port = place
     os.chdir(folder)
@@ -155,8 +178,8 @@ def _rank(folder: str, script: str, place: tuple[int, int, int], environ: dict[s
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
         SWARMTRAIN_CONFIG=str(Path(folder) / "config.json"),
-        **environ,
     )
+    os.environ.update(environ)
     sys.argv = ["training_code.py"]
     importlib.import_module(script).main()
 

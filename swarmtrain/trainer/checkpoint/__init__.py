@@ -6,6 +6,8 @@ manifest    everything else, as JSON, with hashes
 stage       written aside, moved in by rename; what stands in save_dir
 retention   what of that stays
 background  written while training goes on
+disks       one that all nodes share, or one of each node's own
+search      which of those that stand is the newest that is whole
 survive     written by those that are left when a world breaks
 fence       one world at a time can commit
 """
@@ -30,8 +32,8 @@ from swarmtrain.board import Board
 from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint
 from swarmtrain.trainer import agreement
-from swarmtrain.trainer.checkpoint import fence, manifest, stage, survive
-from swarmtrain.trainer.checkpoint.background import Background, Files, collect_notes, leave_note
+from swarmtrain.trainer.checkpoint import disks, search, stage, survive
+from swarmtrain.trainer.checkpoint.background import Background, Files, leave_note
 from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load, owners
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.retention import Keep
@@ -73,7 +75,7 @@ class _Underway:
     folder: Path
     writing: Background[None]
     committing: Background[Saved] | None
-    """On rank 0."""
+    """On a rank that does so: see disks.py."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,8 @@ class Checkpoints:
         self._underway: _Underway | None = None
         self._landed: list[Saved] = []
         self._await_rescue()
-        self.token = agreement.by_first_rank(self._claim)
-        if self.save_dir is not None:
-            fence.find(self.save_dir, self.token)
+        self.disk = disks.disk(here, self.save_dir, note) if self.save_dir else None
+        self.token = self.disk.claim() if self.disk else 0
 
     def restore(self) -> tuple[Progress, Path | None]:
         """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer.
@@ -117,7 +118,7 @@ class Checkpoints:
         Return how far it had come and where it is; a fresh Progress and None if there is none and load_dir is not set.
         Raises ForeignCheckpoint if it belongs to another model or other data, CheckpointError if load_dir has none.
         """
-        if self.save_dir and (own := self._newest_valid(self.save_dir)):
+        if self.disk and (own := self.disk.newest(self.token)):
             progress = self._progress(*own, foreign=False)
             self._load([own], EVERYTHING)
             self.saved = self._stands = own[1].step
@@ -153,15 +154,15 @@ class Checkpoints:
         if self.save_dir is not None and self.saved != progress.step:
             self._wait(self._begin(progress))
 
-    def take(self, folder: Path) -> tuple[Writer, dict[str, Any]]:
-        """Copy this rank's part into memory; return what writes it into `folder`, and its index. Needs no other rank."""
+    def take(self, folder: Path, part: int) -> tuple[Writer, dict[str, Any]]:
+        """Copy what this rank holds into memory; return what writes it into `folder` as `part`, and its index. Needs no other rank."""
         if self._underway:
             self._underway.writing.end()  # it writes from that memory, and counts if the others could write too
-        writer = Writer(folder, self._here.rank, self._memory)
+        writer = Writer(folder, part, self._memory)
         return writer, writer.take(self._tensors())
 
     def landed(self) -> list[Saved]:
-        """Return the checkpoints that have come to stand since this was last asked; none but on rank 0, which may call it alone."""
+        """Return the checkpoints that have come to stand since this was last asked, as far as this rank has to do with it. Rank 0 has."""
         committing = self._underway.committing if self._underway else None
         if committing and committing.ended and not committing.failed:
             self._finish()
@@ -170,30 +171,30 @@ class Checkpoints:
 
     def _begin(self, progress: Progress) -> _Underway:
         """Copy what is to be saved, and begin to write it. Raises CheckpointError, WorldError."""
-        save_dir = self.save_dir
-        if save_dir is None:
+        save_dir, disk = self.save_dir, self.disk
+        if save_dir is None or disk is None:
             raise ValueError("a checkpoint without trainer.save_dir")
         begun, background = time.monotonic(), self._here.config.trainer.save_in_background
-        folder = agreement.by_first_rank(lambda: _told(save_dir, lambda: stage.begin(save_dir, progress.step, self.token)))
-        writer = Writer(folder, self._here.rank, self._memory)
+        folder = disk.begin(progress.step, self.token)
+        writer = disk.writer(folder, self._memory)
         try:
             dcp.save(self._tensors(), storage_writer=writer)
         except CheckpointException as error:  # a BaseException, so nobody else would catch it
             raise CheckpointError(_first_reason(error), place=f"config trainer.save_dir {save_dir}") from None
+        disk.divide(writer)
         stood = time.monotonic() - begun
 
         def write() -> None:
             leave_note(folder, self._here.rank, writer.write())
 
         def commit() -> Saved:
-            files = collect_notes(folder, self._here.size, self._all_written)
-            path = self.commit(save_dir, folder, progress, files, writer.tensors)
+            path = disk.commit(folder, self._all_written, lambda files: self.commit(save_dir, folder, progress, files, writer.tensors))
             seconds = time.monotonic() - begun
             return Saved(progress.step, path, seconds, stood if background else seconds)
 
         self._all_written.clear()
-        writing = Background(lambda: _told(save_dir, write))
-        committing = Background(lambda: _told(save_dir, commit)) if self._here.first else None
+        writing = Background(lambda: stage.told(save_dir, write))
+        committing = Background(commit) if disk.keeps else None
         self._underway = _Underway(progress.step, folder, writing, committing)
         self.saved = progress.step
         return self._underway
@@ -203,7 +204,7 @@ class Checkpoints:
         # First each its own part: a rank that has died shows here, and would be waited for in vain behind the other call.
         agreement.by_every_rank(underway.writing.result)
         self._all_written.set()
-        agreement.by_first_rank(self._finish)
+        agreement.by_every_rank(self._finish)
         self._stands, self._underway = underway.step, None
 
     def _settle(self) -> None:
@@ -226,7 +227,7 @@ class Checkpoints:
         self._note(f"no checkpoint of step {step}: {who}{error}; training goes on, {newest}")
 
     def _finish(self) -> None:
-        """Take note that what rank 0 has been committing stands. Raises what committing raised."""
+        """Take note that what this rank has been committing stands. Raises what committing raised."""
         underway = self._underway
         if underway and underway.committing:
             self._landed.append(underway.committing.result())
@@ -236,11 +237,6 @@ class Checkpoints:
         """Survivors of the last world may be saving still: to claim the folder now would be to lose what they hold."""
         if self._here.first and self._here.board and self.save_dir:
             survive.await_rescue(Board(self._here.board))
-
-    def _claim(self) -> int:
-        if self.save_dir is None:
-            return 0
-        return fence.claim(self.save_dir, max((content.token for _, content in stage.newest_first(self.save_dir)), default=0))
 
     def commit(self, save_dir: Path, folder: Path, progress: Progress, files: Files, tensors: dict[str, Any]) -> Path:
         """Turn `folder`, which holds `files` and in them `tensors`, into the checkpoint of a step. Called by one rank.
@@ -274,20 +270,8 @@ class Checkpoints:
             LOG.warning("%s: an old checkpoint cannot be removed: %s", save_dir, reason(error))
         return path
 
-    def _newest_valid(self, folder: Path) -> tuple[Path, Manifest] | None:
-        for path, text in agreement.by_first_rank(lambda: self._candidates(folder)):
-            content = Manifest.from_text(text, str(path))
-            mine = sorted(content.files)[self._here.rank :: self._here.size]
-            reasons = [reason for reason in agreement.gather(_reason(path, content, mine)) if reason]
-            if not reasons:
-                return path, content
-            self._note(f"passed over {path}: {reasons[0]}")
-        if self._here.first and any(True for _ in stage.known(folder)):
-            self._note(f"no checkpoint in {folder} is whole: it counts as empty")
-        return None
-
     def _source(self, folder: Path) -> tuple[Path, Manifest]:
-        found = self._newest_valid(folder)
+        found = search.in_one_folder(self._here, folder, self._note)
         if found is None:
             raise CheckpointError(
                 "has no checkpoint that is whole",
@@ -295,12 +279,6 @@ class Checkpoints:
                 hint="is it mounted here? without trainer.load_dir the run begins anew",
             )
         return found
-
-    def _candidates(self, folder: Path) -> list[tuple[Path, str]]:
-        for path, content in stage.known(folder):
-            if isinstance(content, CheckpointError):
-                self._note(f"passed over {path}: {content.message}")
-        return [(path, content.to_text()) for path, content in stage.newest_first(folder)]
 
     def _progress(self, path: Path, content: Manifest, *, foreign: bool) -> Progress:
         if foreign and not self._here.config.trainer.load_context:
@@ -344,24 +322,6 @@ class Checkpoints:
         for key, tensor in self._optimizer.moments().items():
             whole[f"optimizer/{key}"] = shards.whole(key.partition("/")[2], tensor)
         return whole
-
-
-def _told(save_dir: Path, act: Callable[[], T]) -> T:
-    try:
-        return act()
-    except OSError as error:
-        name = f"{Path(error.filename).name}: " if error.filename else ""
-        raise CheckpointError(
-            f"{name}{reason(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
-        ) from None
-
-
-def _reason(path: Path, content: Manifest, names: list[str]) -> str | None:
-    try:
-        manifest.verify(path, content, names)
-    except CheckpointError as error:
-        return error.message
-    return None
 
 
 def _first_reason(error: CheckpointException) -> str:

@@ -2,10 +2,11 @@
 
     training thread     copies this rank's part into memory, and trains on
     writing thread      writes the part, and its size and hash beside it as part-00001.json
-    rank 0, a second    waits until every rank's note is there, puts all into the manifest, and commits
+    rank 0, a second    waits until every rank's note is there, puts all into the manifest, and commits; or, where each
+                        node has its own disk, one rank of each: see disks.py
 
-The threads use no collective, since training has the process groups meanwhile: they meet in the folder, which all ranks
-see. They are daemons: a process whose training has failed ends at once, and what is half written counts for nothing.
+The threads use no collective of training's process groups: they meet in the folder, which all these ranks see. They are
+daemons: a process whose training has failed ends at once, and what is half written counts for nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer.checkpoint import fence
 
 T = TypeVar("T")
 Files = dict[str, dict[str, Any]]
@@ -71,19 +73,19 @@ def leave_note(folder: Path, rank: int, files: Files) -> None:
     aside.rename(folder / _note(rank))
 
 
-def collect_notes(folder: Path, ranks: int, all_left: threading.Event) -> Files:
-    """Wait for the notes of all ranks, take them away and return what they say.
+def collect_notes(folder: Path, ranks: Iterable[int], all_left: threading.Event) -> Files:
+    """Wait for the notes of `ranks`, take them away and return what they say.
 
     Raises CheckpointError if `all_left` is set and one is not to be seen within seconds, OSError if `folder` is gone.
     """
-    wanted, deadline = {_note(rank) for rank in range(ranks)}, float("inf")
+    wanted, deadline = {_note(rank) for rank in ranks}, float("inf")
     # A listing asks a network's file system anew, where a look for the name may be answered with an old no.
     while missing := wanted - set(os.listdir(folder)):  # noqa: PTH208  # names are all that is wanted
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{min(missing)}, written by another node, is not to be seen here",
                 place=f"config trainer.save_dir {folder.parent}",
-                hint="save_dir must be a disk that all nodes share",
+                hint=fence.NOT_SHARED,
             )
         if all_left.wait(_POLL):
             deadline = min(deadline, time.monotonic() + _SEEN_WITHIN)

@@ -17,6 +17,7 @@ from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError, WorldError
 
 LOG = logging.getLogger("swarmtrain")
+NOT_SHARED = "mount a disk there that all nodes share; or, where each is to have its own: trainer.save_dir_shared: false"
 _POLL = 0.1
 _SILENT = 2.0
 
@@ -26,18 +27,25 @@ def claim(save_dir: Path, at_least: int) -> int:
 
     Raises CheckpointError if save_dir cannot be written.
     """
+    token = at_least + 1
+    while not take(save_dir, token := max(token, highest(save_dir) + 1)):
+        pass
+    return token
+
+
+def take(save_dir: Path, token: int) -> bool:
+    """Take `token`, and return whether it was free. Raises CheckpointError if save_dir cannot be written."""
     folder = save_dir / "fence"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        token = max(at_least, highest(save_dir)) + 1
-        while True:
-            try:
-                os.close(os.open(folder / str(token), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-                return token
-            except FileExistsError:
-                token += 1
+        os.close(os.open(folder / str(token), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError as error:
+        if error.filename == str(folder / str(token)):
+            return False
+        raise _unwritable(save_dir, error) from None
     except OSError as error:
         raise _unwritable(save_dir, error) from None
+    return True
 
 
 def find(save_dir: Path, token: int, patience: float = 60.0) -> None:
@@ -60,7 +68,7 @@ def find(save_dir: Path, token: int, patience: float = 60.0) -> None:
             raise CheckpointError(
                 "is another folder here than on the first rank's node",
                 place=f"config trainer.save_dir {save_dir}",
-                hint="mount a disk there that all nodes share: checkpoints are written by all of them together",
+                hint=NOT_SHARED,
             )
         if waited > _SILENT and not told:
             LOG.warning("waiting up to %.0f s for %s to show what the first rank wrote there", patience, save_dir)

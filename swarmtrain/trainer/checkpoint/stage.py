@@ -6,21 +6,40 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
+from swarmtrain.config.files import reason
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import fence, manifest
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.retention import Keep, Standing, kept
 
+T = TypeVar("T")
 _SEEN_WITHIN = 10.0
+
+
+def told(save_dir: Path, act: Callable[[], T]) -> T:
+    """Return what `act` does in `save_dir`. Raises CheckpointError where the disk refuses."""
+    try:
+        return act()
+    except OSError as error:
+        name = f"{Path(error.filename).name}: " if error.filename else ""
+        raise CheckpointError(
+            f"{name}{reason(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
+        ) from None
 
 
 def path(save_dir: Path, step: int) -> Path:
     """Return where the checkpoint of `step` stands once it is whole."""
     return save_dir / f"step-{step:08}"
+
+
+def aside(save_dir: Path, step: int, token: int) -> Path:
+    """Return where world `token` writes the checkpoint of `step`."""
+    return save_dir / f".step-{step:08}.world-{token}"
 
 
 def begin(save_dir: Path, step: int, token: int) -> Path:
@@ -29,7 +48,7 @@ def begin(save_dir: Path, step: int, token: int) -> Path:
     Raises WorldError if a newer world has taken over, CheckpointError if save_dir is not what it was, OSError.
     """
     fence.check(save_dir, token)
-    folder = save_dir / f".step-{step:08}.world-{token}"
+    folder = aside(save_dir, step, token)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
@@ -40,8 +59,10 @@ def give_up(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit(save_dir: Path, folder: Path, content: Manifest) -> Path:
+def commit(save_dir: Path, folder: Path, content: Manifest, token: int | None = None) -> Path:
     """Turn `folder`, complete but for its manifest, into the checkpoint of its step, and return its new path.
+
+    `token`: of the world that does so, if that is not the one that made it.
 
     Raises WorldError if a newer world has taken over, CheckpointError if a part is not there, OSError.
     """
@@ -52,7 +73,7 @@ def commit(save_dir: Path, folder: Path, content: Manifest) -> Path:
         os.fsync(file.fileno())
     _sync(folder)
     target = path(save_dir, content.step)
-    fence.check(save_dir, content.token)
+    fence.check(save_dir, content.token if token is None else token)
     if target.exists():
         # An older world's, or torn: this world has come past it, so it is worth less than what replaces it.
         remove(target)
@@ -127,7 +148,7 @@ def _await_parts(folder: Path, content: Manifest) -> None:
                 raise CheckpointError(
                     f"{name}, written by another node, is not to be seen here",
                     place=f"config trainer.save_dir {folder.parent}",
-                    hint="save_dir must be a disk that all nodes share",
+                    hint=fence.NOT_SHARED,
                 )
             time.sleep(0.1)
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -55,22 +55,27 @@ class Memory:
         return self._bytes[:size].numpy().data
 
 
+def part_name(number: int) -> str:
+    """Return the name of the file with part `number`."""
+    return f"part-{number:05}.bin"
+
+
 class Writer(StorageWriter):
-    """Writes this rank's part into `folder`, in two steps: torch's save() copies it into `memory`, `write` writes it from there.
+    """Writes part `number` into `folder`, in two steps: torch's save() copies it into `memory`, `write` writes it from there.
 
     After the first, `tensors` has on rank 0 the index of all parts.
     """
 
-    def __init__(self, folder: Path, rank: int, memory: Memory) -> None:
+    def __init__(self, folder: Path, number: int, memory: Memory) -> None:
         self.folder = folder
-        self.name = f"part-{rank:05}.bin"
+        self.name = part_name(number)
         self.tensors: dict[str, Any] = {}
         self._memory = memory
-        self._part = memoryview(b"")
+        self._parts: dict[str, memoryview] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        staged = [(item.index, _tensor(planner.resolve_data(item), item.type)) for item in plan.items]
-        self._part = self._memory.fill([tensor for _, tensor in staged])
+        staged = [(item.index, tensor_of(item, planner)) for item in plan.items]
+        self._stage({self.name: [tensor for _, tensor in staged]})
         offset, results = 0, []
         for index, tensor in staged:
             results.append(WriteResult(index, tensor.nbytes, (self.name, offset)))
@@ -78,6 +83,13 @@ class Writer(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _stage(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Copy what each of `parts` has into memory."""
+        room, start = self._memory.fill([tensor for tensors in parts.values() for tensor in tensors]), 0
+        for name, tensors in parts.items():
+            end = start + sum(tensor.nbytes for tensor in tensors)
+            self._parts[name], start = room[start:end], end
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for part in results for result in part}
@@ -103,17 +115,18 @@ class Writer(StorageWriter):
         return found
 
     def write(self) -> dict[str, dict[str, Any]]:
-        """Write the part, and return its name with size and SHA-256; nothing if this rank has none.
+        """Write what is staged, and return each file's name with size and SHA-256; nothing if this rank has no part.
 
         Raises OSError, which names the part.
         """
-        if not self._part:
-            return {}
-        path, digest = self.folder / self.name, hashlib.sha256()
+        return {name: self._write(name, part) for name, part in self._parts.items() if part}
+
+    def _write(self, name: str, part: memoryview) -> dict[str, Any]:
+        path, digest = self.folder / name, hashlib.sha256()
         try:
             with path.open("xb") as file:
-                for start in range(0, len(self._part), _BLOCK):
-                    block = self._part[start : start + _BLOCK]
+                for start in range(0, len(part), _BLOCK):
+                    block = part[start : start + _BLOCK]
                     file.write(block)
                     digest.update(block)
                 file.flush()
@@ -121,7 +134,7 @@ class Writer(StorageWriter):
         except OSError as error:
             error.filename = str(path)
             raise
-        return {self.name: {"size": len(self._part), "sha256": digest.hexdigest()}}
+        return {"size": len(part), "sha256": digest.hexdigest()}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
@@ -192,8 +205,10 @@ class Reader(StorageReader):
         return True
 
 
-def _tensor(data: Any, kind: WriteItemType) -> Tensor:
-    if kind is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
+def tensor_of(item: WriteItem, planner: SavePlanner) -> Tensor:
+    """Return what is to be written for `item`. Raises CheckpointError if that is no tensor."""
+    data = planner.resolve_data(item)
+    if item.type is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
         raise CheckpointError("holds something that is no tensor")
     return data
 

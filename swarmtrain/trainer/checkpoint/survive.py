@@ -4,7 +4,8 @@
                      is the end of a step, or of one and all that the next one takes
     hang up          survivors that wait for each other learn of it at once
     say who stands where, on the board, which decides which step is saved, and who writes which part of it
-    write            each its part, with a note beside it; the first of the writers commits, as a checkpoint like any other
+    write            each its part, with a note beside it; the first of the writers commits, as a checkpoint like any other.
+                     Where each node has its own disk, all do so that hold the whole, and the first of each node's commits
 
 No collective is used: there is no world any more. Whoever is not chosen stays until the checkpoint stands, since he may be
 needed when a writer dies too. The fence holds as for every checkpoint, and the next world claims it when this is over.
@@ -19,7 +20,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -96,17 +97,18 @@ def hang_up() -> None:
 
 def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoints: Checkpoints, progress: Progress) -> int | None:
     """Return the step that this rank has saved for all, if it was the one to do so."""
-    mesh = model.mesh.device_mesh
-    divided = [mesh[name] for name in ("pipe", "tensor", "shard")]
-    part, parts = 0, 1
-    for dimension in divided:
-        part, parts = part * dimension.size() + dimension.get_local_rank(), parts * dimension.size()
+    holders = model.mesh.holders
+    part = next(number for number, ranks in enumerate(holders) if here.rank in ranks)
     held = not optimizer.writing and optimizer.made in (0, progress.step)
-    if here.board is None or checkpoints.save_dir is None or not held or parts == here.size:
+    disk = checkpoints.disk
+    if here.board is None or disk is None or not held or len(holders) == here.size:
         return None  # without a board, or with no other rank that holds the same, there is nothing to agree on
+    of = disk.nodes.of if disk.nodes else (0,) * here.size
+    if not any(all(any(of[rank] == number for rank in ranks) for ranks in holders) for number in set(of)):
+        return None  # no disk could have the whole
     hang_up()
-    stand = Stand(progress.step, optimizer.prepared, part, parts, here.size)
-    with _Council(Board(here.board), wire.world_key(os.environ), here.rank, stand) as council:
+    stand = Stand(progress.step, optimizer.prepared, part, len(holders), here.size, of[here.rank], len(set(of)))
+    with _Council(Board(here.board), wire.world_key(os.environ), here.rank, stand, of) as council:
         tried, done = 0, None
         while not (rescue := council.latest).over:
             if here.rank in rescue.writers and rescue.attempt > tried:
@@ -124,31 +126,34 @@ def _rescue(here: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoin
 
 
 def _save(here: Runtime, checkpoints: Checkpoints, progress: Progress, rescue: Rescue, council: _Council) -> bool:
-    """Write this rank's part; as the first of the writers commit them all. Return whether this rank has done that."""
+    """Write this rank's part; as the first of the writers to this disk commit them all. Return whether this rank has done that."""
     save_dir = checkpoints.save_dir
     if save_dir is None:
         raise ValueError("a checkpoint without trainer.save_dir")
-    begun, leads = time.monotonic(), here.rank == rescue.writers[0]
+    begun, team = time.monotonic(), council.team(rescue)
+    leads = here.rank == team[0]
     try:
         if leads and _stands(save_dir, progress.step, checkpoints):
             return True
         folder = save_dir / f".step-{progress.step:08}.rescue-{rescue.attempt}.world-{checkpoints.token}"
         folder.mkdir(exist_ok=True)
-        writer, index = checkpoints.take(folder)
+        writer, index = checkpoints.take(folder, council.stand.part)
         files = writer.write()
         _leave_note(folder, here.rank, {"files": files, "tensors": index})
         if not leads or not (notes := _notes(folder, rescue, council)):
             return False
         path = checkpoints.commit(save_dir, folder, progress, *_together(notes))
+        checkpoints.saved = progress.step
         seconds = round(time.monotonic() - begun, 3)
-        ranks = ", ".join(map(str, rescue.writers))
+        ranks = ", ".join(map(str, team))
         LOG.warning("step %d is saved by what has survived, rank %s: %s, in %.2f s", progress.step, ranks, path, seconds)
-        facts = {"step": progress.step, "path": str(path), "seconds": seconds, "survivors": list(rescue.writers)}
-        council.board.post(Event(wire.CHECKPOINT, facts))
+        if here.rank == rescue.writers[0]:
+            facts = {"step": progress.step, "path": str(path), "seconds": seconds, "survivors": list(rescue.writers)}
+            council.board.post(Event(wire.CHECKPOINT, facts))
         return True
     finally:
         if leads:
-            council.board.rescued(council.world, rescue.attempt)
+            council.board.rescued(council.world, rescue.attempt, here.rank)
 
 
 def _stands(save_dir: Path, step: int, checkpoints: Checkpoints) -> bool:
@@ -164,8 +169,8 @@ def _leave_note(folder: Path, rank: int, note: dict[str, Any]) -> None:
 
 
 def _notes(folder: Path, rescue: Rescue, council: _Council) -> list[dict[str, Any]]:
-    """Wait for the notes of all writers, and take them away; none if one of these has died."""
-    wanted = {f"note-{rank:05}.json" for rank in rescue.writers}
+    """Wait for the notes of all writers to this disk, and take them away; none if one of these has died."""
+    wanted = {f"note-{rank:05}.json" for rank in council.team(rescue)}
     while not wanted <= set(os.listdir(folder)):  # noqa: PTH208  # a listing asks a network's file system anew
         if council.latest.attempt != rescue.attempt or council.latest.over:
             return []
@@ -190,10 +195,13 @@ def _together(notes: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, An
 
 
 class _Council:
-    """Says on the board, from a thread, that this rank lives and where it stands; `latest` is what the board last said."""
+    """Says on the board, from a thread, that this rank lives and where it stands; `latest` is what the board last said.
 
-    def __init__(self, board: Board, world: str, rank: int, stand: Stand) -> None:
-        self.board, self.world, self.stand, self._rank = board, world, stand, rank
+    `disks`: to which each rank saves.
+    """
+
+    def __init__(self, board: Board, world: str, rank: int, stand: Stand, disks: Sequence[int]) -> None:
+        self.board, self.world, self.stand, self._rank, self._disks = board, world, stand, rank, disks
         self.latest = Rescue()
         self._left = threading.Event()
 
@@ -203,6 +211,10 @@ class _Council:
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
+
+    def team(self, rescue: Rescue) -> tuple[int, ...]:
+        """Return which of the writers write to this rank's disk."""
+        return tuple(rank for rank in rescue.writers if self._disks[rank] == self._disks[self._rank])
 
     def _run(self) -> None:
         heard = begun = time.monotonic()

@@ -60,6 +60,13 @@ class Mesh:
         return self.device_mesh.get_group("tensor")
 
     @property
+    def holders(self) -> list[list[int]]:
+        """The ranks that hold the same part of the same parameters, for each of the parts into which these are divided."""
+        pipe_tensor_shard_replica = 0, 1, 3, 2
+        found: list[list[int]] = self.device_mesh.mesh.permute(pipe_tensor_shard_replica).flatten(0, 2).tolist()
+        return found
+
+    @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups in use."""
         meshes = {id(mesh): mesh for mesh in (self.device_mesh, self.state_mesh, self.context_mesh) if mesh}.values()
