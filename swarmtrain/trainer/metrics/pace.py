@@ -30,7 +30,7 @@ EVERY = 10.0
 """Seconds between two comparisons, at least."""
 STEPS = 8
 """Steps between two comparisons, at least: one that is slow by chance is no median of so many."""
-_MEASURED = 8
+_MEASURED = 4
 """Blocks that are measured, once a step; they are alike."""
 
 
