@@ -184,6 +184,9 @@ FAILURE = (
     "failure"  # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom, step; permanent: see AT_FIRST
 )
 NOTE = "note"  # node, message: something a person should know, for instance a skipped torn checkpoint
+STRAGGLER = (
+    "straggler"  # message, and rank, node, by (how much longer a step takes for it: 0.3) and part: data | compute; rank null: no more
+)
 FINISHED = "finished"  # step, and loss_before, loss_after, baseline if known: the last step is made and saved
 LEFT = "left"  # node, exit_code; null if the node fell silent
 PROBE = "probe"  # node, and what swarmtrain.entrypoint.probe finds on it

@@ -16,6 +16,7 @@ from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience, StopFlag
 from swarmtrain.trainer.metrics import Report
 from swarmtrain.trainer.metrics.files import AuditFile
+from swarmtrain.trainer.metrics.pace import Pace
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
@@ -52,6 +53,7 @@ def train(
         report.begins(progress.step, path, checkpoints.token, model)
         saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)
         soundness = Soundness(here)
+        pace = Pace(here, model, data)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         made: Step | None = None
         loss = None
@@ -71,12 +73,13 @@ def train(
                 saving.save_if_due(progress, wished=made is not None and made.to_be_saved)
                 progress = soundness.past(progress)
                 position, number, wish = progress.consumed_samples, progress.step + 1, here.first and saving.wished
-                with attended.step(number):
+                with attended.step(number), pace.step():
                     made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
                     soundness.judge(made, position, data)
                 audit.write(made)  # what survivors save has been recorded
                 progress = progress.after(number, position + here.config.topology.global_batch)
                 report.step(made)
+                report.compared(pace.compared())
                 saving.tell()
                 if _due(number, config.check_replicas_interval):
                     replicas.check(here, model, optimizer, number)

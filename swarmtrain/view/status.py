@@ -38,6 +38,8 @@ class Status:
     progress: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
+    straggler: dict[str, Any] = field(default_factory=dict)
+    """The rank that the others of this world wait for; empty if there is none."""
     failures: int = 0
     restarts: dict[str, Restart] = field(default_factory=dict)
     """By node."""
@@ -61,6 +63,7 @@ class Status:
         facts += [
             ("held out", self._held_out()),
             ("checkpoint", self._checkpoint()),
+            ("slowest", self._slowest()),
             ("failures", f"{self.failures} so far" * (self.failures > 0)),
             *(("left out", f"{task.node}: {remedy(self.run, task.host)}") for task in self.tasks if task.node in self.left_out),
         ]
@@ -89,6 +92,11 @@ class Status:
         found = self.checkpoint
         return f"step {found.get('step')} in {found.get('path')}, {ago(self.time, found['time'])}" if found else ""
 
+    def _slowest(self) -> str:
+        found = self.straggler
+        host = next((task.host for task in self.tasks if task.node == found.get("node")), "")
+        return f"{found['message']}{f' ({host})' if host else ''}, since {duration(self.time - found['time'])}" if found else ""
+
     def _rows(self) -> list[list[str]]:
         """Return the table of nodes; a column that is empty but for its head is left out."""
         rows = [["NODE", "HOST", "STATE", "CPU", "MEMORY", "GPU", "GPU MEMORY", "RESTARTS", ""]]
@@ -110,7 +118,7 @@ def status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: f
     """Return how `run` stands at `now`, from the board's events (oldest first) and its services' states."""
     last = _last(events)
     verdict = last.get(wire.VERDICT)
-    usage = last.get(wire.USAGE, {})
+    usage, straggler = last.get(wire.USAGE, {}), last.get(wire.STRAGGLER, {})
     fresh = now - usage.get("time", 0.0) < _STALE and not verdict
     return Status(
         run=run,
@@ -126,6 +134,7 @@ def status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: f
         progress=last.get(wire.PROGRESS, {}),
         evaluation=last.get(wire.EVALUATION, {}),
         checkpoint=last.get(wire.CHECKPOINT, {}),
+        straggler=straggler if straggler.get("rank") is not None and not verdict else {},
         failures=sum(event.kind == wire.FAILURE for event in events),
         restarts=restarts(events),
         left_out=left_out(events),
@@ -153,11 +162,16 @@ def remedy(run: str, host: str) -> str:
 
 
 def _last(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
-    """Return the newest event of each kind, with its time; a board that was started after a verdict has none."""
+    """Return the newest event of each kind, with its time; a board that was started after a verdict has none.
+
+    Which rank others wait for is a matter of one world.
+    """
     last: dict[str, dict[str, Any]] = {}
     for event in events:
         if event.kind == wire.BOARD_UP:
             last.pop(wire.VERDICT, None)
+        if event.kind == wire.WORLD:
+            last.pop(wire.STRAGGLER, None)
         last[event.kind] = {**event.data, "time": event.time}
     return last
 

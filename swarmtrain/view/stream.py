@@ -80,6 +80,7 @@ _EVENTS: dict[str, Callable[[dict[str, Any]], str]] = {
     wire.NOTE: lambda data: f"{data.get('node', 'trainer')}: {data.get('message')}",
     wire.LEFT_OUT: lambda data: f"{data.get('node')} is left out for {duration(data.get('seconds', 0))}: {data.get('why')}",
     wire.LET_IN: lambda data: f"{data.get('node')} may train again: {data.get('why')}",
+    wire.STRAGGLER: lambda data: str(data.get("message")),
     wire.FINISHED: _finished,
     wire.VERDICT: lambda data: f"{data.get('status')}: {data.get('why')}",
 }

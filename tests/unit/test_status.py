@@ -82,6 +82,18 @@ def test_a_node_that_sits_out_is_shown_until_it_may_train_again(monkeypatch: pyt
         assert not status("demo", [*TRAINING, out, back], tasks, 190.0).left_out
 
 
+def test_the_rank_that_others_wait_for_is_shown_as_long_as_its_world_lives() -> None:
+    message = "rank 1 on node1: the others wait, a step takes 31% longer, since computing is slower there"
+    slow = Event(wire.STRAGGLER, {"rank": 1, "node": "node1", "by": 0.31, "part": "compute", "message": message}, 120.0)
+    tasks = [TASKS[0], TaskState("node1", "b", "running")]
+    found = status("demo", [*TRAINING, slow], tasks, 180.0)
+    assert f"  slowest     {message} (b), since 1 min 00 s\n" in str(found)
+    assert found.to_dict()["straggler"]["rank"] == 1
+    keeps_up = Event(wire.STRAGGLER, {"rank": None, "message": "node1 keeps up with the others again"}, 150.0)
+    for over in (keeps_up, TRAINING[1], Event(wire.VERDICT, {"status": "done", "why": "it is", "exit_code": 0}, 160.0)):
+        assert not status("demo", [*TRAINING, slow, over], tasks, 180.0).straggler
+
+
 def test_json_has_every_field_and_what_it_means() -> None:
     found = status("demo", TRAINING, TASKS, 272.0).to_dict()
     assert {key: found[key] for key in ("run", "state", "time", "started", "seconds", "ended", "exit_code", "failures")} == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -97,6 +98,8 @@ class Samples:
         self._at_once = size = min(max(epoch, _LEAST), _MOST)
         self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * size, size))
         self._order = "" if plain else f"{packing} {part} {shares}"
+        self.seconds = 0.0
+        """What loading has taken, in all."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -111,6 +114,12 @@ class Samples:
 
     def load(self, ids: Ids) -> Rows:
         """Return the samples `ids`. Raises DataError for a token outside the vocabulary."""
+        begun = time.perf_counter()
+        rows = self._load(ids)
+        self.seconds += time.perf_counter() - begun
+        return rows
+
+    def _load(self, ids: Ids) -> Rows:
         shape = (len(ids), self.sequence_length)
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
         breaks = np.zeros(shape, dtype=np.int64) if self._numbered else None

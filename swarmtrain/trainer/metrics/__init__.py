@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from swarmtrain.trainer.checkpoint import Saved
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.board import Poster
 from swarmtrain.trainer.metrics.files import MetricsFile, add_missing, finite
+from swarmtrain.trainer.metrics.pace import Work
 from swarmtrain.trainer.metrics.speed import Speed
+from swarmtrain.trainer.metrics.stragglers import Stragglers, slower
 from swarmtrain.trainer.metrics.wandb_run import WandbRun
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
@@ -32,6 +35,9 @@ class Report:
         self._poster = Poster(here.board) if here.first and here.board else None
         self._sinks: list[MetricsFile | WandbRun] = []
         self._speed = Speed()
+        self._stragglers = Stragglers()
+        self._slowest: dict[str, Any] = {}
+        """What the next line is to say of the slowest rank."""
         self._flops = 0
         """Floating point operations that a token costs."""
 
@@ -76,7 +82,8 @@ class Report:
         scaling = {} if made.loss_scale is None else {"loss_scale": made.loss_scale, "skipped": made.skipped}
         scaling |= {"skipped": True} if made.unsound else {}
         work = {"tflops": round(speed * self._flops / 1e12, 4)}
-        self._write({"step": step, **values, **work, "gradient_norm": finite(made.gradient_norm), **scaling})
+        self._write({"step": step, **values, **work, "gradient_norm": finite(made.gradient_norm), **scaling, **self._slowest})
+        self._slowest = {}
         if self._poster:
             self._poster.progress(Event(wire.PROGRESS, {"step": step, "steps": self._steps, **values, "eta_seconds": round(eta, 1)}))
         if step % self._here.config.logger.log_interval == 0 or step == self._steps or made.skipped:
@@ -92,6 +99,17 @@ class Report:
                 timedelta(seconds=round(eta)),
                 f"  skipped: {made.unsound or f'gradients overflow at loss scale {made.loss_scale:g}'}" if made.skipped else "",
             )
+
+    def compared(self, everybody: list[Work] | None) -> None:
+        """Ranks have compared how fast they are; None if it was not time to."""
+        if not self._here.first or everybody is None:
+            return
+        found = slower(everybody)
+        self._slowest = {"slowest_rank": found[0].rank, "slowest_by": round(found[0].by, 3)} if found else {"slowest_by": 0.0}
+        if told := self._stragglers.judge(found):
+            LOG.warning("%s", told.message)
+            facts = asdict(told.slowest) if told.slowest else {"rank": None}
+            self._post(wire.STRAGGLER, **facts, message=told.message)
 
     def catches_up(self, step: int, made: Step | None) -> None:
         """This rank has saved `step` for all. Rank 0 may have died before it wrote that step's line; `made` has it, if it is that step."""
