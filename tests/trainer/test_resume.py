@@ -129,7 +129,8 @@ def test_plain_torchrun_restarts_a_killed_rank(tmp_path: Path, config: dict[str,
             os.kill(_children(agent.pid)[-1], signal.SIGKILL)
             assert agent.wait(TIMEOUT) == 0, (tmp_path / "log").read_text()
         finally:
-            agent.kill()
+            agent.terminate()  # killed, it would leave its ranks behind
+            agent.wait(TIMEOUT)
     assert losses(tmp_path) == losses(untouched)
 
 
