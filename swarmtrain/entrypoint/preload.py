@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +18,8 @@ from types import TracebackType
 
 from swarmtrain.process import die_with_parent_now, rename
 from swarmtrain.wire import NodeEnv
+
+_TRAINER = re.compile(rb"\bswarmtrain(\.|\s+import\s.*\b)trainer\b|\btraining_code\b")
 
 die_with_parent_now()
 rename("torch is here")
@@ -33,12 +36,12 @@ sys.excepthook = _tell
 
 
 def _modules() -> tuple[str, ...]:
-    """The trainer takes longer to import than torch: a script that does not know it is not made to wait."""
+    """The trainer takes as long to import as torch: a script that does not know it is not made to wait."""
     always = "torch.distributed.launcher.api", "swarmtrain.entrypoint.agent"
     try:
-        known = b"swarmtrain" in Path(NodeEnv.from_env(os.environ).script).read_bytes()
+        known = _TRAINER.search(Path(NodeEnv.from_env(os.environ).script).read_bytes())
     except OSError:
-        known = False  # the rank says what is wrong with it
+        known = None  # the rank says what is wrong with it
     return (*always, "swarmtrain.trainer") if known else always
 
 
