@@ -29,7 +29,7 @@ def run_on(lab: Lab, node: str, image: str, script: str) -> str:
 def test_another_node_pulls_the_image_and_can_train_with_it(lab: Lab, image: str) -> None:
     assert (
         run_on(lab, "node1", image, "id -un; id -u; pwd; touch new; ls")
-        == "trainer\n1000\n/workspace\ndatautils.py\nnew\ntraining_code.py\n"
+        == "trainer\n1000\n/workspace\ndatautils.py\nnew\nruns\ntraining_code.py\n"
     )
     torch = "import torch, yaml, pydantic, wandb, swarmtrain; print(torch.ones(2).sum().item())"
     assert run_on(lab, "node1", image, f"python3 -c '{torch}'") == "2.0\n"
