@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any, NoReturn
 
 from swarmtrain.process import die_with_parent_now, rename
@@ -49,6 +50,18 @@ def exit_code(process: ForkServerProcess, timeout: float) -> int | None:
     process.join(timeout)
     # The server tells how its children end. When it is killed itself they are killed with it.
     return -signal.SIGKILL if process.exitcode == _SERVER_DIED else process.exitcode
+
+
+def leads(process: ForkServerProcess, names: str) -> bool:
+    """Return whether the session of `process` has one whose name begins with `names`. Where no processes can be seen: True."""
+    seen = False
+    for entry in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if os.getsid(int(entry.parent.name)) == process.pid:
+                seen = True
+                if entry.read_text().startswith(names):
+                    return True
+    return not seen
 
 
 def kill(process: ForkServerProcess) -> None:

@@ -34,6 +34,7 @@ class Gathering:
         if round != self._round:
             self._round, self._come, self._since = round, set(), self._now()
         self._come.add(name)
+        self._announced.pop(name, None)
         announced = {other for other, time in self._announced.items() if self._now() - time <= PATIENCE}
         complete = self._now() - self._born > YOUNG and (others | announced) <= self._come
         return complete or self._now() - self._since > PATIENCE

@@ -34,6 +34,7 @@ _WAIT_FOR_BOARD = 600.0  # the rendezvous service may still be pulling its image
 _BOARD_RESTARTS = 300.0
 _FAREWELL = 15.0
 _AFTER_FAILURE = 10.0  # a run that is given up made no step since its last save; torch's agent may wait for peers that are gone
+_AFTER_RANKS = 3.0  # an agent without ranks has nothing to save; it may hang on a store that is gone, and hears no signal then
 _AFTER_DONE = 330.0  # torch's agents wait up to 300 s for each other at their end
 _LONG_LIFE = 30.0
 _LONGEST_PAUSE = 15.0
@@ -139,6 +140,8 @@ class Supervisor:
     def _beat(self, agent: ForkServerProcess, round: str) -> None:
         if time.monotonic() > self.kill_at:
             forks.kill(agent)
+        elif self.asked and not forks.leads(agent, "rank "):
+            self.kill_at = min(self.kill_at, time.monotonic() + _AFTER_RANKS)
         try:
             orders = self.board.beat(self.node.node)
         except BoardError as error:

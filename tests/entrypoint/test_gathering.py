@@ -50,6 +50,13 @@ def test_who_is_dead_or_has_left_is_not_waited_for(gathering: Gathering) -> None
     assert gathering.come("b-1", "node0", {"node0"})
 
 
+def test_who_has_come_once_and_is_not_to_come_again_is_not_waited_for(gathering: Gathering) -> None:
+    """It sits out, for instance."""
+    gathering.announce("node1")
+    gathering.come("b-1", "node1", {"node0", "node1"})
+    assert gathering.come("b-2", "node0", {"node0"})
+
+
 def test_an_announcement_does_not_hold_for_ever(gathering: Gathering, clock: Clock) -> None:
     gathering.announce("node1")
     clock.time += PATIENCE + 1

@@ -99,14 +99,16 @@ def test_a_killed_supervisor_leaves_no_orphan_and_its_successor_joins(small_run:
 def test_the_board_dies_and_the_nodes_meet_again_on_its_successor(small_run: Any) -> None:
     small_run.start_board()
     for number in (0, 1):
-        small_run.train(number)
+        small_run.train(number, nodes=(1, 2))
     small_run.until("progress")
     small_run.board.kill()
     small_run.board.wait()
     time.sleep(1.0)
     small_run.start_board()
     assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
-    assert len({event.data["world"].partition("/")[0] for event in small_run.events("world")}) == 2
+    worlds = [event.data for event in small_run.events("world")]
+    assert len({world["world"].partition("/")[0] for world in worlds}) == 2
+    assert [world["nodes"] for world in worlds] == [2, 2], "neither begins without the other"
     assert small_run.events("verdict")[0].data["status"] == "done"
 
 
