@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import commands, data, labs, logs, runs, services, training
+from benchmarks import commands, data, labs, logs, recovery, runs, services, training
 from benchmarks.measure import Row
 
 
@@ -29,6 +29,7 @@ BENCHMARKS = (
     Benchmark("services-100", "a hundred services up and down", services.hundred),
     Benchmark("status-100", "status and plan of a run of a hundred services", services.status_and_plan),
     Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.hundred_streams),
+    Benchmark("recovery", "a container is killed, to the next step, beside plain torchrun", recovery.killed_container),
     Benchmark("train", "the trainer beside a loop by hand", training.by_hand),
     Benchmark("train-ddp", "two processes of it beside DistributedDataParallel by hand", training.by_hand_ddp),
     Benchmark("train-hf", "the trainer beside Hugging Face's", training.hugging_face),
