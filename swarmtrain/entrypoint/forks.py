@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from swarmtrain.process import die_with_parent_now, rename
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_SERVER = "forkserver"
 _SERVER_DIED = 255
 
 
@@ -40,7 +41,7 @@ def await_warmth() -> None:
 
 def start(name: str, main: Callable[..., int], *arguments: object) -> ForkServerProcess:
     """Run `main(*arguments)` in a session of its own, as a process that `ps` calls `name`, and exit with what it returns."""
-    process = _CONTEXT.Process(target=_lead, args=(name, main, *arguments))
+    process = _CONTEXT.Process(target=_lead, name=name, args=(name, main, *arguments))
     process.start()
     return process
 
@@ -52,16 +53,17 @@ def exit_code(process: ForkServerProcess, timeout: float) -> int | None:
     return -signal.SIGKILL if process.exitcode == _SERVER_DIED else process.exitcode
 
 
-def leads(process: ForkServerProcess, names: str) -> bool:
-    """Return whether the session of `process` has one whose name begins with `names`. Where no processes can be seen: True."""
-    seen = False
+def leads(process: ForkServerProcess) -> bool:
+    """Return whether the agent `process` has ranks, or what those have started: whatever a script may call itself.
+
+    Where no processes can be seen: True.
+    """
+    names = set()
     for entry in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has just ended
             if os.getsid(int(entry.parent.name)) == process.pid:
-                seen = True
-                if entry.read_text().startswith(names):
-                    return True
-    return not seen
+                names.add(entry.read_text().strip())
+    return not names or bool(names - {process.name, _SERVER})
 
 
 def kill(process: ForkServerProcess) -> None:
@@ -89,7 +91,7 @@ def _fork_instead(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
         return pid
     try:
         die_with_parent_now()
-        rename("forkserver")
+        rename(_SERVER)
         if os.getppid() == parent:
             exec(args[-1], {})  # noqa: S102  # multiprocessing's own line: from multiprocessing.forkserver import main; main(…)
     finally:

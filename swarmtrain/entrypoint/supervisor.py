@@ -56,8 +56,9 @@ def main() -> int:
 class Supervisor:
     """One node of a run. Holds at most one agent at a time, and outlives it."""
 
-    def __init__(self, node: NodeEnv) -> None:
-        self.node = node
+    def __init__(self, node: NodeEnv, *, beat: float = _BEAT, alone: float = _ALONE) -> None:
+        """`beat`: seconds between two; `alone`: without an answer, until the agent is ended."""
+        self.node, self.every, self.alone = node, beat, alone
         self.board = Board(node.board)
         self.agent: ForkServerProcess | None = None
         self.stopping = False
@@ -133,14 +134,14 @@ class Supervisor:
         return code
 
     def _watch(self, agent: ForkServerProcess, round: str) -> int:
-        while (code := forks.exit_code(agent, _BEAT)) is None:
+        while (code := forks.exit_code(agent, self.every)) is None:
             self._beat(agent, round)
         return code
 
     def _beat(self, agent: ForkServerProcess, round: str) -> None:
         if time.monotonic() > self.kill_at:
             forks.kill(agent)
-        elif self.asked and not forks.leads(agent, "rank "):
+        elif self.asked and not forks.leads(agent):
             self.kill_at = min(self.kill_at, time.monotonic() + _AFTER_RANKS)
         try:
             orders = self.board.beat(self.node.node)
@@ -158,8 +159,8 @@ class Supervisor:
 
     def _miss(self, agent: ForkServerProcess, error: BoardError) -> None:
         """The board does not answer. It may be restarting; but a node that is cut off must not train on where others have begun again."""
-        if time.monotonic() - self.heard > _ALONE and self.kill_at == float("inf"):
-            _say(f"{error}; no answer for {_ALONE:.0f} s: this node may be cut off, and stops until it is heard again")
+        if time.monotonic() - self.heard > self.alone and self.kill_at == float("inf"):
+            _say(f"{error}; no answer for {self.alone:.0f} s: this node may be cut off, and stops until it is heard again")
             self._end_agent(agent, self.node.stop_grace)
 
     def _end_agent(self, agent: ForkServerProcess, grace: float) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from swarmtrain import process
 from swarmtrain.board import Board
-from swarmtrain.entrypoint import supervisor
+from swarmtrain.entrypoint import forks, supervisor
 from swarmtrain.entrypoint.agent import DeathReporter, shutdown_timeout
 from swarmtrain.entrypoint.checks import permanent_problems, threads_per_rank
 from swarmtrain.entrypoint.interface import Route, published_address, route, route_by, route_to
@@ -163,15 +164,38 @@ def test_a_node_that_waits_for_its_board_leaves_when_told(small_run: Any) -> Non
     assert waiting.wait(10) == EXIT_PLANNED
 
 
-def test_a_node_that_nobody_answers_does_not_train_on_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(supervisor, "_BEAT", 0.1)
-    monkeypatch.setattr(supervisor, "_ALONE", 0.5)
+def test_a_node_that_nobody_answers_does_not_train_on_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     agent = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     agent.start()
-    assert supervisor.Supervisor(node_env(tmp_path))._watch(agent, "round") == -signal.SIGTERM
+    assert supervisor.Supervisor(node_env(tmp_path), beat=0.1, alone=0.5)._watch(agent, "round") == -signal.SIGTERM
     assert "this node may be cut off, and stops until it is heard again" in capfd.readouterr().err
+
+
+def test_an_agent_has_ranks_whatever_they_call_themselves() -> None:
+    """One that is to end and has none is not waited for; one whose script has another title is saving."""
+    rank, said = multiprocessing.Pipe()
+
+    def agent() -> None:
+        os.setsid()
+        process.rename("agent")
+        if not (pid := os.fork()):
+            process.rename("a title")
+            time.sleep(60)
+        said.send(pid)
+        os.waitpid(pid, 0)
+        time.sleep(60)
+
+    leader = multiprocessing.get_context("fork").Process(target=agent, name="agent")
+    leader.start()
+    pid = rank.recv()
+    assert forks.leads(leader)
+    os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 10
+    while forks.leads(leader):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    leader.kill()
+    leader.join()
 
 
 def test_the_board_answers_nonsense_with_an_error_and_lives_on(small_run: Any) -> None:
