@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,12 @@ class Fault:
     """Steps that it may cost where each rank has the whole state."""
     divided: int
     """The same where each rank has but a part of it."""
-    usual: tuple[str, ...] = ()
-    """States with which it belongs to the usual tests."""
-    options: tuple[str, ...] = ()
-    """What the run's config must have for it."""
+    usual: tuple[tuple[str, str], ...] = ()
+    """States and disks with which it belongs to the usual tests."""
+    disks: tuple[str, ...] = ("shared", "own")
+    """With which save_dir it can happen."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """What the run's containers must have mounted for it."""
 
 
 def _kill_rank(scene: Scene) -> None:
@@ -100,20 +102,21 @@ def _fill_disk(scene: Scene) -> None:
 
 
 def _lose_folder(scene: Scene) -> None:
-    aside = scene.save_dir.with_name(f"{scene.run}-gone")
-    scene.save_dir.rename(aside)
+    folder = scene.save_dirs[-1]
+    aside = folder.with_name(f"{scene.run}-gone")
+    folder.rename(aside)
     scene.reach(scene.step + SAVE_INTERVAL + 20)
-    if scene.save_dir.exists():
-        subprocess.run(["rm", "-rf", str(scene.save_dir)], check=True)
-    aside.rename(scene.save_dir)
+    _delete(folder)
+    aside.rename(folder)
 
 
 def _damage(how: Callable[[Path], None]) -> Callable[[Scene], None]:
-    """Damage the newest checkpoint, and let all nodes read it."""
+    """Damage every copy of the newest checkpoint, and let all nodes read it."""
 
     def strike(scene: Scene) -> None:
         scene.reach(2 * SAVE_INTERVAL + 10)
-        how(sorted(scene.save_dir.glob("step-*"))[-1])
+        for folder in scene.save_dirs:
+            how(sorted(folder.glob("step-*"))[-1])
         scene.kill_containers("node0", "node1", "node2")
 
     return strike
@@ -140,8 +143,14 @@ def _half_rename(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
 
 
-def _delete(checkpoint: Path) -> None:
-    subprocess.run(["rm", "-rf", str(checkpoint)], check=True)
+def _delete(folder: Path) -> None:
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def _empty_a_disk(scene: Scene) -> None:
+    scene.reach(SAVE_INTERVAL + 10)
+    scene.kill_containers("node2")
+    _delete(scene.save_dirs[-1])
 
 
 def _two_at_once(scene: Scene) -> None:
@@ -150,17 +159,21 @@ def _two_at_once(scene: Scene) -> None:
 
 
 def _while_saving(scene: Scene) -> None:
-    before = set(scene.save_dir.iterdir())
-    scene.until(lambda: bool(set(scene.save_dir.iterdir()) - before), "no checkpoint is begun")
+    before = _content(scene.save_dirs)
+    scene.until(lambda: bool(_content(scene.save_dirs) - before), "no checkpoint is begun")
     scene.kill_containers("node1")
 
 
 def _while_loading(scene: Scene) -> None:
-    fences = scene.save_dir / "fence"
-    before = set(fences.iterdir())
+    fences = [folder / "fence" for folder in scene.save_dirs]
+    before = _content(fences)
     scene.kill_containers("node1")
-    scene.until(lambda: bool(set(fences.iterdir()) - before), "no new world is there")
+    scene.until(lambda: bool(_content(fences) - before), "no new world is there")
     scene.signal("node2", "rank", signal.SIGKILL)
+
+
+def _content(folders: Iterable[Path]) -> set[Path]:
+    return {path for folder in folders for path in folder.iterdir()}
 
 
 def _while_meeting(scene: Scene) -> None:
@@ -198,7 +211,6 @@ def _force(scene: Scene) -> None:
 
 
 _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), Path("/usr/lib/faketime"))
-_ITS_MOUNT = f"runner.docker_config.docker_mounts=[[/mnt/shared, /workspace/runs], [{_FAKETIME}, /opt/faketime.so]]"
 
 
 def _be_an_hour_ahead(scene: Scene) -> None:
@@ -209,29 +221,42 @@ def _be_an_hour_ahead(scene: Scene) -> None:
 FAULTS = (
     Fault("a rank is killed", _kill_rank, NONE, INTERVAL),
     Fault("torchrun is killed", _kill_agent, NONE, INTERVAL),
-    Fault("a container is killed", _kill_container, NONE, INTERVAL),
-    Fault("the notice board is killed", _kill_board, NONE, NONE, usual=("replicated",)),
+    Fault("a container is killed", _kill_container, NONE, INTERVAL, usual=(("divided", "own"),)),
+    Fault("the notice board is killed", _kill_board, NONE, NONE, usual=(("replicated", "shared"),)),
     Fault("a machine dies, and comes back after 30 s", _lose("node2", 30), NONE, INTERVAL),
     Fault("the manager's machine dies, and comes back after 5 s", _lose("node0", 5), INTERVAL, INTERVAL),
-    Fault("a rank hangs", _hang, NONE, INTERVAL, usual=("replicated",)),
+    Fault("a rank hangs", _hang, NONE, INTERVAL, usual=(("replicated", "own"),)),
     Fault("a link is cut for 5 s", _cut(5), NONE, INTERVAL),
     Fault("a link is cut for 60 s", _cut(60), NONE, INTERVAL),
     Fault("a link is cut one way for 20 s", _deafen, NONE, INTERVAL),
     Fault("a link is slowed to 10 Mbit", _slow, NONE, NONE),
     Fault("the disk is full", _fill_disk, NONE, NONE),
     Fault("save_dir vanishes", _lose_folder, NONE, NONE),
-    Fault("the newest checkpoint is truncated, all containers killed", _damage(_truncate), 2 * INTERVAL, 2 * INTERVAL),
+    Fault(
+        "the newest checkpoint is truncated, all containers killed",
+        _damage(_truncate),
+        2 * INTERVAL,
+        2 * INTERVAL,
+        usual=(("divided", "shared"),),
+    ),
     Fault("a bit of the newest checkpoint flips, all containers killed", _damage(_flip), 2 * INTERVAL, 2 * INTERVAL),
     Fault("the newest checkpoint is renamed in part, all containers killed", _damage(_half_rename), 2 * INTERVAL, 2 * INTERVAL),
     Fault("the newest checkpoint is deleted, all containers killed", _damage(_delete), 2 * INTERVAL, 2 * INTERVAL),
-    Fault("a rank and a container are killed at once", _two_at_once, NONE, INTERVAL),
+    Fault("a rank and a container are killed at once", _two_at_once, NONE, INTERVAL, usual=(("replicated", "shared"),)),
     Fault("a container is killed while a checkpoint is written", _while_saving, NONE, INTERVAL),
     Fault("a rank is killed while a checkpoint is read", _while_loading, NONE, INTERVAL),
     Fault("a container is killed while nodes meet", _while_meeting, NONE, INTERVAL),
     Fault("a container is killed while the run is scaled", _while_scaling, NONE, INTERVAL),
+    Fault("a container is killed, and its disk is lost", _empty_a_disk, NONE, INTERVAL, disks=("own",), usual=(("replicated", "own"),)),
     Fault("all containers are killed at once", _all_at_once, INTERVAL, INTERVAL),
     Fault("the run is scaled to 2 nodes, and to 3 again", _scale, NONE, NONE),
     Fault("a node is drained, and made active again", _drain, NONE, NONE),
     Fault("a service is updated by force", _force, NONE, NONE),
-    Fault("a node comes back with a clock that is an hour wrong", _be_an_hour_ahead, NONE, NONE, options=(_ITS_MOUNT,)),
+    Fault(
+        "a node comes back with a clock that is an hour wrong",
+        _be_an_hour_ahead,
+        NONE,
+        NONE,
+        mounts=((str(_FAKETIME), "/opt/faketime.so"),),
+    ),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import audit
@@ -40,18 +41,28 @@ os.kill(named(sys.argv[1])[0], int(sys.argv[2]))
 
 
 class Scene:
-    """One run, called `run`, in which the state is divided as `topology` says."""
+    """One run, called `run`, in which the state is divided as `topology` says; each node's save_dir is its own, or all share one.
 
-    def __init__(self, lab: Lab, image: str, run: str, topology: tuple[str, ...]) -> None:
+    A node's own disk is a volume of its engine, in a folder that this machine sees.
+    """
+
+    def __init__(self, lab: Lab, image: str, run: str, topology: tuple[str, ...], *, own_disks: bool) -> None:
         self.lab, self.run = lab, run
+        self._disks = {node: lab.shared / f"{run}-{node}" for node in NODES} if own_disks else {}
         self._options = [*_SMALL, f"runner.docker_config.docker_container={image}", *topology]
-        self._options += [f"trainer.save_dir=runs/{run}", f"logger.audit_dir=runs/{run}-audit"]
+        self._options += [f"trainer.save_dir=runs/{run}", f"logger.audit_dir=audit/{run}-audit"]
+        self._options += ["trainer.save_dir_shared=false"] if own_disks else []
         self._deploy: subprocess.Popen[bytes] | None = None
 
     @property
-    def save_dir(self) -> Path:
+    def save_dirs(self) -> list[Path]:
         """Where its checkpoints are, as this machine sees it."""
-        return self.lab.shared / self.run
+        return [disk / self.run for disk in self._disks.values() or (self.lab.shared,)]
+
+    @property
+    def _volume(self) -> str:
+        """The name that the stack's volume `runs` has on an engine."""
+        return f"{self.run}_runs"
 
     @property
     def story(self) -> audit.Story:
@@ -68,9 +79,17 @@ class Scene:
         """The newest world that has made a step."""
         return max(self.story.worlds, default=0)
 
-    def begin(self, *more: str) -> None:
-        """Deploy it, and follow it in the background."""
-        options = [word for value in (*self._options, *more) for word in ("-o", value)]
+    def begin(self, *more: str, mounts: Iterable[tuple[str, str]] = ()) -> None:
+        """Deploy it with `more` settings and mounts, and follow it in the background."""
+        for node, disk in self._disks.items():
+            disk.mkdir()
+            disk.chmod(0o1777)
+            there = f"/mnt/shared/{disk.name}"
+            self.docker(node, "volume", "create", "-o", "type=none", "-o", "o=bind", "-o", f"device={there}", self._volume)
+        source = "runs" if self._disks else "/mnt/shared"
+        pairs = [(source, "/workspace/runs"), ("/mnt/shared", "/workspace/audit"), *mounts]
+        settings = (*self._options, f"runner.docker_config.docker_mounts={json.dumps(pairs)}", *more)
+        options = [word for value in settings for word in ("-o", value)]
         self._deploy = self.swarmtrain("deploy", "examples/quickstart.yml", "--name", self.run, "--yes", *options)
 
     def swarmtrain(self, *argv: str) -> subprocess.Popen[bytes]:
@@ -102,6 +121,8 @@ class Scene:
         assert self.swarmtrain("down", self.run).wait(120) == 0
         self._deploy.wait(60)
         self._deploy = None
+        for node in self._disks:
+            self.docker(node, "volume", "rm", self._volume)
         for folder in self.lab.shared.glob(f"{self.run}*"):
             shutil.rmtree(folder)
 

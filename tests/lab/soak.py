@@ -21,19 +21,21 @@ _LAST = 250
 """Steps before the end after which nothing is struck any more."""
 _STEADY = 30
 _WITHIN = 90.0
-_OPTIONS = tuple(dict.fromkeys(option for fault in FAULTS for option in fault.options))
+_MOUNTS = tuple(dict.fromkeys(pair for fault in FAULTS for pair in fault.mounts))
 
 
 def test_soak(begin: Callable[..., Scene]) -> None:  # noqa: F811  # the fixture
     minutes = float(os.environ.get("SWARMTRAIN_SOAK") or 30)
     seed = int(os.environ.get("SWARMTRAIN_SEED") or time.time())
     steps, draw = int(minutes * _STEPS_A_MINUTE), random.Random(seed)  # noqa: S311  # no secret
-    print(f"SEED={seed}, {steps} steps", flush=True)
+    disk = draw.choice(("shared", "own"))
+    faults = [fault for fault in FAULTS if disk in fault.disks]
+    print(f"SEED={seed}, {steps} steps, {disk} disk", flush=True)
     long = (f"trainer.train_iterations={steps}", "runner.max_restarts_per_hour=100000")
-    scene = begin("soak", "replicated", *_OPTIONS, *long)
+    scene = begin("soak", "replicated", *long, disk=disk, mounts=_MOUNTS)
     allowed = 0
     while _has_room(scene, steps):
-        fault = draw.choice(FAULTS)
+        fault = draw.choice(faults)
         print(f"{time.strftime('%H:%M:%S')} step {scene.step}: {fault.name}", flush=True)
         fault.strike(scene)
         allowed += fault.replicated

@@ -1,7 +1,8 @@
 """Whatever happens to a run, it goes on by itself, and ends as if nothing had happened.
 
-A row of the table in faults.py is a test, once with the whole state on each rank and once with it divided among them. With
-SWARMTRAIN_CHAOS=all every row is run, with some of its words those that have them, and otherwise those that are marked.
+A row of the table in faults.py is a test with the whole state on each rank and with it divided among them, each with a disk that
+all nodes share and with one of each node's own. With SWARMTRAIN_CHAOS=all every row is run, with some of its words those that have
+them, and otherwise those that are marked.
 What is asserted is read from the audit files.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from swarmtrain.launchers.swarm import observe
 
 TOPOLOGIES = {"replicated": (), "divided": ("topology.data_parallel_type=fsdp",)}
 TABLE = ROOT / "build" / "chaos.md"
-HEAD = """| what happens | state | seconds to the next step | steps lost | ranks of each world | largest difference of a loss |
+HEAD = """| what happens | state, disk | seconds to the next step | steps lost | ranks of each world | largest difference of a loss |
 | --- | --- | ---: | ---: | --- | ---: |"""
 _CHOSEN = os.environ.get("SWARMTRAIN_CHAOS", "")
 _DISK = 2**30
@@ -35,29 +36,45 @@ _STRIKE_AT = 60
 _FORGOTTEN_WITHIN = 30.0
 
 
-def _is_wanted(fault: Fault, state: str) -> bool:
-    if not _CHOSEN:
-        return state in fault.usual
-    return _CHOSEN == "all" or _CHOSEN in f"{fault.name}, {state}"
+@dataclass(frozen=True)
+class Case:
+    """A fault, who has the run's state, and on which disk it is saved."""
+
+    fault: Fault
+    state: str
+    disk: str
+
+    def __str__(self) -> str:
+        return f"{self.fault.name}, {self.state}, {self.disk}"
+
+    @property
+    def wanted(self) -> bool:
+        if not _CHOSEN:
+            return (self.state, self.disk) in self.fault.usual
+        return _CHOSEN == "all" or _CHOSEN in str(self)
+
+    @property
+    def may_lose(self) -> int:
+        """The most steps that may be made again."""
+        return self.fault.replicated if self.state == "replicated" else self.fault.divided
 
 
-ROWS = [(fault, state) for fault in FAULTS for state in TOPOLOGIES if _is_wanted(fault, state)]
+CASES = [case for fault in FAULTS for state in TOPOLOGIES for disk in fault.disks if (case := Case(fault, state, disk)).wanted]
 
 
 @dataclass(frozen=True)
 class Row:
     """What became of a run, as a line of the table."""
 
-    fault: str
-    state: str
+    case: Case
     seconds: float
     lost: int
     sizes: tuple[int, ...]
     difference: float
 
     def __str__(self) -> str:
-        worlds = ", ".join(map(str, self.sizes))
-        return f"| {self.fault} | {self.state} | {self.seconds:.1f} | {self.lost} | {worlds} | {self.difference:.1e} |"
+        which, worlds = f"{self.case.fault.name} | {self.case.state}, {self.case.disk}", ", ".join(map(str, self.sizes))
+        return f"| {which} | {self.seconds:.1f} | {self.lost} | {worlds} | {self.difference:.1e} |"
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +92,7 @@ def lab(new_lab: Callable[[str], Lab], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def table() -> Iterator[list[Row]]:
+def rows() -> Iterator[list[Row]]:
     """The rows that were run; at the end they are put into TABLE."""
     rows: list[Row] = []
     yield rows
@@ -84,28 +101,30 @@ def table() -> Iterator[list[Row]]:
 
 
 @pytest.fixture
+def table(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> Callable[[Row], None]:
+    """Return a function that shows a row at once, and puts it into the table."""
+
+    def put(row: Row) -> None:
+        rows.append(row)
+        with capsys.disabled():
+            print(f"\n{row}", flush=True)
+
+    return put
+
+
+@pytest.fixture
 def begin(lab: Lab, image: str) -> Iterator[Callable[..., Scene]]:
     """Return a function that begins a run; what a test leaves of it is taken down."""
     scenes: list[Scene] = []
 
-    def make(run: str, state: str, *more: str) -> Scene:
-        scenes.append(Scene(lab, image, run, TOPOLOGIES[state]))
-        scenes[-1].begin(*more)
+    def make(run: str, state: str, *more: str, disk: str = "shared", mounts: Iterable[tuple[str, str]] = ()) -> Scene:
+        scenes.append(Scene(lab, image, run, TOPOLOGIES[state], own_disks=disk == "own"))
+        scenes[-1].begin(*more, mounts=mounts)
         return scenes[-1]
 
     yield make
     for scene in scenes:
         scene.down()
-
-
-@pytest.fixture
-def undisturbed(begin: Callable[..., Scene], stories: dict[str, Story], state: str) -> Story:
-    """What a run does to which nothing happens."""
-    if state not in stories:
-        scene = begin(f"undisturbed-{state}", state, "runner.min_nodes=3", "runner.max_nodes=3")
-        assert scene.end() == 0
-        stories[state] = scene.story
-    return stories[state]
 
 
 @pytest.fixture(scope="session")
@@ -114,30 +133,46 @@ def stories() -> dict[str, Story]:
     return {}
 
 
-@pytest.mark.parametrize("state", sorted({state for _, state in ROWS}))
-def test_nothing_happens(state: str, undisturbed: Story) -> None:
-    assert undisturbed.sizes == [len(NODES)]
-    assert sorted(undisturbed.final) == list(range(1, STEPS + 1))
-    seen = [sample for lines in undisturbed.final.values() for line in lines for sample in line.samples]
+@pytest.fixture
+def undisturbed(begin: Callable[..., Scene], stories: dict[str, Story]) -> Callable[[str], Story]:
+    """Return a function that tells what a run with this state does to which nothing happens."""
+
+    def tell(state: str) -> Story:
+        if state not in stories:
+            scene = begin(f"undisturbed-{state}", state, "runner.min_nodes=3", "runner.max_nodes=3")
+            assert scene.end() == 0
+            stories[state] = scene.story
+        return stories[state]
+
+    return tell
+
+
+@pytest.mark.parametrize("state", sorted({case.state for case in CASES}))
+def test_nothing_happens(state: str, undisturbed: Callable[[str], Story]) -> None:
+    story = undisturbed(state)
+    assert story.sizes == [len(NODES)]
+    assert sorted(story.final) == list(range(1, STEPS + 1))
+    seen = [sample for lines in story.final.values() for line in lines for sample in line.samples]
     assert len(seen) == len(set(seen)), "a sample was seen twice"
 
 
-@pytest.mark.parametrize(("fault", "state"), ROWS, ids=[f"{fault.name}-{state}".replace(" ", "_") for fault, state in ROWS])
-def test_whatever_happens(fault: Fault, state: str, begin: Callable[..., Scene], undisturbed: Story, table: list[Row]) -> None:
-    scene = begin(f"run{FAULTS.index(fault)}-{state}", state, *fault.options)
+@pytest.mark.parametrize("case", CASES, ids=[str(case).replace(" ", "_") for case in CASES])
+def test_whatever_happens(
+    case: Case, begin: Callable[..., Scene], undisturbed: Callable[[str], Story], table: Callable[[Row], None]
+) -> None:
+    calm = undisturbed(case.state)
+    scene = begin(f"run{CASES.index(case)}", case.state, disk=case.disk, mounts=case.fault.mounts)
     scene.reach(_STRIKE_AT)
     began, token = time.monotonic(), scene.token
-    fault.strike(scene)
+    case.fault.strike(scene)
     if scene.token == token:
         scene.until(lambda: scene.token > token or scene.step == STEPS, "training does not go on")
     seconds = time.monotonic() - began if scene.token > token else 0.0
     assert scene.end() == 0, "the run did not end well"
     story = scene.story
-    row = Row(fault.name, state, seconds, story.lost, tuple(story.sizes), largest_difference(story, undisturbed))
-    print(row)
-    table.append(row)
-    assert problems(story, undisturbed, tolerance=0.0 if set(story.sizes) == set(undisturbed.sizes) else 1e-5) == []
-    assert story.lost <= (fault.replicated if state == "replicated" else fault.divided)
+    table(Row(case, seconds, story.lost, tuple(story.sizes), largest_difference(story, calm)))
+    assert problems(story, calm, tolerance=0.0 if set(story.sizes) == set(calm.sizes) else 1e-5) == []
+    assert story.lost <= case.may_lose
     scene.down()
     _nothing_left(scene)
 
