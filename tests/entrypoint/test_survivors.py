@@ -50,9 +50,9 @@ STEPS = 80
 CONFIG: dict[str, Any] = {
     "topology": {"global_batch_size": 8, "micro_batch_size": 2},
     "optimizer": {"gradient_clipping": 0.5},
-    "learning_rate_scheduler": {"learning_rate": 1e-2, "learning_rate_warmup_steps": 2, "learning_rate_decay_iters": STEPS},
+    "learning_rate_scheduler": {"learning_rate": 1e-3, "learning_rate_warmup_steps": 2, "learning_rate_decay_iters": STEPS},
     "trainer": {"train_iterations": STEPS, "save_interval": None},
-    "transformer_architecture": {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 16},
+    "transformer_architecture": {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_attention_heads": 2, "sequence_length": 16},
 }
 
 
@@ -199,3 +199,15 @@ def test_a_divided_state_is_saved_by_what_is_left_of_its_replicas(small_run: Any
     assert second > 0, "nobody had the whole of the last step"
     assert [event.data["step"] for event in small_run.events("resumed")] == [saved["step"]] * 2
     assert trained.losses() == undisturbed
+
+
+@pytest.mark.parametrize("split", ["model_parallel_size", "pipe_parallel_size"])
+def test_a_divided_model_is_saved_by_parts_of_several_replicas(small_run: Any, undisturbed: dict[int, float], split: str) -> None:
+    """Two replicas of a model in two parts. Of each part one dies, so that no replica is whole, and together they are."""
+    trained = Trained(small_run, **{split: 2})
+    trained.until(1)
+    kill(small_run.ranks(0)[0], small_run.ranks(1)[1])
+    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert trained.lost() == [0]
+    assert len(small_run.events("checkpoint")[0].data["survivors"]) == 2
+    assert trained.losses() == pytest.approx(undisturbed, rel=1e-5)

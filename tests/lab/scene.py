@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,6 +29,8 @@ _SMALL = [
     "logger.log_interval=50",
 ]
 _POLL = 0.1
+# Seconds: an engine removes the containers of tasks that the swarm has forgotten when it hears of it.
+_FORGOTTEN_WITHIN = 30.0
 
 # Runs inside a node's container and sends a signal to its first rank, or to torch's agent.
 SIGNAL = """
@@ -38,6 +41,28 @@ def named(word):
     return [pid for pid, name in found if name.split()[0] == word]
 os.kill(named(sys.argv[1])[0], int(sys.argv[2]))
 """
+
+
+class _Pulse:
+    """Watches the audit files in `folder`, to which ranks append a line at each step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ended = folder, threading.Event()
+        self.longest = 0.0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        last = 0.0
+        while not self._ended.wait(_POLL):
+            newest = max((path.stat().st_mtime for path in self._folder.glob("*.jsonl") if path.stat().st_size), default=0.0)
+            if last:
+                self.longest = max(self.longest, newest - last)
+            last = newest
 
 
 class Scene:
@@ -53,6 +78,16 @@ class Scene:
         self._options += [f"trainer.save_dir=runs/{run}", f"logger.audit_dir=audit/{run}-audit"]
         self._options += ["trainer.save_dir_shared=false"] if own_disks else []
         self._deploy: subprocess.Popen[bytes] | None = None
+        self._pulse = _Pulse(self._audit)
+
+    @property
+    def _audit(self) -> Path:
+        return self.lab.shared / f"{self.run}-audit"
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds of the longest time without a step, from the first step on."""
+        return self._pulse.longest
 
     @property
     def save_dirs(self) -> list[Path]:
@@ -67,7 +102,7 @@ class Scene:
     @property
     def story(self) -> audit.Story:
         """What its ranks have written down so far."""
-        return audit.read(self.lab.shared / f"{self.run}-audit")
+        return audit.read(self._audit)
 
     @property
     def step(self) -> int:
@@ -115,12 +150,17 @@ class Scene:
         return self._deploy.wait(seconds)
 
     def down(self) -> None:
-        """Take it down, and remove what it wrote; nothing happens if that was done."""
+        """Take it down, see that no container is left, and remove what it wrote; nothing happens if that was done."""
         if self._deploy is None:
             return
         assert self.swarmtrain("down", self.run).wait(120) == 0
         self._deploy.wait(60)
         self._deploy = None
+        self._pulse.end()
+        end = time.monotonic() + _FORGOTTEN_WITHIN
+        while left := [container for node in NODES for container in self.docker(node, "ps", "-aq").split()]:
+            assert time.monotonic() < end, f"{len(left)} containers are left"
+            time.sleep(0.5)
         for node in self._disks:
             self.docker(node, "volume", "rm", self._volume)
         for folder in self.lab.shared.glob(f"{self.run}*"):
