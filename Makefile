@@ -1,6 +1,6 @@
 # make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
 # make test    everything, with the time of each suite
-# make chaos   faults on a real swarm, and a table of what each cost; ONLY='a rank hangs' picks rows, without it all are tried, for hours
+# make chaos   faults on a real swarm, and a table of what each cost; ONLY='a rank hangs' picks rows, without it all are tried, for hours; DOCS=1 writes docs/explanation/reliability.md
 # make soak    the same faults at random on one run, MINUTES=30 long; SEED=7 draws those of an earlier run again
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
 # make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
@@ -23,8 +23,8 @@ test: system install-test
 	@$(BIN)/python tests/suites.py $(SUITES)
 
 chaos: system install-test
-	@SWARMTRAIN_CHAOS=$(or $(ONLY),all) $(BIN)/python tests/suites.py chaos
-	@cat build/chaos.md
+	@SWARMTRAIN_CHAOS=$(or $(ONLY),all) SWARMTRAIN_DOCS=$(DOCS) $(BIN)/python tests/suites.py chaos
+	@$(if $(DOCS),,cat build/chaos.md)
 
 soak: system install-test
 	@SWARMTRAIN_SOAK=$(or $(MINUTES),30) SWARMTRAIN_SEED=$(SEED) $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/lab/soak.py

@@ -1,4 +1,4 @@
-"""What a death costs a run: seconds until it goes on, beside plain torchrun's."""
+"""What a death and a change of size cost a run: seconds until it goes on, beside plain torchrun's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher
 
 _RUNS = 2
+_SCALED = 3
 _NODES = 4
 _STEADY = 15
 """Steps after which a world is taken to run as it does."""
@@ -43,7 +44,7 @@ def killed_container() -> Iterator[Row]:
         distribute(place)
 
         def ours() -> float:
-            with _run(place):
+            with _run(place, _NODES):
                 return _killed(place)
 
         def plain() -> float:
@@ -54,6 +55,23 @@ def killed_container() -> Iterator[Row]:
     what = f"a container of {_NODES} is killed, to the first step that had not been made before; steps of 0.1 s, a checkpoint every 50"
     other_is = f"`torchrun --nnodes={_NODES}` in the same containers, of the same trainer, from its newest checkpoint"
     yield Row("recovery", what, "s", mine, theirs, other_is, limit=15)
+
+
+def planned_scale() -> Iterator[Row]:
+    """`swarmtrain scale` from two nodes to four, to the first step of four ranks."""
+    with lab(_NODES) as place:
+        distribute(place)
+
+        def ours() -> float:
+            with _run(place, 2):
+                begun = time.monotonic()
+                process.run([*SWARMTRAIN, "scale", RUN, "--nodes", str(_NODES), "--yes"], env=place.env())
+                until(lambda: _ranks(place) == _NODES, "four ranks make no step", every=0.1)
+                return time.monotonic() - begun
+
+        [mine] = in_turns(_SCALED, ours, warm_up=False)
+    what = f"`swarmtrain scale --nodes {_NODES}` of a run of 2 nodes, to the first step of {_NODES} ranks; no step is made twice"
+    yield Row("scale", what, "s", mine, limit=12)
 
 
 def _killed(place: Lab) -> float:
@@ -70,13 +88,13 @@ def _killed(place: Lab) -> float:
 
 
 @contextmanager
-def _run(place: Lab) -> Iterator[None]:
-    """Have ours running, in a steady state."""
+def _run(place: Lab, nodes: int) -> Iterator[None]:
+    """Have ours running on so many nodes, in a steady state."""
     environment = place.env()
-    command = ["deploy", "examples/quickstart.yml", "--name", RUN, "--detach", *_CONFIG, "-o", f"runner.nodes={_NODES}"]
+    command = ["deploy", "examples/quickstart.yml", "--name", RUN, "--detach", *_CONFIG, "-o", f"runner.nodes={nodes}"]
     try:
         process.run([*SWARMTRAIN, *command], env=environment)
-        _settle(place)
+        _settle(place, nodes)
         yield
     finally:
         SwarmLauncher(environment["DOCKER_HOST"]).down(RUN, lambda line: None)
@@ -92,7 +110,7 @@ def _plain_run(place: Lab) -> Iterator[None]:
     _STACK.write_text(yaml.safe_dump(_without_us(yaml.safe_load(_STACK.read_text()))))
     try:
         process.run(["docker", "stack", "deploy", "--detach=true", "-c", str(_STACK), RUN], env=environment)
-        _settle(place)
+        _settle(place, _NODES)
         yield
     finally:
         process.run(["docker", "stack", "rm", RUN], env=environment)
@@ -113,8 +131,8 @@ def _without_us(stack: dict[str, Any]) -> dict[str, Any]:
     return stack
 
 
-def _settle(place: Lab) -> None:
-    until(lambda: _ranks(place) == _NODES, f"{_NODES} ranks make no steps", seconds=300)
+def _settle(place: Lab, ranks: int) -> None:
+    until(lambda: _ranks(place) == ranks, f"{ranks} ranks make no steps", seconds=300)
     step = _step(place)
     until(lambda: _step(place) >= step + _STEADY, "no steps are made", seconds=300)
 

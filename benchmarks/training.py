@@ -24,6 +24,7 @@ _UNIT = "tokens/s of CPU"
 _SECONDS = 60.0
 _BATCH, _LENGTH = 8, 256
 _WHOLE = 30
+_SAVED = 10
 _LLAMA = {
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -85,6 +86,25 @@ def whole_run() -> Iterator[Row]:
     whole, step = (Sample.of([_BATCH * _LENGTH / float(seconds)]) for seconds in said.split())
     row = _row("train-whole", "float32", "its median step", 0.97)
     yield replace(row, what=f"{row.what}: {_WHOLE} steps and a checkpoint", ours=whole, other=step)
+
+
+def background_checkpoint() -> Iterator[Row]:
+    """What checkpoints in the background cost, at the interval that `save_interval: auto` has for them."""
+    from swarmtrain.trainer.checkpoint import rhythm
+
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=BUILD) as folder:
+        config = _config(_LLAMA, "float32", train_iterations=2 * _SAVED, save_dir=folder, save_interval=2)
+        argv = [sys.executable, "-m", "benchmarks.loops.saving", config]
+        said = process.run(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT).splitlines()
+    measured = [tuple(map(float, line.split())) for line in said if line[0].isdigit()][1:]  # the first has its memory to find
+    model = "of a model of 9M parameters, one process"
+    yield Row(
+        "checkpoint/stall", f"training stands still for a checkpoint {model}", "ms", Sample.of([1e3 * stood for stood, _ in measured])
+    )
+    share = Sample.of([100 * cpu / rhythm.auto(stood, cpu) for stood, cpu in measured])
+    what = f"CPU time of a checkpoint in the background {model}, of that between two by `save_interval: auto`"
+    yield Row("checkpoint", what, "%", share, limit=1)
 
 
 def _row(benchmark: str, precision: str, other_is: str, goal: float | None = None, where: str = "one process") -> Row:

@@ -16,6 +16,8 @@ from swarmtrain.lab import fabric
 
 NONE = 0
 INTERVAL = SAVE_INTERVAL
+STATES = ("replicated", "divided")
+DISKS = ("shared", "own")
 _QUIET: Callable[[str], None] = lambda line: None  # noqa: E731
 
 
@@ -32,10 +34,14 @@ class Fault:
     """The same where each rank has but a part of it."""
     usual: tuple[tuple[str, str], ...] = ()
     """States and disks with which it belongs to the usual tests."""
-    disks: tuple[str, ...] = ("shared", "own")
+    disks: tuple[str, ...] = DISKS
     """With which save_dir it can happen."""
     mounts: tuple[tuple[str, str], ...] = ()
     """What the run's containers must have mounted for it."""
+
+    def may_lose(self, state: str) -> int:
+        """Return the most steps that a run with this state may make again."""
+        return self.replicated if state == "replicated" else self.divided
 
 
 def _kill_rank(scene: Scene) -> None:
