@@ -157,9 +157,9 @@ class Scene:
         self._deploy.wait(60)
         self._deploy = None
         self._pulse.end()
-        end = time.monotonic() + _FORGOTTEN_WITHIN
-        while left := [container for node in NODES for container in self.docker(node, "ps", "-aq").split()]:
-            assert time.monotonic() < end, f"{len(left)} containers are left"
+        end, listed = time.monotonic() + _FORGOTTEN_WITHIN, ["ps", "-a", "--filter", f"name={self.run}_", "--format", "{{.Names}}"]
+        while left := [name for node in NODES for name in self.docker(node, *listed).splitlines()]:
+            assert time.monotonic() < end, f"these containers are left: {', '.join(left)}"
             time.sleep(0.5)
         for node in self._disks:
             self.docker(node, "volume", "rm", self._volume)
