@@ -155,3 +155,24 @@ def test_parts_are_dealt_to_ranks_that_have_them() -> None:
     assert apart.dealt([{zero, one, two}] * 3, (0, 1)) == {0: [zero, two], 1: [one]}
     assert apart.dealt([{zero, one, two}] * 3, (2,)) == {2: [zero, one, two]}
     assert apart.dealt([{zero}, {one}, {one, two}], (0, 2)) == {0: [zero], 2: [one, two]}
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"topology": {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2}},
+        {"optimizer": {"zero": True}},
+        {"topology": {"model_parallel_size": 2}},
+        {"topology": {"pipe_parallel_size": 2}},
+    ],
+    ids=["hsdp", "zero", "tensor", "pipe"],
+)
+def test_a_disk_is_lost_however_the_state_is_divided(tmp_path: Path, saving: dict[str, Any], shared: Path, split: dict[str, Any]) -> None:
+    """Two nodes of two ranks: divided within each node, or over both."""
+    config = changed(saving, **split)
+    go_on(tmp_path, config, "aabb", 3)
+    shutil.rmtree(tmp_path / "run" / "a")
+    assert "goes on after step 3" in go_on(tmp_path, config, "aabb", 6)
+    assert standing(tmp_path, "a").keys() == {3, 6} == standing(tmp_path, "b").keys()
+    undisturbed = losses(shared)
+    assert deviation(recorded(tmp_path), {step: undisturbed[step] for step in range(1, 7)}) < 1e-5
