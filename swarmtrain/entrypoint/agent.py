@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _DEATHS = "torch.distributed.elastic.multiprocessing.api"
 _ENDS = "torch.multiprocessing.spawn"
 _ENDED_BY_TORCH = "Terminating process"
+_ASKED_BY_TORCH = "Closing process"
 _AS_WE_WISH = ("death signal", _ENDED_BY_TORCH)  # what torch warns of, and what we asked it to do
 _FOR_EVER = 1_000_000
 _RENDEZVOUS = {
@@ -161,7 +162,7 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 class DeathReporter(logging.Handler):
-    """Posts the ranks' deaths that torch's agent logs: one killed by a signal cannot say so itself.
+    """Posts the ranks' deaths that torch's agent logs: one killed by a signal cannot say so itself. Wakes those that are to end.
 
     The board drops what the rank had already said better. Of ranks that are dead by the time that torch looks, it logs but
     one, often a peer that stumbled over the death of another: so all are posted that had not to be ended by torch.
@@ -180,6 +181,10 @@ class DeathReporter(logging.Handler):
             return
         if str(record.msg).startswith(_ENDED_BY_TORCH) and isinstance(record.args[0], int):
             self.ended.add(record.args[0])
+        if str(record.msg).startswith(_ASKED_BY_TORCH) and isinstance(record.args[0], int):
+            # A rank that was stopped would not hear SIGTERM, and torch would wait 30 s for it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.args[0], signal.SIGCONT)
         if str(record.msg).startswith("failed (exitcode"):
             for local_rank, code in _deaths(record, self.ended).items():
                 self._tell(local_rank, code)

@@ -139,7 +139,7 @@ def kill(*pids: int) -> None:
 
 
 def test_what_survives_a_death_saves_the_last_step(small_run: Any, undisturbed: dict[int, float]) -> None:
-    """A rank is killed, and the one that saves for it too; then a node; then a rank stands still, and comes back too late."""
+    """A rank is killed, and the one that saves for it too; then a node; then a rank stands still, and is woken too late."""
     trained = Trained(small_run)
     trained.until(1)
     (small_run.folder / "slow").touch()
@@ -150,10 +150,7 @@ def test_what_survives_a_death_saves_the_last_step(small_run: Any, undisturbed: 
     small_run.nodes["node0"].wait()
     trained.start(0)
     trained.until(3)
-    stopped = small_run.ranks(0)[1]
-    os.kill(stopped, signal.SIGSTOP)
-    small_run.until("checkpoint", count=3)
-    os.kill(stopped, signal.SIGCONT)
+    os.kill(small_run.ranks(0)[1], signal.SIGSTOP)
     assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
     assert len(small_run.events("world")) == 4
     assert trained.lost() == [0, 0, 0]
