@@ -31,12 +31,9 @@ _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interrup
 _NEWER = [
     "the_same_specs_as_docker_stack_deploy",
     "a_run_is_seen_changed_and_taken_down",
-    "stopped_containers_leave_and_come_back",
     "a_run_is_followed_to_its_verdict",
     "logs_are_one_stream_in_the_order_of_time",
     "a_deploy_that_cannot_work_says_why_and_leaves_nothing",
-    "a_node_that_nobody_can_be_is_shown_with_swarms_reason",
-    "the_inventory_is_what_the_swarm_says",
 ]
 # `newer` repeats tests of the lab with a newer engine than the system's: those that live by what an engine answers.
 # In the order in which two workers take them up, such that both are done at about the same time.

@@ -22,7 +22,7 @@ def test_the_tutorial(
     image = next(number for number, step in enumerate(steps) if "image build" in step.text)
     built.give_registry(built.shared())
     reader.follow(steps[:image])
-    built.give(default_lab, ["node0"], built.shared())
+    built.give(default_lab, [node.node for node in default_lab.status()], built.shared())
     reader.follow(steps[image : image + 1])
     built.keep(default_lab, "node0", shelf)
     reader.follow(steps[image + 1 :])

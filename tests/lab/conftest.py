@@ -58,7 +58,7 @@ def lab(new_lab: Callable[[str], Lab]) -> Lab:
     lab.up(3, engine=ENGINE, say=say)
     if ENGINE is None:
         built.give_registry(built.shared())
-        built.give(lab, ["node0"], built.shared())
+        built.give(lab, ["node0", "node1", "node2"], built.shared())
     return lab
 
 
