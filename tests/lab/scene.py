@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import audit
@@ -114,15 +114,15 @@ class Scene:
         """The newest world that has made a step."""
         return max(self.story.worlds, default=0)
 
-    def begin(self, *more: str, mounts: Iterable[tuple[str, str]] = ()) -> None:
-        """Deploy it with `more` settings and mounts, and follow it in the background."""
+    def begin(self, *more: str) -> None:
+        """Deploy it with `more` settings, and follow it in the background."""
         for node, disk in self._disks.items():
             disk.mkdir()
             disk.chmod(0o1777)
             there = f"/mnt/shared/{disk.name}"
             self.docker(node, "volume", "create", "-o", "type=none", "-o", "o=bind", "-o", f"device={there}", self._volume)
         source = "runs" if self._disks else "/mnt/shared"
-        pairs = [(source, "/workspace/runs"), ("/mnt/shared", "/workspace/audit"), *mounts]
+        pairs = [(source, "/workspace/runs"), ("/mnt/shared", "/workspace/audit")]
         settings = (*self._options, f"runner.docker_config.docker_mounts={json.dumps(pairs)}", *more)
         options = [word for value in settings for word in ("-o", value)]
         self._deploy = self.swarmtrain("deploy", "examples/quickstart.yml", "--name", self.run, "--yes", *options)

@@ -21,7 +21,6 @@ _LAST = 250
 """Steps before the end after which nothing is struck any more."""
 _STEADY = 30
 _WITHIN = 90.0
-_MOUNTS = tuple(dict.fromkeys(pair for fault in FAULTS for pair in fault.mounts))
 
 
 def test_soak(begin: Callable[..., Scene]) -> None:  # noqa: F811  # the fixture
@@ -32,7 +31,7 @@ def test_soak(begin: Callable[..., Scene]) -> None:  # noqa: F811  # the fixture
     faults = [fault for fault in FAULTS if disk in fault.disks]
     print(f"SEED={seed}, {steps} steps, {disk} disk", flush=True)
     long = (f"trainer.train_iterations={steps}", "runner.max_restarts_per_hour=100000")
-    scene = begin("soak", "replicated", *long, disk=disk, mounts=_MOUNTS)
+    scene = begin("soak", "replicated", *long, disk=disk)
     allowed = 0
     while _has_room(scene, steps):
         fault = draw.choice(faults)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,9 +114,9 @@ def begin(lab: Lab, image: str) -> Iterator[Callable[..., Scene]]:
     """Return a function that begins a run; what a test leaves of it is taken down."""
     scenes: list[Scene] = []
 
-    def make(run: str, state: str, *more: str, disk: str = "shared", mounts: Iterable[tuple[str, str]] = ()) -> Scene:
+    def make(run: str, state: str, *more: str, disk: str = "shared") -> Scene:
         scenes.append(Scene(lab, image, run, TOPOLOGIES[state], own_disks=disk == "own"))
-        scenes[-1].begin(*more, mounts=mounts)
+        scenes[-1].begin(*more)
         return scenes[-1]
 
     yield make
@@ -158,7 +158,7 @@ def test_whatever_happens(
     case: Case, begin: Callable[..., Scene], undisturbed: Callable[[str], Story], table: Callable[[Row], None]
 ) -> None:
     calm = undisturbed(case.state)
-    scene = begin(f"run{CASES.index(case)}", case.state, disk=case.disk, mounts=case.fault.mounts)
+    scene = begin(f"run{CASES.index(case)}", case.state, disk=case.disk)
     scene.reach(_STRIKE_AT)
     case.fault.strike(scene)
     assert scene.end() == 0, "the run did not end well"
