@@ -42,8 +42,10 @@ LOG = logging.getLogger("swarmtrain")
 _POLL = 0.05
 _SAY = 0.2, 1.0
 """Seconds between two words to the board: at first, and later."""
-_UNHEARD = 10.0
-"""Seconds without the board's answer after which a survivor leaves."""
+_AT_FIRST = 10.0
+_UNHEARD = 25.0
+"""Seconds without the board's answer after which a survivor leaves. A board whose machine died with it may be back by then, and
+torch gives ranks 30 s."""
 
 
 @contextmanager
@@ -230,4 +232,4 @@ class _Council:
                 if time.monotonic() - heard > _UNHEARD:
                     LOG.warning("rank %d leaves without saving: %s", self._rank, error)
                     self.latest = replace(self.latest, over=True)
-            self._left.wait(_SAY[0] if time.monotonic() - begun < _UNHEARD else _SAY[1])
+            self._left.wait(_SAY[0] if time.monotonic() - begun < _AT_FIRST else _SAY[1])
