@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_type_hints
 
 PREFIX = "SWARMTRAIN_"
+ATTACHED = f"{PREFIX}ATTACHED"
+"""Set for ranks one of which has a person's terminal, and may stand still for as long as that person likes."""
 
 # Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: asked to leave, state saved, run me again.
 EXIT_PLANNED = 75

@@ -39,6 +39,8 @@ Debug = Annotated[
 ]
 DEBUG = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", 'runner.env.CUDA_LAUNCH_BLOCKING="1"', "runner.nccl.debug=INFO")
 """The overrides that --debug stands for; what -o says comes later, and wins."""
+HERE = ("runner.runner_type=local",)
+"""What --attach stands for, whatever -o says."""
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run. Without it: the config file's name.", show_default=False)]
 Run = Annotated[
     str | None,

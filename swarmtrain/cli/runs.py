@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import DEBUG, ConfigFile, Debug, Json, Name, Overrides, Run, Yes
+from swarmtrain.cli.options import DEBUG, HERE, ConfigFile, Debug, Json, Name, Overrides, Run, Yes
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +22,16 @@ def deploy(
     *,
     debug: Debug = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following it.")] = False,
+    attach: Annotated[
+        int | None,
+        typer.Option(
+            "--attach",
+            min=0,
+            metavar="RANK",
+            help="Run all ranks on this machine, that one in this terminal, as for a debugger; as with runner_type: local.",
+            show_default=False,
+        ),
+    ] = None,
     yes: Yes = False,
     json: Json = False,
 ) -> None:
@@ -30,9 +40,11 @@ def deploy(
     from swarmtrain.launchers import launcher, plan_for, run_name
     from swarmtrain.view import runs
 
-    config = load(config_file, [*(DEBUG if debug else ()), *override])
+    config = load(config_file, [*(DEBUG if debug else ()), *override, *(HERE if attach is not None else ())])
     plan = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
     place = launcher(config.runner.runner_type)
+    if attach is not None:
+        raise typer.Exit(runs.attach(place, plan, attach))
     runs.bring_up(place, plan, yes=yes)
     if not detach:
         raise typer.Exit(runs.follow_to_the_end(place, plan.run, as_json=json))

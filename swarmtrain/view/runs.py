@@ -59,19 +59,20 @@ def _different(place: Launcher, plan: Plan, changes: Sequence[Change]) -> list[s
     return differences(plan, config, cargo, place.tasks(plan.run), sum(change.interrupts for change in changes))
 
 
+def attach(place: Launcher, plan: Plan, rank: int) -> int:
+    """Show the plan, and run it on this machine with `rank` in this terminal; return that rank's exit code. Raises PlanError."""
+    from swarmtrain.launchers.local.attach import attach as run
+
+    _show_and_check(place, plan)
+    return run(plan, rank, say)
+
+
 def bring_up(place: Launcher, plan: Plan, *, yes: bool) -> None:
     """Show the plan, check it, and make it so; a person is asked first if that restarts what runs, unless `yes`.
 
     Raises StackError if a check finds what would keep it from running, if the answer is no, or if nobody can be asked.
     """
-    say(str(plan))
-    findings = place.check(plan)
-    fatal = [finding for finding in findings if finding.fatal]
-    for finding in findings:
-        if finding not in fatal[-1:]:
-            show_finding(finding)
-    if fatal:
-        raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
+    _show_and_check(place, plan)
     if plan.run in place.runs():
         _ask(place, plan, yes=yes)
     try:
@@ -81,6 +82,17 @@ def bring_up(place: Launcher, plan: Plan, *, yes: bool) -> None:
     except KeyboardInterrupt:
         say(f"interrupted: {_what_is_left(place, plan.run)}")
         raise
+
+
+def _show_and_check(place: Launcher, plan: Plan) -> None:
+    say(str(plan))
+    findings = place.check(plan)
+    fatal = [finding for finding in findings if finding.fatal]
+    for finding in findings:
+        if finding not in fatal[-1:]:
+            show_finding(finding)
+    if fatal:
+        raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
 
 
 def _ask(place: Launcher, plan: Plan, *, yes: bool) -> None:
