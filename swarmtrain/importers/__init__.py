@@ -130,12 +130,12 @@ def write(made: Import, path: Path, *, force: bool = False) -> None:
 
 def _read(book: Book, form: Format, source: str, hosts: tuple[str, ...]) -> None:
     if form is Format.accelerate:
-        accelerate.read(book, source, hosts)
+        accelerate.read(book, hosts)
         return
     if form is Format.deepspeed:
-        deepspeed.read(book, source, hosts)
+        deepspeed.read(book, hosts)
     elif form is Format.scaling:
-        scaling.read(book, source)
+        scaling.read(book, hosts)
     else:
         compose.read(book, source)
     if hosts:

@@ -45,7 +45,7 @@ _LEFT: dict[str, tuple[Why, str]] = {
 }
 
 
-def read(book: Book, source: str, hosts: tuple[str, ...] = ()) -> None:
+def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
     """Carry an accelerate config, of a run on `hosts` if they are known."""
     kind = str(book.get("distributed_type", "NO"))
     _machines(book, kind, hosts)
@@ -149,10 +149,10 @@ def _fsdp(book: Book) -> None:
     strategy = _STRATEGY.get(strategy, strategy)
     if strategy == "NO_SHARD":
         return
-    if strategy.startswith("HYBRID_SHARD"):
-        shard = book.carried("runner.default_gpu_count")
+    shard = book.carried("runner.default_gpu_count")
+    if strategy.startswith("HYBRID_SHARD") and shard:
         book.put("topology.data_parallel_type", "hsdp")
-        book.put("topology.data_parallel_shard_size", shard or 1)
+        book.put("topology.data_parallel_shard_size", shard)
         book.note("HYBRID_SHARD divides the model over the ranks of a node: topology.data_parallel_shard_size")
     else:
         book.put("topology.data_parallel_type", "fsdp")

@@ -88,7 +88,7 @@ def ranks(hosts: tuple[str, ...]) -> int | None:
     return sum(int(found[1]) for found in counts if found) if hosts and all(counts) else None
 
 
-def read(book: Book, source: str, hosts: tuple[str, ...] = ()) -> None:
+def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
     """Carry a DeepSpeed JSON, of a run on `hosts` if they are known."""
     _auto(book)
     _batch(book, ranks(hosts))

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.book import Book, Key, Why, known
-from swarmtrain.importers.launch import MEETING, MEETING_VARIABLES, Launch, carry, carry_variable, split, take_apart
+from swarmtrain.importers.launch import MEETING, MEETING_VARIABLES, Launch, carry, carry_variable, split, take_apart, tell_variables
 
 _SHORT = {
     "A": "account",
@@ -327,12 +327,14 @@ def _numbers(book: Book, job: _Job, launch: Launch, nodes: int | None, slots: in
         if name in job.options and not _by_slurm(book, "options"):
             of_gpus, value = job.options[name]
             book.use(of_gpus) if _slots(job) == ranks else book.leave(of_gpus, Why.otherwise, "runner.default_gpu_count", value=value)
+        elif name == "gpus" and name in job.options and _slots(job):
+            book.carry(job.options[name][0], "runner.slurm.gpus_per_node", _slots(job))
     if alone and ranks and ranks > 1:
         book.note("srun started a process for each rank; torchrun does so now: the script finds RANK and WORLD_SIZE in its environment")
 
 
 def _option(book: Book, at: Key, name: str, value: str) -> None:
-    if name == "ntasks-per-node" or (name in _GPUS and not _by_slurm(book, "options")) or (name == "nodes" and at in book.spoken):
+    if at in book.spoken:
         return
     if _by_slurm(book, "options") and name not in _OURS:
         _slurm(book, at, name, value)
@@ -408,6 +410,7 @@ def _container(book: Book, at: Key, name: str, value: str, variables: dict[str, 
     inside = "runner.slurm.apptainer"
     if _by_slurm(book, "apptainer.binds") and name in ("B", "bind", "nv", "home", "H", "env"):
         if name in ("B", "bind"):
+            tell_variables(book, f"{inside}.binds", value)
             book.carry(at, f"{inside}.binds", [*(book.carried(f"{inside}.binds") or ()), *value.split(",")])
         elif name == "env":
             book.carry(at, f"{inside}.env", dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair))

@@ -78,15 +78,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(book: Book, source: str) -> None:
-    """Carry a Scaling config. `source` is its file, for the notes."""
+def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
+    """Carry a Scaling config, of a run on `hosts` if they are named beside it."""
     book.rename((), "luminous_architecture", "transformer_architecture")
     book.rename(("runner",), "hostfile", "hostsfile")
-    _place(book)
+    if hosts and book.has("runner.hostsfile"):
+        book.leave("runner.hostsfile", Why.otherwise, "runner.hosts has those of --hostsfile")
+    _place(book, hosts)
     for key, value in list(book.leaves()):
         path = ".".join(key)
         left = next((told for name, told in _LEFT.items() if path == name or path.startswith(f"{name}.")), None)
-        if key[0] == "training_groups" or book.carried(key) is not None:
+        if key[0] == "training_groups" or key in book.spoken or book.carried(key) is not None:
             continue
         if key in _SPOKEN:
             _SPOKEN[key](book, key)
@@ -104,9 +106,9 @@ def read(book: Book, source: str) -> None:
     _fill(book)
 
 
-def _place(book: Book) -> None:
+def _place(book: Book, named: tuple[str, ...]) -> None:
     kind, key = book.get("runner.runner_type", "pdsh"), "runner.runner_type"
-    hosts = book.items("runner.hosts")
+    hosts = named or book.items("runner.hosts")
     alone = not hosts and not book.get("runner.hostsfile")
     if "runner" not in book.source or not isinstance(book.get("runner"), dict):
         return
