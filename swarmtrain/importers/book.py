@@ -135,7 +135,7 @@ class Book:
         shown = self.get(at) if value is _ABSENT else value
         self._told.append(at)
         text = "…" if is_secret(at[-1]) else _short(shown)
-        self._left.append(LeftOut(at[-1] if self._short else ".".join(at), self.line(at), text, why, instead))
+        self._left.append(LeftOut(at[-1].rstrip("'") if self._short else ".".join(at), self.line(at), text, why, instead))
 
     def use(self, *keys: str | Key) -> None:
         """Mark `keys` as having done their part in what was carried for others."""
@@ -146,10 +146,9 @@ class Book:
         if text not in self._notes:
             self._notes.append(text)
 
-    @property
-    def spoken(self) -> frozenset[Key]:
-        """Keys of which something was said so far."""
-        return frozenset(self._done)
+    def spoken(self, key: Key) -> bool:
+        """Return whether something was said of `key` so far."""
+        return key in self._done
 
     def line(self, key: Key) -> int | None:
         """Return the line of `key`, or that of the innermost key around it that has one."""
@@ -224,12 +223,12 @@ class Book:
     def _unspoken(self) -> list[Key]:
         """Return the outermost keys of which nothing at or below was spoken, and which lie below none that was."""
         found: list[Key] = []
+        around = {done[:length] for done in self._done for length in range(len(done))}
 
         def look(key: Key, value: Any) -> None:
             if key in self._done:
                 return
-            below = [done for done in self._done if done[: len(key)] == key]
-            if key and not below:
+            if key and key not in around:
                 found.append(key)
             elif isinstance(value, dict | list):
                 for name, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -239,6 +238,7 @@ class Book:
         return found
 
 
+@cache
 def known(path: str | Key) -> bool:
     """Return whether the config has a field, and not a section, at `path`."""
     model: Any = Config
@@ -328,6 +328,6 @@ def _ordered(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    text = _INLINE.sub(r"\1…", text)
+    text = _INLINE.sub(r"\1…", text[: 9 * _LONGEST])
     plain = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 1]}…"

@@ -9,7 +9,7 @@ from typing import Any
 from swarmtrain.config.names import image as check_image
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.book import Book, Key, Why
-from swarmtrain.importers.launch import MEETING, MEETING_VARIABLES, Launch, carry, carry_variable, split, take_apart
+from swarmtrain.importers.launch import MEETING, MEETING_VARIABLES, Launch, carry, carry_variable, read_line, take_apart
 
 _CONSTRAINT = re.compile(r"\s*node\.(?P<what>hostname|id|role|labels\.(?P<label>[\w.-]+))\s*(?P<sign>==|!=)\s*(?P<value>.+?)\s*")
 _VARIABLE = re.compile(r"\$\{?\w+")
@@ -84,8 +84,8 @@ def _training(book: Book, name: str, body: Any) -> Launch | None:
     for field in ("command", "entrypoint"):
         value = body.get(field)
         try:
-            launch = take_apart(
-                [str(word) for word in value] if isinstance(value, list) else split(str(value).replace("$$", "$")) if value else []
+            launch = (
+                take_apart([str(word) for word in value]) if isinstance(value, list) else read_line(str(value or "").replace("$$", "$"))
             )
         except ValueError:
             launch = None
@@ -110,8 +110,12 @@ def _rank(book: Book, name: str, launch: Launch) -> int:
 
 def _service(book: Book, name: str, launch: Launch) -> tuple[int | None, int | None]:
     at: Key = ("services", name)
-    if launch.around:
-        book.leave((*at, "command", "around"), Why.otherwise, "each node starts a supervisor", value=" ".join(launch.around))
+    for word in launch.around:
+        variable, equals, value = word.partition("=")
+        if equals and variable.isidentifier():
+            carry_variable(book, (*at, "command", variable), variable, value)
+        else:
+            book.leave((*at, "command", word), Why.otherwise, "each node starts a supervisor", value=word)
     nodes, slots = (None, None) if launch.program == "image" else carry(book, (*at, _command(book, at)), launch)
     if launch.program == "image":
         book.note("no service has a command: what the image starts is to be runner.script")
@@ -263,6 +267,7 @@ def _same_command(book: Book, at: Key, model: Launch, launch: Launch) -> None:
         "script": (launch.script, model.script),
         "script_args": (launch.args, model.args),
         "around": (launch.around, model.around),
+        "beside": (launch.beside, model.beside),
     }
     parts |= {
         f"{launch.program} --{flag}": (value, model.flags.get(flag))

@@ -100,7 +100,7 @@ def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
     for name, (why, instead) in _LEFT.items():
         if book.has(name):
             book.leave(name, why, instead)
-    if ("gradient_clipping",) not in book.spoken:
+    if not book.spoken(("gradient_clipping",)):
         book.put("optimizer.gradient_clipping", 0.0)
         book.note("DeepSpeed clips nothing unless told to: optimizer.gradient_clipping is 0")
     book.note(
@@ -250,13 +250,16 @@ def _optimizer(book: Book) -> None:
     if isinstance(betas, list) and len(betas) == 2:
         book.carry(params + "betas", "optimizer.beta1", betas[0])
         book.put("optimizer.beta2", betas[1])
-    elif name.lower() in ("adam", "adamw", "fusedadam") and ("optimizer", "params", "betas") not in book.spoken:
+    elif name.lower() in ("adam", "adamw", "fusedadam") and not book.spoken(("optimizer", "params", "betas")):
         book.put("optimizer.beta2", 0.999)
         book.note("torch's own betas hold where the JSON has none: optimizer.beta2 is 0.999")
     decay = book.get(params + "weight_decay")
     if decay is not None:
         book.carry(params + "weight_decay", "training_groups", [{"group_name": "all", "weight_decay": decay}])
         book.note("weight decay is decoupled, as AdamW's, and of all parameters: training_groups")
+    elif not book.spoken(("optimizer", "params", "weight_decay")):
+        book.put("training_groups", [{"group_name": "all", "weight_decay": 0.0}])
+        book.note("DeepSpeed decays no weights unless told to: training_groups has weight_decay 0")
     for key, _ in list(book.leaves("optimizer")):
         if key[-1] in ("torch_adam", "adam_w_mode", "fused", "bias_correction", "amsgrad", "cuda_aware", "comm_backend_name"):
             book.leave(key, Why.nothing, "")
@@ -292,7 +295,7 @@ def _warm_up(book: Book, *, logarithmic: bool) -> None:
         book.carry(f"{_PARAMS}.warmup_max_lr", _RATE)
     if book.get(f"{_PARAMS}.warmup_num_steps") is not None:
         book.carry(f"{_PARAMS}.warmup_num_steps", f"{_RATE}_warmup_steps")
-    elif (*_PARAMS.split("."), "warmup_num_steps") not in book.spoken:
+    elif not book.spoken((*_PARAMS.split("."), "warmup_num_steps")):
         book.put(f"{_RATE}_warmup_steps", 1000)
         book.note("DeepSpeed's own warmup_num_steps holds: learning_rate_warmup_steps is 1000")
     if book.has(f"{_PARAMS}.warmup_min_lr"):

@@ -66,6 +66,7 @@ MEETING_VARIABLES = frozenset(
     )
 )
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_REDIRECTION = re.compile("[<>]")
 _VARIABLE = re.compile(r"\$(\w+|\{)|\$\(|`")
 
 
@@ -79,16 +80,31 @@ class Launch:
     args: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
     """What stands before the program: srun, a container, variables."""
+    beside: tuple[str, ...] = ()
+    """What else is in the line: other commands, and where output goes to."""
+
+
+def read_line(text: str) -> Launch | None:
+    """Return the first launch in a line of shell, with what else is in it; None if it starts no training. Raises ValueError."""
+    found, beside = None, []
+    for operator, words in _commands(text):
+        launch = None if found or _REDIRECTION.search(operator) else take_apart(words)
+        if launch is None and not (operator == ">&" and words[:1] in (["1"], ["2"])):
+            beside.append(" ".join([*([operator] if operator else []), *words]))
+        found = found or launch
+    return found and replace(found, beside=(*found.beside, *(text for text in beside if text.strip("&|;() "))))
 
 
 def take_apart(words: Sequence[str]) -> Launch | None:
-    """Return the launch in a command line, None if it starts no training."""
+    """Return the launch in the words of one command, None if it starts no training. Raises ValueError."""
     for index, word in enumerate(words):
         name, around, rest = PurePosixPath(word).name, tuple(words[:index]), list(words[index + 1 :])
         found = None
+        if re.match(r"\w+=", word):
+            continue
         if name in ("bash", "sh") and rest[:1] and rest[0] in ("-c", "-lc", "-ic"):
-            inner = take_apart(split(" ".join(rest[1:2])))
-            return inner and replace(inner, around=(*around, *inner.around))
+            found = read_line(" ".join(rest[1:2]))
+            return found and replace(found, around=(*around, *found.around))
         if name in ("torchrun", "deepspeed"):
             found = _with_flags(name, rest)
         elif name == "accelerate" and rest[:1] == ["launch"]:
@@ -109,17 +125,22 @@ def _python(words: list[str]) -> Launch | None:
 
 
 def split(text: str) -> list[str]:
-    """Return the words of a shell's command line, up to where another command or a redirection begins. Raises ValueError."""
-    lexer = shlex.shlex(re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", _quoted, text), posix=True, punctuation_chars=True)
+    """Return the words of a line's first command. Raises ValueError."""
+    return next(iter(_commands(text)), ("", []))[1]
+
+
+def _commands(text: str) -> list[tuple[str, list[str]]]:
+    """Return the commands of a line, and where output goes to: each its operator, such as && or >, and its words. Raises ValueError."""
+    plain = re.sub(r"(?<=\s)[12](?=>)", "", re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", _quoted, text))
+    lexer = shlex.shlex(plain, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, "#"
-    words: list[str] = []
+    commands: list[tuple[str, list[str]]] = [("", [])]
     for word in lexer:
-        if set(word) <= set(";&|<>()") and word:
-            if words and words[-1].isdigit() and word.startswith(">"):
-                words.pop()
-            break
-        words.append(word)
-    return words
+        if word and set(word) <= set(";&|<>()"):
+            commands.append((word, []))
+        else:
+            commands[-1][1].append(word)
+    return commands
 
 
 def carry(book: Book, key: Key, launch: Launch) -> tuple[int | None, int | None]:
@@ -172,7 +193,7 @@ def carry_variable(book: Book, key: Key, name: str, value: Any, *, own_network: 
     if name in MEETING_VARIABLES:
         book.leave(key, Why.otherwise, MEETING, value=text)
     elif is_secret(name):
-        book.leave(key, Why.otherwise, f"runner.secrets: {{{name}: FILE}}; ranks find the file's path in {name}_FILE")
+        book.leave(key, Why.otherwise, f"runner.secrets: {{{name}: FILE}}; ranks find the file's path in {name}_FILE", value="…")
     elif name in _INTERFACES and own_network and re.fullmatch(r"[A-Za-z][\w.@-]{0,14}", text):
         book.carry(key, "runner.interface", text)
     elif name in _INTERFACES:
@@ -191,6 +212,9 @@ def tell_variables(book: Book, path: str, text: str) -> None:
 
 
 def _carry_script(book: Book, key: Key, launch: Launch) -> None:
+    for index, text in enumerate(launch.beside):
+        told = _LOGS if _REDIRECTION.search(text) else "what is installed or copied is in the image: swarmtrain image build"
+        book.leave((*key, f"beside {index}"), Why.otherwise, told, value=text)
     if launch.script and "module" not in launch.flags:
         book.carry((*key, "script"), "runner.script", launch.script)
         tell_variables(book, "runner.script", launch.script)
@@ -199,6 +223,10 @@ def _carry_script(book: Book, key: Key, launch: Launch) -> None:
     if launch.args:
         book.carry((*key, "script_args"), "runner.script_args", list(launch.args))
         for arg in launch.args:
+            if arg.startswith("--") and is_secret(arg.partition("=")[0]):
+                book.note(
+                    f"runner.script_args has {arg.partition('=')[0]}: configs are kept with checkpoints, and secrets are for runner.secrets"
+                )
             tell_variables(book, "runner.script_args", arg)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from swarmtrain.errors import ConfigError, Problem
-from swarmtrain.importers.book import Book, Key, Why, known
-from swarmtrain.importers.launch import MEETING, MEETING_VARIABLES, Launch, carry, carry_variable, split, take_apart, tell_variables
+from swarmtrain.importers.book import Book, Key, Why, is_secret, known
+from swarmtrain.importers.launch import MEETING, MEETING_VARIABLES, Launch, carry, carry_variable, read_line, split, tell_variables
 
 _SHORT = {
     "A": "account",
@@ -52,6 +52,7 @@ _LEFT: dict[str, tuple[Why, str]] = {
     "exclude": (Why.otherwise, "runner.hosts"),
     "constraint": (Why.otherwise, "runner.swarm.labels"),
 }
+_LONGEST_LINE = 20_000
 _GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task", "ntasks-per-gpu")
 _PRELUDES = (r"module |ml |spack |source |\. |conda |micromamba |mamba |pyenv |eval ", r"ulimit|umask")
 _LINES: tuple[tuple[str, Why, str], ...] = (
@@ -169,6 +170,8 @@ def _logical(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_open(text: str) -> bool:
+    if len(text) > _LONGEST_LINE:
+        return False
     plain = re.sub(r"\\.", "", text)
     outside = re.sub(r"'[^']*'|\"[^\"]*\"", "", plain)
     listed = re.match(r"(?:export\s+|local\s+|declare\s+-a\s+)?\w+\+?=\(", outside)
@@ -197,7 +200,7 @@ def _line(book: Book, job: _Job, key: Key, line: str) -> None:
         _assign(book, job, key, line)
         return
     try:
-        launch = take_apart(split(_expanded(job, line)))
+        launch = read_line(_expanded(job, line))
     except ValueError as error:
         book.leave(key, Why.unknown, f"cannot be read: {error}".lower())
         return
@@ -227,17 +230,11 @@ def _assign(book: Book, job: _Job, key: Key, line: str) -> None:
         book.leave(key, Why.otherwise if meets else Why.unknown, MEETING if meets else "a command's output: set it in runner.env")
         return
     try:
-        words = split(_expanded(job, rest))
+        words, launch = split(_expanded(job, rest)), None if exports else read_line(_expanded(job, rest))
     except ValueError:
-        words = [rest]
-    if take_apart(words) is not None and not exports and not _ASSIGNMENT.fullmatch(words[-1].partition("=")[0] + "="):
-        launch = take_apart(words)
-        if launch:
-            for word in launch.around:
-                name, equals, value = word.partition("=")
-                if equals and name.isidentifier():
-                    job.exported[name] = ((*key, name), value)
-            job.launches.append((key, launch))
+        words, launch = [rest], None
+    if launch is not None:
+        job.launches.append((key, launch))
         return
     book.use(key)
     for word in words:
@@ -326,7 +323,8 @@ def _numbers(book: Book, job: _Job, launch: Launch, nodes: int | None, slots: in
     for name in _GPUS:
         if name in job.options and not _by_slurm(book, "options"):
             of_gpus, value = job.options[name]
-            book.use(of_gpus) if _slots(job) == ranks else book.leave(of_gpus, Why.otherwise, "runner.default_gpu_count", value=value)
+            same = name in _GPUS[:3] and _slots(job) == ranks is not None
+            book.use(of_gpus) if same else book.leave(of_gpus, Why.otherwise, "runner.default_gpu_count", value=value)
         elif name == "gpus" and name in job.options and _slots(job):
             book.carry(job.options[name][0], "runner.slurm.gpus_per_node", _slots(job))
     if alone and ranks and ranks > 1:
@@ -334,7 +332,7 @@ def _numbers(book: Book, job: _Job, launch: Launch, nodes: int | None, slots: in
 
 
 def _option(book: Book, at: Key, name: str, value: str) -> None:
-    if at in book.spoken:
+    if book.spoken(at):
         return
     if _by_slurm(book, "options") and name not in _OURS:
         _slurm(book, at, name, value)
@@ -413,7 +411,10 @@ def _container(book: Book, at: Key, name: str, value: str, variables: dict[str, 
             tell_variables(book, f"{inside}.binds", value)
             book.carry(at, f"{inside}.binds", [*(book.carried(f"{inside}.binds") or ()), *value.split(",")])
         elif name == "env":
-            book.carry(at, f"{inside}.env", dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair))
+            pairs = dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair)
+            book.carry(at, f"{inside}.env", {variable: text for variable, text in pairs.items() if not is_secret(variable)})
+            for variable in filter(is_secret, pairs):
+                book.leave((*at, variable), Why.otherwise, f"runner.secrets: {{{variable}: FILE}}", value="…")
         else:
             book.carry(at, f"{inside}.{'nv' if name == 'nv' else 'home'}", True if name == "nv" else value)
     elif name in ("B", "bind"):

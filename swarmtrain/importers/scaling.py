@@ -87,8 +87,9 @@ def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
     _place(book, hosts)
     for key, value in list(book.leaves()):
         path = ".".join(key)
-        left = next((told for name, told in _LEFT.items() if path == name or path.startswith(f"{name}.")), None)
-        if key[0] == "training_groups" or key in book.spoken or book.carried(key) is not None:
+        around = (".".join(key[:length]) for length in range(1, len(key) + 1))
+        left = next((_LEFT[name] for name in around if name in _LEFT), None)
+        if key[0] == "training_groups" or book.spoken(key) or book.carried(key) is not None:
             continue
         if key in _SPOKEN:
             _SPOKEN[key](book, key)

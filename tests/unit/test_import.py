@@ -77,6 +77,13 @@ def test_no_value_of_a_mapping_is_passed_over(name: str, monkeypatch: pytest.Mon
     assert passed_over == []
 
 
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_taken_for_another_format_is_no_crash(name: str) -> None:
+    for form in importers.Format:
+        with contextlib.suppress(SwarmtrainError):
+            importers.convert((FOLDER / name).read_text(), name, form=form)
+
+
 @pytest.mark.parametrize("name", MAPPINGS)
 def test_what_is_of_another_kind_than_it_should_be_is_no_crash(name: str) -> None:
     values, form = read_yaml((FOLDER / name).read_text()).values, made(name).format
