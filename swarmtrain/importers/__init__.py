@@ -22,6 +22,7 @@ from swarmtrain.config.source import NotYaml, Source, kind, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 from swarmtrain.importers import accelerate, compose, deepspeed, sbatch, scaling
 from swarmtrain.importers.book import Book, Imported, LeftOut, Why
+from swarmtrain.importers.launch import starts_training
 
 __all__ = ["Format", "Import", "Imported", "LeftOut", "Why", "convert", "load", "named", "write"]
 
@@ -101,15 +102,19 @@ def convert(text: str, source: str, *, hosts: tuple[str, ...] = (), form: Format
     if not text.strip():
         raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN}")
     if form is Format.sbatch or (form is None and _is_script(text)):
-        book = sbatch.read(text, source)
-        if hosts:
-            deepspeed.carry_hosts(book, hosts, ("hostsfile",))
-        return Import(source, Format.sbatch, book.close(source))
+        return _script(text, source, hosts)
     if form in (None, Format.deepspeed) and deepspeed.is_hostfile(text):
         book = Book({})
         deepspeed.carry_hosts(book, deepspeed.read_hosts(text, source), ("hostsfile",))
         return Import(source, Format.deepspeed, book.close(source))
-    found = _yaml(text, source)
+    try:
+        found = _yaml(text, source)
+    except ConfigError:
+        if form is None and starts_training(text):
+            return _script(text, source, hosts)
+        raise
+    if form is None and isinstance(found.values, str) and starts_training(text):
+        return _script(text, source, hosts)
     if not isinstance(found.values, dict):
         raise SwarmtrainError(f"is none that is known: it holds {kind(found.values)}", place=source, hint=f"it can be {_KNOWN}")
     form = form or _format(found.values, source)
@@ -126,6 +131,13 @@ def write(made: Import, path: Path, *, force: bool = False) -> None:
         write_all({path: (made.yaml().encode(), OPEN)})
     except OSError as error:
         raise SwarmtrainError(f"cannot be written: {reason(error)}", place=str(path), hint="name another file") from None
+
+
+def _script(text: str, source: str, hosts: tuple[str, ...]) -> Import:
+    book = sbatch.read(text, source)
+    if hosts:
+        deepspeed.carry_hosts(book, hosts, ("hostsfile",))
+    return Import(source, Format.sbatch, book.close(source))
 
 
 def _read(book: Book, form: Format, source: str, hosts: tuple[str, ...]) -> None:

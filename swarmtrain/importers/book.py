@@ -116,13 +116,22 @@ class Book:
 
     def carry(self, key: str | Key, path: str | Key, value: Any = _ABSENT) -> None:
         """Put what stands at `key`, or `value` that was made of it, at `path` of the config."""
-        self._done.add(_key(key))
-        self._origins[_key(path)] = _key(key)
-        self._values[_key(path)] = self.get(key) if value is _ABSENT else value
+        at, place = _key(key), _key(path)
+        given = self.get(at) if value is _ABSENT else value
+        before = self._origins.get(place)
+        if before not in (None, at) and not isinstance(given, list | dict) and self._values.get(place) != given:
+            self.leave(before, Why.otherwise, f"{'.'.join(at)} wins")
+        self._done.add(at)
+        self._origins[place], self._values[place] = at, given
 
     def put(self, path: str | Key, value: Any) -> None:
         """Put at `path` of the config what the source means without saying so."""
         self._values[_key(path)] = value
+
+    def drop(self, path: str | Key) -> None:
+        """Take back what was put at `path` of the config."""
+        self._values.pop(_key(path), None)
+        self._origins.pop(_key(path), None)
 
     def carried(self, path: str | Key) -> Any:
         """Return what was put at `path` of the config so far; None if nothing was."""
@@ -183,8 +192,11 @@ class Book:
         config = self._checked(source)
         given = config.model_dump(mode="json")
         kept = {path: value for path, value in self._values.items() if not _same(path, given, _usual())}
+        kept = {path: value for path, value in kept.items() if value is not None or path[0] != "topology"}
         if any(path[0] == "topology" for path in kept):
-            kept |= {path: value for path, value in self._values.items() if path[0] == "topology" and path[-1] in _BATCH}
+            kept |= {
+                path: value for path, value in self._values.items() if path[0] == "topology" and path[-1] in _BATCH and value is not None
+            }
         used = {self._origins[path] for path in kept if path in self._origins}
         told = set(self._told)
         for path, key in self._origins.items():
@@ -253,13 +265,13 @@ def known(path: str | Key) -> bool:
     return False
 
 
-def may_be_null(path: str | Key) -> bool:
-    """Return whether the field at `path` can be null."""
+def kinds(path: str | Key) -> tuple[Any, ...]:
+    """Return the types that the field at `path` can have."""
     model: Any = Config
     *sections, name = _key(path)
     for part in sections:
         model = next(one for one in _kinds(model.model_fields[part].annotation) if _is_section(one))
-    return type(None) in _kinds(model.model_fields[name].annotation) or name in ("load_dir", "save_interval")
+    return _kinds(model.model_fields[name].annotation)
 
 
 def is_secret(name: str) -> bool:

@@ -290,8 +290,6 @@ def _schedule(book: Book) -> None:
 
 def _warm_up(book: Book, *, logarithmic: bool) -> None:
     if book.get(f"{_PARAMS}.warmup_max_lr") is not None:
-        if book.carried(_RATE) not in (None, book.get(f"{_PARAMS}.warmup_max_lr")):
-            book.leave("optimizer.params.lr", Why.otherwise, "the scheduler's warmup_max_lr wins")
         book.carry(f"{_PARAMS}.warmup_max_lr", _RATE)
     if book.get(f"{_PARAMS}.warmup_num_steps") is not None:
         book.carry(f"{_PARAMS}.warmup_num_steps", f"{_RATE}_warmup_steps")

@@ -65,8 +65,11 @@ MEETING_VARIABLES = frozenset(
         "GPUS_PER_NODE",
     )
 )
+_MOST_PORTS = 65535
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _REDIRECTION = re.compile("[<>]")
+_PROGRAMS = r"srun|mpirun|torchrun|deepspeed|accelerate launch|(?:singularity|apptainer) (?:exec|run)|python[\d.]*"
+_STARTS = re.compile(rf"^\s*(?:export )?(?:\w+=(?:\S+\s+|[\"'])?)*(?:{_PROGRAMS})\s", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(\w+|\{)|\$\(|`")
 
 
@@ -162,7 +165,7 @@ def carry(book: Book, key: Key, launch: Launch) -> tuple[int | None, int | None]
             book.use(at)
         elif flag == "nproc_per_node" and value in ("gpu", "auto"):
             book.leave(at, Why.default, "a rank for each GPU, as the cluster reports them", value=value)
-        elif flag == "master_port" and value.isdigit():
+        elif flag == "master_port" and value.isdigit() and int(value) < _MOST_PORTS:
             book.carry(at, "runner.master_port", int(value))
         elif flag == "max_restarts" and value.isdigit():
             book.carry(at, "runner.max_restarts", int(value))
@@ -203,6 +206,11 @@ def carry_variable(book: Book, key: Key, name: str, value: Any, *, own_network: 
     else:
         book.carry(key, ("runner", "env", name), text)
         tell_variables(book, f"runner.env.{name}", text)
+
+
+def starts_training(text: str) -> bool:
+    """Return whether a line of `text` begins as one that starts training."""
+    return _STARTS.search(text) is not None
 
 
 def tell_variables(book: Book, path: str, text: str) -> None:

@@ -102,13 +102,16 @@ class _Job:
     exported: dict[str, tuple[Key, str]] = field(default_factory=dict)
     options: dict[str, tuple[Key, str]] = field(default_factory=dict)
     launches: list[tuple[Key, Launch]] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    """Variables that stand in other lines."""
 
 
 def read(text: str, source: str) -> Book:
     """Return the book of an sbatch script. Raises ConfigError if it starts no training that is known."""
     lines, job = list(_logical(text)), _Job()
     book = Book(*_as_values(lines), short=True)
-    book.place("slurm")
+    queued = re.search(r"#SBATCH|\bsrun\b|\bSLURM_", text) is not None
+    book.place("slurm" if queued else "local")
     _options(book, job, lines)
     for key, line in zip(book.source, (line for _, line in lines), strict=True):
         if not line.startswith("#SBATCH"):
@@ -263,9 +266,16 @@ def _expanded(job: _Job, text: str) -> str:
     text = re.sub(
         r'"\$\{(\w+)\[[@*]\]\}"|\$\{(\w+)\[[@*]\]\}', lambda found: values.get(found[1] or found[2], found[0]), text.replace("\\$", "$")
     )
+    text = re.sub(r"\$\(\(\s*\$?\{?(\w+)\}?\s*\*\s*\$?\{?(\w+)\}?\s*\)\)", lambda found: _product(values, found), text)
+    job.used.update(re.findall(r"\$\{?(\w+)", text))
     for _ in range(5):
         text = re.sub(r"\$(?:(\w+)|\{(\w+)\}|\{(\w+):-([^{}]*)\})", lambda found: _value(values, found), text)
     return text
+
+
+def _product(values: dict[str, str], found: re.Match[str]) -> str:
+    one, other = (values.get(name, name) for name in found.groups())
+    return str(int(one) * int(other)) if one.isdigit() and other.isdigit() else found[0]
 
 
 def _value(values: dict[str, str], found: re.Match[str]) -> str:
@@ -294,6 +304,9 @@ def _launch(book: Book, job: _Job) -> None:
     nodes, slots = carry(book, key, launch)
     _numbers(book, job, launch, nodes, slots)
     for name, (at, value) in {**job.exported, **around}.items():
+        if name in job.used and " " in value:  # a part of the command line
+            book.use(at)
+            continue
         carry_variable(book, at, name, value, own_network=book.carried("runner.runner_type") == "slurm")
     for name, (at, value) in job.options.items():
         _option(book, at, name, value)
@@ -313,6 +326,8 @@ def _numbers(book: Book, job: _Job, launch: Launch, nodes: int | None, slots: in
             book.note(f"torchrun has --nnodes {nodes}, and #SBATCH --nodes {low}: runner.nodes is {low}")
     elif nodes is not None:
         book.put("runner.nodes", nodes)
+    if nodes and nodes > 1 and book.carried("runner.runner_type") == "local":
+        book.place("swarm")
     per_node = job.options.get("ntasks-per-node", ((), ""))
     alone = launch.program == "python"
     ranks = slots or (int(per_node[1]) if alone and per_node[1].isdigit() else None) or _slots(job)
@@ -381,11 +396,16 @@ def _around(book: Book, key: Key, launch: Launch) -> dict[str, tuple[Key, str]]:
         elif word.startswith("-"):
             value = _value_of(word, words, program)
             at = (*key[:-1], f"{program or 'shell'} {word.partition('=')[0]}")
-            if program in ("apptainer", "singularity"):
+            if program == "mpirun" and word == "-x" and "=" in value:
+                variables[value.partition("=")[0]] = ((*at, value.partition("=")[0]), value.partition("=")[2])
+            elif program in ("apptainer", "singularity"):
                 _container(book, at, word.lstrip("-").partition("=")[0], value, variables)
             else:
-                why = Why.otherwise if program == "srun" else Why.nothing
-                book.leave(at, why, "a supervisor is started on each node" if program == "srun" else "", value=value)
+                started = program in ("srun", "mpirun")
+                ranks = word in ("-n", "-np", "--ntasks", "--ntasks-per-node")
+                instead = "runner.nodes and runner.default_gpu_count" if ranks else "a supervisor is started on each node"
+                told = (Why.otherwise, instead) if started else (Why.nothing, "")
+                book.leave(at, *told, value=f"{value} {words.pop(0)}" if word.endswith("-mca") and words else value)
         elif program in ("apptainer", "singularity"):
             _image(book, (*key[:-1], "image"), word, program)
             program = ""

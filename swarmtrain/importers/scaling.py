@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from swarmtrain.config.training_groups import TrainingGroupConfig
-from swarmtrain.importers.book import Book, Key, Why, is_secret, known, may_be_null
+from swarmtrain.importers import deepspeed
+from swarmtrain.importers.book import Book, Key, Why, is_secret, kinds, known
 
-SECTIONS = frozenset(
-    (
-        *("runner", "logger", "topology", "optimizer", "learning_rate_scheduler", "training", "training_groups", "trainer", "profiler"),
-        *("transformer_architecture", "luminous_architecture", "data", "determined_experiment_id"),
-    )
-)
+SECTIONS = frozenset(("runner", "topology", "trainer", "training_groups", "transformer_architecture", "luminous_architecture"))
 _MODEL = "own models are scripts of your own"
 _LOADER = "batches are prepared in the background"
 _KERNEL = "torch chooses attention's kernel"
@@ -89,7 +85,7 @@ def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
         path = ".".join(key)
         around = (".".join(key[:length]) for length in range(1, len(key) + 1))
         left = next((_LEFT[name] for name in around if name in _LEFT), None)
-        if key[0] == "training_groups" or book.spoken(key) or book.carried(key) is not None:
+        if key[0] == "training_groups" or book.spoken(key) or (book.carried(key) is not None and key not in _SPOKEN):
             continue
         if key in _SPOKEN:
             _SPOKEN[key](book, key)
@@ -99,10 +95,13 @@ def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
             book.leave(key, Why.default if value in (None, False) else left[0], left[1])
         elif not known(path):
             book.leave(key, Why.default if value is None else Why.nothing, "" if value is None else _near(path))
-        elif value is None and not may_be_null(path):
+        elif value is None and type(None) not in kinds(path) and key[-1] not in ("load_dir", "save_interval"):
             book.leave(key, Why.default, path)
+        elif isinstance(value, float) and value.is_integer() and int in kinds(path):
+            book.carry(key, path, int(value))
         else:
             book.carry(key, path)
+    _batch(book, hosts or tuple(map(str, book.items("runner.hosts"))))
     _groups(book)
     _fill(book)
 
@@ -119,6 +118,8 @@ def _place(book: Book, named: tuple[str, ...]) -> None:
         placed = book.place("local" if alone and kind == "pdsh" else kind, key if book.has(key) else ())
         if alone and kind == "pdsh":
             book.note("without hosts Scaling runs on the machine itself: runner.runner_type is local")
+            if type(book.get("topology.world_size")) is int:
+                book.put("runner.default_gpu_count", book.get("topology.world_size"))
         if placed.startswith("pdsh"):
             book.note("Scaling passes on the variables in ~/.deepspeed_env, if there is one; here runner.env_file names it")
         book.show_gpus()
@@ -136,6 +137,16 @@ def _hostsfile(book: Book, key: Key) -> None:
         book.carry(key, key)
     else:
         book.leave(key, Why.otherwise, "--hostsfile FILE puts it into runner.hosts")
+
+
+def _gpus(book: Book, key: Key) -> None:
+    """Without hosts Scaling does not ask for it, but for the machine's own GPUs."""
+    if book.carried(key) is not None:
+        book.leave(key, Why.otherwise, "without hosts: topology.world_size")
+    elif book.get(key) is None or (book.carried("runner.runner_type") == "local"):
+        book.leave(key, Why.default, "the machine's GPUs")
+    else:
+        book.carry(key, key)
 
 
 def _master(book: Book, key: Key) -> None:
@@ -161,6 +172,9 @@ def _weights(book: Book, key: Key) -> None:
 
 
 def _weight_decay(book: Book, key: Key) -> None:
+    if book.items("training_groups"):
+        book.leave(key, Why.otherwise, "training_groups have their own")
+        return
     book.carry(key, "training_groups", [{"group_name": "all", "weight_decay": book.get(key)}])
     book.note("training_groups: weight decay is of all parameters, biases and norms too; to leave some out give them a group of their own")
 
@@ -171,6 +185,7 @@ def _deterministic(book: Book, key: Key) -> None:
 
 _SPOKEN = {
     ("runner", "hostsfile"): _hostsfile,
+    ("runner", "default_gpu_count"): _gpus,
     ("runner", "master_addr"): _master,
     ("runner", "runner_type"): lambda book, key: None,
     ("transformer_architecture", "local_attention_window_size"): _window,
@@ -179,6 +194,21 @@ _SPOKEN = {
     ("optimizer", "weight_decay"): _weight_decay,
     ("training", "use_deterministic_torch_algorithms"): _deterministic,
 }
+
+
+def _batch(book: Book, hosts: tuple[str, ...]) -> None:
+    """Scaling knows the ranks when it multiplies; a config may not say them."""
+    names = ("micro_batch_size", "gradient_accumulation_steps", "model_parallel_size", "pipe_parallel_size")
+    micro, steps, tensor, pipeline = (book.get(f"topology.{name}") for name in names)
+    said = any(book.get(f"topology.{name}") for name in ("world_size", "data_parallel_size", "global_batch_size"))
+    if said or type(micro) is not int or type(steps) is not int:
+        return
+    replica = (tensor if type(tensor) is int else 1) * (pipeline if type(pipeline) is int else 1)
+    replicas = max(1, (deepspeed.ranks(hosts) or 1) // max(1, replica))
+    book.drop("topology.gradient_accumulation_steps")
+    book.leave("topology.gradient_accumulation_steps", Why.otherwise, "follows from topology.global_batch_size")
+    book.put("topology.global_batch_size", micro * steps * replicas)
+    book.note(f"topology.global_batch_size is {micro} x {steps} x {replicas}, the replicas that its hosts make: set it if there are others")
 
 
 def _groups(book: Book) -> None:
