@@ -53,6 +53,7 @@ _LEFT: dict[str, tuple[Why, str]] = {
     "constraint": (Why.otherwise, "runner.swarm.labels"),
 }
 _LONGEST_LINE = 20_000
+_DEEPEST = 5  # variables within variables
 _GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task", "ntasks-per-gpu")
 _PRELUDES = (r"module |ml |spack |source |\. |conda |micromamba |mamba |pyenv |eval ", r"ulimit|umask")
 _LINES: tuple[tuple[str, Why, str], ...] = (
@@ -198,11 +199,13 @@ def _options(book: Book, job: _Job, lines: list[tuple[int, str]]) -> None:
 
 
 def _line(book: Book, job: _Job, key: Key, line: str) -> None:
-    found = _ASSIGNMENT.match(line)
-    if found and not line.startswith("export -"):
-        _assign(book, job, key, line)
+    if len(line) > _LONGEST_LINE:
+        book.leave(key, Why.unknown, "too long a line")
         return
     try:
+        if _ASSIGNMENT.match(line):
+            _assign(book, job, key, line)
+            return
         launch = read_line(_expanded(job, line))
     except ValueError as error:
         book.leave(key, Why.unknown, f"cannot be read: {error}".lower())
@@ -268,7 +271,9 @@ def _expanded(job: _Job, text: str) -> str:
     )
     text = re.sub(r"\$\(\(\s*\$?\{?(\w+)\}?\s*\*\s*\$?\{?(\w+)\}?\s*\)\)", lambda found: _product(values, found), text)
     job.used.update(re.findall(r"\$\{?(\w+)", text))
-    for _ in range(5):
+    for _ in range(_DEEPEST):
+        if len(text) > _LONGEST_LINE:
+            raise ValueError("its variables make too long a line")
         text = re.sub(r"\$(?:(\w+)|\{(\w+)\}|\{(\w+):-([^{}]*)\})", lambda found: _value(values, found), text)
     return text
 

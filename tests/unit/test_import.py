@@ -137,6 +137,7 @@ def test_a_json_and_its_hostfile() -> None:
         ("replicaCount: 3\nimage: x\n", "is none that is known, by its keys image, replicaCount"),
         ("runner: {runner_type: swarm}\n", "is a swarmtrain config already"),
         ("#!/bin/bash\necho hello\n", "starts neither torchrun nor python"),
+        ("#!/bin/bash\nA=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "torchrun train.py $A\n", "starts neither torchrun nor python"),
         ("services: {db: {image: postgres}}\n", "none of them trains"),
         ("runner: [\n", "is neither YAML nor JSON"),
         ("topology: {a: 1}\ntopology: {b: 1}\n", "stands twice"),
