@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -35,6 +35,9 @@ class Hosts:
         """Make the network, the keys and the daemons."""
         fabric.check_kernel()
         self.bin.mkdir()
+        stand_in = Path(__file__).with_name("docker_stand_in.py")
+        (self.bin / "docker").write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+        (self.bin / "docker").chmod(0o755)
         for name in ("host", "user"):
             process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)])
         if not _PRIVILEGES.exists():
@@ -44,12 +47,11 @@ class Hosts:
         known = (self.folder / "host.pub").read_text().split()[:2]
         settings = [
             "User root",
-            f"IdentityFile {self.folder / 'user'}",
             "IdentitiesOnly yes",
             f"UserKnownHostsFile {self.folder / 'known_hosts'}",
             "StrictHostKeyChecking yes",
         ]
-        lines = [f"Host {name}\n  HostName {self.lab.address(name)}" for name in NAMES]
+        lines = [f"Host {name}\n  HostName {self.lab.address(name)}\n  IdentityFile {self.folder / 'user'}" for name in NAMES]
         lines += [f"Host stranger\n  HostName {self.lab.address('gpu-0')}\n  IdentityFile {self.folder / 'host'}"]
         (self.folder / "ssh_config").write_text("\n".join([*lines, "Host *", *(f"  {line}" for line in settings), ""]))
         (self.folder / "known_hosts").write_text("".join(f"{self.lab.address(name)} {' '.join(known)}\n" for name in NAMES))
@@ -118,9 +120,12 @@ class Hosts:
         """Take a host's wire out."""
         fabric.cut(self.lab.name, name)
 
-    def heal(self, name: str) -> None:
-        """Put it in again."""
-        fabric.heal(self.lab.name, name)
+    def mend(self) -> None:
+        """Put all wires in again, and start the hosts that were killed."""
+        for name in NAMES:
+            fabric.heal(self.lab.name, name)
+            if name not in self._daemons:
+                self.start(name)
 
     def down(self) -> None:
         """End and remove everything."""
@@ -134,10 +139,3 @@ class Hosts:
             fabric.remove(self.lab.name, part)
         if self._made_privileges:
             _PRIVILEGES.rmdir()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -20,7 +20,7 @@ from swarmtrain.config.hosts import settled
 from swarmtrain.errors import HostError, LabError, RunNotFound, StackError
 from swarmtrain.launchers import kept, scaled_plan, ssh
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.launchers.ssh import SshLauncher
+from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 HUSH = "hush-7f1c"
 # Trains until the file `enough` is there, with a state that all hosts share; a step takes a forty-eighth of a second at least.
 TRAIN = """
-import os, pathlib, signal, sys, time
+import datetime, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
 from swarmtrain.board import Board
 from swarmtrain.wire import Event
@@ -36,7 +36,7 @@ import beside
 shared = pathlib.Path(sys.argv[1])
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))  # a peer behind a cut link does not even hang up
 state, enough = shared / "state", shared / "enough"
 step = int(state.read_text()) if state.exists() else 0
 secret = pathlib.Path(os.environ["TOKEN_FILE"])
@@ -89,6 +89,7 @@ def launcher(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     made = SshLauncher()
     yield made
     (tmp_path / "enough").touch()
+    hosts.mend()
     for run in (*made.runs(), *made.leaving()):
         made.down(run, print)
     assert {name: hosts.programs(name) for name in NAMES} == {name: [] for name in NAMES}
@@ -128,7 +129,10 @@ def until(launcher: SshLauncher, kind: str, where: Callable[[Event], bool] = lam
         if found := [event for event in events if event.kind == kind and where(event)]:
             return found[-1]
         time.sleep(0.1)
-    pytest.fail(f"no {kind}\n" + "\n".join(f"{line.node} {line.text}" for line in launcher.logs("demo", follow=False)))
+    seen = [event.to_line() for event in launcher.events("demo") if event.kind != "usage"]
+    pytest.fail(
+        "\n".join([f"no {kind}", *seen, ""]) + "\n".join(f"{line.node} {line.text}" for line in launcher.logs("demo", follow=False))
+    )
 
 
 def verdict_of(launcher: SshLauncher, run: str = "demo") -> tuple[str, list[LogLine], list[TaskState]]:
@@ -201,8 +205,7 @@ def test_the_others_go_on_without_hosts_that_die_or_are_cut_off(launcher: SshLau
     with pytest.raises(StackError, match="gpu-1"):
         launcher.down("demo", print)
     assert (launcher.runs(), launcher.leaving()) == ([], ["demo"])
-    hosts.heal("gpu-1")
-    hosts.start("gpu-2")
+    hosts.mend()
     launcher.down("demo", print)
     assert launcher.leaving() == []
 
@@ -254,12 +257,34 @@ def test_an_interrupted_deploy_leaves_nothing(when: str, launcher: SshLauncher, 
             break
     _, errors = deploy.communicate(timeout=60)
     assert deploy.returncode == 130, "".join(seen) + errors
-    if launcher.runs():  # it was up already, and Ctrl-C detaches
-        assert "detached" in errors
+    if launcher.runs():  # it was up already
+        assert "detached" in errors or "swarmtrain down config removes it" in errors
         launcher.down("config", print)
     else:
         assert "nothing of it is left" in errors
     assert {name: hosts.programs(name) for name in NAMES} == {name: [] for name in NAMES}
+
+
+def test_containers_have_names_of_their_run_and_none_is_left(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
+    """With a stand-in for docker: tests/launchers/docker_stand_in.py."""
+    docker = {"docker_container": "registry/train:1", "docker_mounts": [[str(tmp_path), str(tmp_path)]]}
+    config = config_of(tmp_path, nodes=2, runner_type="pdsh_docker", docker_config=docker, python=sys.executable)
+    containers = SshDockerLauncher()
+    plan = plan_of(config)
+    assert [finding for finding in containers.check(plan) if finding.fatal] == []
+    containers.up(plan, print)
+    until(containers, "progress")
+    asked = (hosts.folder / "gpu-1/containers/asked").read_text()
+    assert "pull --quiet registry/train:1" in asked
+    assert HUSH not in asked
+    assert (containers.runs(), launcher.runs()) == (["demo"], [])
+    first = int((hosts.folder / "gpu-1/containers/demo-node1").read_text())
+    client = next(pid for pid in hosts.pids("gpu-1") if b"--name\0demo-node1" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(client, signal.SIGKILL)  # its container lives on, and must make room for the next
+    until(containers, "world", lambda event: len([1 for each in containers.events("demo") if each.kind == "world"]) == 2)
+    assert int((hosts.folder / "gpu-1/containers/demo-node1").read_text()) != first
+    containers.down("demo", print)
+    assert not [path for name in ("gpu-0", "gpu-1") for path in (hosts.folder / name / "containers").glob("demo-*")]
 
 
 def test_what_hosts_lack_is_found(launcher: SshLauncher, tmp_path: Path) -> None:
