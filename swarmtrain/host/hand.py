@@ -133,6 +133,11 @@ class Hand:
         folder = self._folder(run).path
         return {name: base64.b64encode((folder / name).read_bytes()).decode() for name in names}
 
+    def drop(self, run: str, names: list[str]) -> None:
+        """Remove files."""
+        for name in names:
+            (self._folder(run).path / name).unlink(missing_ok=True)
+
     def launch(self, run: str, specs: list[dict[str, Any]]) -> None:
         """Start a keeper for each of `specs`."""
         for spec in specs:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from hosts import NAMES, Hosts
+from processes import below
 
 from swarmtrain.config import Config
 from swarmtrain.config.hosts import settled
@@ -265,18 +266,24 @@ def test_an_interrupted_deploy_leaves_nothing(when: str, launcher: SshLauncher, 
     assert {name: hosts.programs(name) for name in NAMES} == {name: [] for name in NAMES}
 
 
-def test_containers_have_names_of_their_run_and_none_is_left(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
+def test_containers_have_names_of_their_run_and_none_is_left(
+    launcher: SshLauncher, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a stand-in for docker: tests/launchers/docker_stand_in.py."""
-    docker = {"docker_container": "registry/train:1", "docker_mounts": [[str(tmp_path), str(tmp_path)]]}
+    docker = {"docker_container": "registry.lab/train:1", "docker_mounts": [[str(tmp_path), str(tmp_path)]]}
     config = config_of(tmp_path, nodes=2, runner_type="pdsh_docker", docker_config=docker, python=sys.executable)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {"registry.lab": {"auth": "our-login"}, "other": {"auth": "other-login"}}}))
     containers = SshDockerLauncher()
     plan = plan_of(config)
     assert [finding for finding in containers.check(plan) if finding.fatal] == []
     containers.up(plan, print)
     until(containers, "progress")
     asked = (hosts.folder / "gpu-1/containers/asked").read_text()
-    assert "pull --quiet registry/train:1" in asked
+    assert "pull --quiet registry.lab/train:1" in asked
     assert HUSH not in asked
+    assert "our-login" not in asked
+    assert not list((hosts.folder / "gpu-1").rglob("docker/config.json"))
     assert (containers.runs(), launcher.runs()) == (["demo"], [])
     first = int((hosts.folder / "gpu-1/containers/demo-node1").read_text())
     client = next(pid for pid in hosts.pids("gpu-1") if b"--name\0demo-node1" in Path(f"/proc/{pid}/cmdline").read_bytes())
@@ -287,7 +294,7 @@ def test_containers_have_names_of_their_run_and_none_is_left(launcher: SshLaunch
     assert not [path for name in ("gpu-0", "gpu-1") for path in (hosts.folder / name / "containers").glob("demo-*")]
 
 
-def test_what_hosts_lack_is_found(launcher: SshLauncher, tmp_path: Path) -> None:
+def test_what_hosts_lack_is_found_and_without_hosts_it_is_this_machine(launcher: SshLauncher, tmp_path: Path) -> None:
     plan = plan_of(
         config_of(tmp_path, nodes=3, hosts=["gpu-0 slots=1", "stranger slots=1", "nowhere slots=1"], python="/nonexistent/python")
     )
@@ -301,5 +308,12 @@ def test_what_hosts_lack_is_found(launcher: SshLauncher, tmp_path: Path) -> None
         launcher.up(plan, print)
     assert launcher.runs() == []
     here = settled(Config.from_json('{"runner": {"runner_type": "pdsh", "script": "training_code.py"}}'), tmp_path, os.environ)
-    findings = launcher.check(plan_of(here))
-    assert [finding for finding in findings if finding.fatal] == []
+    Path("training_code.py").write_text("import os\nprint('alone', os.environ['WORLD_SIZE'])\n")
+    plan = plan_of(here)
+    assert [finding for finding in launcher.check(plan) if finding.fatal] == []
+    launcher.up(plan, print)
+    outcome, _, _ = verdict_of(launcher)
+    assert outcome.startswith("done")
+    assert [line.rank for line in launcher.logs("demo", follow=False, node="node0") if line.text == "alone 1"] == [0]
+    launcher.down("demo", print)
+    assert below(tmp_path / "home") == []

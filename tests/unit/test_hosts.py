@@ -84,7 +84,13 @@ def test_hosts_are_listed_in_one_place() -> None:
 
 
 def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line() -> None:
-    docker = {"docker_container": "registry/train:1", "docker_mounts": [["/data", "/data"]], "docker_sudo": True, "cpus": 8.0}
+    docker: dict[str, object] = {
+        "docker_container": "registry/train:1",
+        "docker_mounts": [["/data", "/data"], ["nas", "/nas"]],
+        "docker_sudo": True,
+        "cpus": 8.0,
+    }
+    docker["volumes"] = {"nas": {"type": "nfs", "o": "addr=nas,rw", "device": ":/export"}}
     given = config(runner_type="pdsh_docker", hosts=["a slots=0,2", "b slots=1"], env={"TOLD": "quietly"}, docker_config=docker)
     cargo = Cargo((CodeFile.of("training_code.py", b""),), (CodeFile.of("TOKEN", b"hush"),))
     plan = make_plan(given, offline(given.runner.hosts or ()), cargo, run="demo")
@@ -97,13 +103,15 @@ def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line(
     assert options == [
         *("sudo", "-n", f"--preserve-env={','.join(node.env)}", "docker", "run", "--rm", "--name", "demo-node0"),
         *("--network", "host", "--ipc", "host", "--user", "1000:1000", "--gpus", '"device=0,2"', "--cpus", "8.0"),
-        *("--volume", "/data:/data", "--volume", "/state/demo/config.json:/etc/swarmtrain/config.json:ro"),
+        *("--volume", "/data:/data", "--mount"),
+        'type=volume,source=nas,target=/nas,volume-opt=type=nfs,"volume-opt=o=addr=nas,rw",volume-opt=device=:/export',
+        *("--volume", "/state/demo/config.json:/etc/swarmtrain/config.json:ro"),
         *("--volume", "/state/demo/code/training_code.py:/workspace/training_code.py:ro"),
         *("--volume", "/state/demo/secrets/TOKEN:/run/secrets/TOKEN:ro"),
         *("--label", "swarmtrain.run=demo", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"),
         *("registry/train:1", "python", "-u", "-m", "swarmtrain.entrypoint", "node"),
     ]
-    assert node.env["TOLD"] == "quietly"
+    assert (node.env["TOLD"], node.env["HOME"]) == ("quietly", "/tmp")
     assert not [word for word in node.argv if "quietly" in word or "hush" in word]
     assert node.clean == ["sudo", "-n", "docker", "rm", "--force", "demo-node0"]
     assert "--gpus" not in found["node1"].argv

@@ -32,6 +32,7 @@ HERE = "localhost"
 T = TypeVar("T")
 _ANSWERS_WITHIN = 60.0
 _ENDS_WITHIN = 10.0
+_LAST_ANSWER = 3.0
 # A host that is gone is noticed within 15 s; one that is slow to let us in has 15 s too.
 _SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
 _PARALLEL = 64
@@ -114,9 +115,15 @@ class Remote:
         return reply["answer"]
 
     def close(self) -> None:
-        """Close the connection."""
-        with self._one_at_a_time:
+        """Close the connection; a question that is under way has a moment, and then fails."""
+        if not self._one_at_a_time.acquire(timeout=_LAST_ANSWER):
+            if (connection := self._connection) is not None:
+                connection.ssh.kill()
+            self._one_at_a_time.acquire()
+        try:
             self._drop()
+        finally:
+            self._one_at_a_time.release()
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None

@@ -64,10 +64,12 @@ class Index:
 
     def runs(self, *, leaving: bool = False) -> list[str]:
         """Return the names of runs, sorted: those that are up, or those that are `leaving`. Raises OSError."""
+        found = []
         with contextlib.suppress(FileNotFoundError):
-            found = sorted(path.name for path in state_directory().iterdir() if (path / self._file).exists())
-            return [run for run in found if self.read(run).leaving is leaving]
-        return []
+            for name in sorted(path.name for path in state_directory().iterdir()):
+                with contextlib.suppress(RunNotFound):
+                    found += [name] if self.read(name).leaving is leaving else []
+        return found
 
     def read(self, run: str) -> Record:
         """Raises RunNotFound."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from swarmtrain.config.runner import RunnerType
+from swarmtrain.config.runner import DockerConfig, RunnerType
 from swarmtrain.host.spec import Spec
 from swarmtrain.launchers.ssh.record import Record
 from swarmtrain.plan import Plan, PlannedNode
@@ -67,8 +69,23 @@ def _place(plan: Plan, record: Record, there: There, *, docker: bool) -> Place:
         store_port=record.store_port,
         board_port=record.board_port,
         mounts=tuple(target for _, target in plan.config.runner.docker_config.docker_mounts) if docker else (),
-        environment=plan.config.runner.docker_config.caches if docker else {},
+        environment=_in_image(plan.config.runner.docker_config) if docker else {},
     )
+
+
+def _in_image(docker: DockerConfig) -> dict[str, str]:
+    """The user is one whom the image need not know, and whose HOME would be / then."""
+    return {**docker.caches, "HOME": docker.cache_dir or "/tmp"}  # noqa: S108  # in the container
+
+
+def _mount(docker: DockerConfig, source: str, target: str) -> list[str]:
+    """Return the option that mounts a path or a volume; one with options of its own is made by them."""
+    if source not in docker.volumes:
+        return ["--volume", f"{source}:{target}"]
+    line = io.StringIO()
+    wanted = [f"volume-opt={key}={value}" for key, value in docker.volumes[source].items()]
+    csv.writer(line, lineterminator="").writerow(["type=volume", f"source={source}", f"target={target}", *wanted])
+    return ["--mount", line.getvalue()]
 
 
 def in_docker(plan: Plan, node: PlannedNode | None, there: There, argv: list[str], env: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -81,8 +98,7 @@ def in_docker(plan: Plan, node: PlannedNode | None, there: There, argv: list[str
     container = f"{plan.run}-{node.name if node else RENDEZVOUS}"
     files = [("config.json", CONFIG_PATH), *((f"code/{item.name}", str(_WORKSPACE / item.name)) for item in cargo.code)]
     files += [(f"secrets/{item.name}", str(_SECRETS / item.name)) for item in cargo.secrets]
-    mounts = [f"{source}:{target}" for source, target in docker.docker_mounts]
-    mounts += [f"{there.folder / source}:{target}:ro" for source, target in files] if node else []
+    ours = [f"{there.folder / source}:{target}:ro" for source, target in files] if node else []
     options: dict[str, Any] = {
         "--name": container,
         "--network": "host",
@@ -93,7 +109,8 @@ def in_docker(plan: Plan, node: PlannedNode | None, there: There, argv: list[str
         "--memory": docker.memory if node else None,
     }
     words = [word for option, value in options.items() if value for word in (option, str(value))]
-    words += [word for mount in mounts for word in ("--volume", mount)]
+    words += [word for source, target in docker.docker_mounts if node for word in _mount(docker, source, target)]
+    words += [word for mount in ours for word in ("--volume", mount)]
     words += [word for variable in env for word in ("--env", variable)]
     words += ["--privileged"] if docker.privileged else []
     words += ["--label", f"swarmtrain.run={plan.run}", *_ULIMITS]
