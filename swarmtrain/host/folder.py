@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +29,7 @@ MARK, LOCK, EVENTS = "local.json", "lock", "events.jsonl"
 _KILLED_WITHIN = 5.0
 _GOODBYE = 3.0
 _CLEANED_WITHIN = 60.0
+_LOOK_EVERY = 0.05
 # Out of a zip file that has come over SSH, it is that file's main program.
 _KEEPER = [archive] if (archive := getattr(globals()["__loader__"], "archive", "")) else ["-m", "swarmtrain.host.keeper"]
 
@@ -106,9 +108,13 @@ class Folder:
         self._wait(keepers, grace + _GOODBYE if grace else 0.0)
         left = {name: pid for name, pid in keepers.items() if self._keeps(pid, name)}
         families = [pid for keeper in left.values() for pid in [keeper, *_below(keeper)]]
-        for pid in families:
+        # A process that ended while it was only starting may have left some that have not noticed yet.
+        for pid in {*families, *_sessions(keepers.values())}:
             _signal(pid, signal.SIGKILL)
         self._wait(left, _KILLED_WITHIN)
+        until = time.monotonic() + _KILLED_WITHIN
+        while _sessions(keepers.values()) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY)
         for name in names:
             if (spec := self.spec(name)) and spec.clean:
                 clean(spec)
@@ -136,7 +142,7 @@ class Folder:
     def _wait(self, keepers: dict[str, int], seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(self._keeps(pid, name) for name, pid in keepers.items()):
-            time.sleep(0.05)
+            time.sleep(_LOOK_EVERY)
 
     def _keeps(self, pid: int, name: str) -> bool:
         """Whether `pid` is the keeper of `name`: a pid alone may be somebody else's by now."""
@@ -153,6 +159,16 @@ def clean(spec: Spec) -> None:
     """Remove what the process may have left that does not end with it, such as a container. What fails is no reason to stop."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(spec.clean, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLEANED_WITHIN, check=False)
+
+
+def _sessions(leaders: Collection[int]) -> list[int]:
+    """Return the living processes of the sessions that `leaders` began: each keeper has one, and what it starts stays in it."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            found += [int(entry.name)] if int(session) in leaders and state != "Z" else []
+    return found
 
 
 def _below(pid: int) -> list[int]:
