@@ -30,6 +30,7 @@ _KILLED_WITHIN = 5.0
 _GOODBYE = 3.0
 _CLEANED_WITHIN = 60.0
 _LOOK_EVERY = 0.05
+_KNOWN_WITHIN = 5.0
 # Out of a zip file that has come over SSH, it is that file's main program.
 _KEEPER = [archive] if (archive := getattr(globals()["__loader__"], "archive", "")) else ["-m", "swarmtrain.host.keeper"]
 
@@ -98,6 +99,10 @@ class Folder:
         with self.log(spec.name).open("ab") as log, uninterrupted():
             keeper = start(argv, cwd=spec.cwd, stdout=log, stderr=log, new_session=True)
             replace(path.with_suffix(".state"), json.dumps(asdict(State(keeper.pid, "running"))))
+            # For a moment a new program has no command line, and whoever ends the run just then would not know it.
+            until = time.monotonic() + _KNOWN_WITHIN
+            while keeper.poll() is None and not self._keeps(keeper.pid, spec.name) and time.monotonic() < until:
+                time.sleep(0.001)
         keeper.returncode = 0  # it is meant to outlive us: its state file, not this handle, says how it ends
 
     def end(self, names: list[str], grace: float) -> None:

@@ -146,6 +146,8 @@ class SshLauncher:
         run, record = plan.run, wanted.record
         leaving = [host for host, look in wanted.looks.items() if look["mark"] and host not in wanted.specs]
         # Until all is done, the index has those that leave too: an `up` that is cut off here is still found whole.
+        for host in record.pythons.keys() - wanted.looks.keys():
+            say(f"{host} cannot be reached; what is there is ended by a later command that reaches it")
         pythons = {**record.pythons, **{host: team.python(host) for host in leaving}}
         self._index.write(run, replace(record, pythons=pythons))
         files = _files(plan, record)
