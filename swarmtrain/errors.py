@@ -5,6 +5,7 @@
     ├── PlanError               the config is fine, but these nodes cannot hold it
     ├── ProcessError            a program we started failed; carries its command and its output
     ├── EngineError             a Docker engine cannot be reached, or refused a request
+    ├── HostError               a host cannot be reached over SSH, or could not do what it was asked
     ├── ImageError              an image cannot be built, pushed, or found in its registry
     ├── StackError              a stack cannot be brought up or taken down
     ├── RunNotFound             no such run, or several and none was named
@@ -119,6 +120,10 @@ class EngineError(SwarmtrainError):
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None, status: int | None = None) -> None:
         super().__init__(message, place=place, hint=hint)
         self.status = status
+
+
+class HostError(SwarmtrainError):
+    """A host cannot be reached over SSH, or could not do what it was asked."""
 
 
 class ImageError(SwarmtrainError):

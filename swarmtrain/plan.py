@@ -19,7 +19,7 @@ from swarmtrain.config import Config, pipeline
 from swarmtrain.config.base import twice
 from swarmtrain.config.files import Unreadable, read
 from swarmtrain.config.names import host_address, host_gpus, host_name, host_slots
-from swarmtrain.config.runner import GpuMode, RunnerType
+from swarmtrain.config.runner import OVER_SSH, GpuMode, RunnerType
 from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.wire import ROLE_NODE, ROLE_PROBE
@@ -122,7 +122,7 @@ class Plan:
     def master_port(self) -> int:
         """Port of the rendezvous store. On the machines' own network runs that are not told have ports of their own, by their names."""
         runner = self.config.runner
-        if runner.master_port is not None or not runner.swarm.on_host_network:
+        if runner.master_port is not None or not runner.on_machines_network:
             return runner.master_port or _USUAL_PORT
         return _FIRST_PORT + _PORTS_EACH * (zlib.crc32(self.run.encode()) % _PORT_SETS)
 
@@ -197,7 +197,7 @@ def noted(plan: Plan, *notes: str) -> Plan:
 def _board(config: Config, inventory: Inventory) -> Machine | None:
     """Return the manager whose address the nodes are told: on the machines' own network there is no name that leads to the board."""
     runner = config.runner
-    if not _on_machines_network(config):
+    if not runner.swarm.on_host_network or runner.runner_type is not RunnerType.swarm:
         return None
     wanted = runner.master_addr
     managers = [machine for machine in inventory.machines if machine.manager and not machine.unavailable]
@@ -213,10 +213,6 @@ def _board(config: Config, inventory: Inventory) -> Machine | None:
     board = managers[0]
     given = {host_name(host): host_address(host) for host in runner.hosts or ()}
     return replace(board, address=given.get(board.host) or given.get(board.id) or board.address)
-
-
-def _on_machines_network(config: Config) -> bool:
-    return config.runner.swarm.on_host_network and config.runner.runner_type is RunnerType.swarm
 
 
 def check_run_name(run: str) -> None:
@@ -302,7 +298,7 @@ def _node(config: Config, index: int, host: str, machine: Machine) -> PlannedNod
     gpus = host_gpus(host) or config.runner.swarm.gpu_ids
     slots, why = _slots(config, host_slots(host), machine)
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
-    talks_by = host_address(host) if _on_machines_network(config) else ""
+    talks_by = host_address(host) if config.runner.on_machines_network else ""
     cause = f"place {index + 1} in hosts{' (by id)' if by_id else ''}; {why}{f'; ranks talk by {talks_by}' if talks_by else ''}"
     return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus, talks_by or machine.address, talks_by)
 
@@ -355,7 +351,7 @@ def _slots(config: Config, given: int | None, machine: Machine) -> tuple[int, st
     if runner.swarm.gpu_ids:
         return len(runner.swarm.gpu_ids), "a slot for each of gpu_ids"
     devices = machine.resources.get(runner.swarm.generic_resource, 0)
-    if devices and runner.swarm.gpu is not GpuMode.none:
+    if devices and (runner.swarm.gpu is not GpuMode.none or runner.runner_type in OVER_SSH):
         return devices, f"a slot for each {runner.swarm.generic_resource}"
     return 1, "one slot"
 

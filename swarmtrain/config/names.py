@@ -30,7 +30,8 @@ _LABEL_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]+")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9:_\s.*()?+\[\]\\^$|/-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHM = "/dev/shm"  # noqa: S108  # a path in the container
-_LONGEST, _LONGEST_IMAGE = 63, 400
+_LONGEST, _LONGEST_IMAGE, _LONGEST_RANGE = 63, 400, 10_000
+_RANGE = re.compile(r"(?P<before>[^\s\[\]]*)\[(?P<ranges>[^\]]*)\](?P<after>.*)")
 HOST_NETWORK = "host"
 """The network that every machine has: its own."""
 MOST_SLOTS = 1024
@@ -52,6 +53,27 @@ def host(text: str) -> str:
         raise ValueError(f"{text!r}: slots are 1 to {MOST_SLOTS}")
     gpu_ids(host_gpus(text))
     return text
+
+
+def written_out(hosts: Any) -> Any:
+    """Return a list of hosts with ranges written out, as pdsh and Slurm do: 'gpu-[01-03,7] slots=4' is four hosts."""
+    return tuple(each for host in hosts for each in _written_out(host)) if isinstance(hosts, list | tuple) else hosts
+
+
+def _written_out(host: Any) -> list[Any]:
+    match = _RANGE.fullmatch(host) if isinstance(host, str) else None
+    if match is None:
+        return [host]
+    numbers: list[str] = []
+    for part in match["ranges"].split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if not first.isdigit() or not last.isdigit() or not 0 <= int(last) - int(first) < _LONGEST_RANGE:
+            raise ValueError(
+                f"{host!r}: a range is written as 'gpu-[01-03,7]', the lower number first, with at most {_LONGEST_RANGE} numbers"
+            )
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return [each for number in numbers for each in _written_out(f"{match['before']}{number}{match['after']}")]
 
 
 def host_name(text: str) -> str:

@@ -58,6 +58,7 @@ Network = Annotated[str, AfterValidator(names.network)]
 Interface = Annotated[str, AfterValidator(names.interface)]
 Labels = Annotated[dict[str, str], AfterValidator(names.labels)]
 Host = Annotated[str, AfterValidator(names.host)]
+Hosts = Annotated[tuple[Host, ...], BeforeValidator(names.written_out)]
 GpuIds = Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(names.gpu_ids)]
 Environment = Annotated[dict[str, str], AfterValidator(names.variables)]
 
@@ -67,6 +68,11 @@ class RunnerType(StrEnum):
 
     swarm = "swarm"
     local = "local"
+    pdsh = "pdsh"
+    pdsh_docker = "pdsh_docker"
+
+
+OVER_SSH = (RunnerType.pdsh, RunnerType.pdsh_docker)
 
 
 class GpuMode(StrEnum):
@@ -121,6 +127,8 @@ class DockerConfig(Section):
         "is in a mount and the machine that deploys sees it there, and it is not root's; else the image's. A run that is up keeps its own.",
     )
     shm_size: Bytes = Field(2**30, description="Size of /dev/shm, in bytes or as 8g. Docker's own 64 MiB is too small for NCCL.")
+    docker_sudo: bool = Field(False, description="With pdsh_docker: sudo before docker, which must ask for no password.")
+    privileged: bool = Field(False, description="With pdsh_docker: docker run --privileged. Devices and /dev/shm work without.")
     cpus: float | None = Field(None, ge=0.01, le=65536, description="CPUs a node's container may use. null: all.")
     memory: Bytes | None = Field(None, description="Memory a node's container may use, in bytes or as 64g. /dev/shm counts too. null: all.")
 
@@ -243,12 +251,29 @@ class SwarmConfig(Section):
 class RunnerConfig(Section):
     """Where the job runs, and what is started there."""
 
-    runner_type: RunnerType = Field(RunnerType.swarm, description="swarm: a Docker Swarm. local: this machine, no Docker.")
-    hosts: tuple[Host, ...] | None = Field(
+    runner_type: RunnerType = Field(
+        RunnerType.swarm,
+        description="swarm: a Docker Swarm. local: this machine, no Docker. pdsh: hosts, "
+        "bare Python over SSH. pdsh_docker: the same, in a container on each.",
+    )
+    hosts: Hosts | None = Field(
         None,
         description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4', or 'gpu-2 slots=0,2' for these GPUs. "
         "With swarm.network: host also with the address or name that each has on the network that ranks are to use: "
-        "'gpu-1 slots=4 address=gpu-1-ib'. null: the cluster's own nodes.",
+        "'gpu-1 slots=4 address=gpu-1-ib'. Ranges are written out: 'gpu-[01-03,7]'. null: the cluster's own nodes; over SSH, this machine "
+        "alone, without SSH.",
+    )
+    hostsfile: Path | None = Field(None, description="A file with an entry of hosts on each line, comments with #. null: none.")
+    python: str | None = Field(
+        None, min_length=1, description="Interpreter on hosts over SSH. null: the path of the one that deploys; with pdsh_docker, python3."
+    )
+    env_file: Path | None = Field(
+        None, description="With pdsh and pdsh_docker, a file of NAME=VALUE lines for env, as .deepspeed_env is. null: none."
+    )
+    env_prefixes: tuple[str, ...] = Field(
+        ("NCCL", "PYTHON", "MV2", "UCX"),
+        description="With pdsh and pdsh_docker, variables of the shell that deploys go into env if their names begin so; into containers "
+        "none that begins with PYTHON.",
     )
     nodes: int | None = Field(None, ge=1, le=_MOST_NODES, description="Nodes to use. null: as many as hosts lists, else min_nodes, else 1.")
     min_nodes: int | None = Field(
@@ -272,15 +297,15 @@ class RunnerConfig(Section):
     )
     master_addr: Host | None = Field(
         None,
-        description="With swarm.network: host, a manager's address or name, by which the others find the notice board there. "
-        "null: the first manager's address in the swarm.",
+        description="With swarm.network: host, a manager's address or name, by which the others find the notice board there; over "
+        "SSH, that of the first host. null: the first manager's address in the swarm; the first host's own.",
     )
     master_port: int | None = Field(
         None,
         ge=1,
         le=65534,
-        description="Port of the rendezvous store; the notice board listens on the next one. null: 29500; with swarm.network: host, one of "
-        "20000 to 29996 by the run's name, so that runs do not meet.",
+        description="Port of the rendezvous store; the notice board listens on the next one. null: 29500; with swarm.network: host "
+        "and over SSH, one of 20000 to 29996 by the run's name, so that runs do not meet.",
     )
     interface: Interface | None = Field(
         None,
@@ -356,9 +381,20 @@ class RunnerConfig(Section):
 
     @model_validator(mode="after")
     def _board_is_found(self) -> RunnerConfig:
-        if self.master_addr and not self.swarm.on_host_network:
+        if self.master_addr and not (self.on_machines_network or self.swarm.on_host_network):
             raise wrong("master_addr", "is for swarm.network: host; in a network of containers the notice board has a name")
         return self
+
+    @model_validator(mode="after")
+    def _hosts_are_listed_once(self) -> RunnerConfig:
+        if self.hosts is not None and self.hostsfile is not None:
+            raise wrong("hostsfile", "hosts are listed in the config too", "keep one of the two")
+        return self
+
+    @property
+    def on_machines_network(self) -> bool:
+        """Whether nodes share their machines' own network, and their ports."""
+        return self.swarm.on_host_network if self.runner_type is RunnerType.swarm else self.runner_type in OVER_SSH
 
     @property
     def restarts_per_hour(self) -> int:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmtrain.config import Config
-from swarmtrain.config.runner import RunnerType
+from swarmtrain.config.hosts import settled
+from swarmtrain.config.runner import OVER_SSH, RunnerType
 from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError, StateError, SwarmtrainError
 from swarmtrain.launchers.owner import settle
 from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, noted, offline, read_cargo
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 _REGISTRY = {
     RunnerType.swarm: "swarmtrain.launchers.swarm:SwarmLauncher",
     RunnerType.local: "swarmtrain.launchers.local:LocalLauncher",
+    RunnerType.pdsh: "swarmtrain.launchers.ssh:SshLauncher",
+    RunnerType.pdsh_docker: "swarmtrain.launchers.ssh:SshDockerLauncher",
 }
 
 
@@ -40,6 +44,7 @@ def load(kind: RunnerType) -> Callable[[], Launcher]:
 
 def plan_for(config: Config, run: str, *, folder: Path) -> Plan:
     """Return the plan of `run`, with the files that `config` names read from `folder`. Raises SwarmtrainError."""
+    config = settled(config, folder, os.environ)
     cargo = read_cargo(config, folder)
     config, why = settle(config, lambda: _running(config, run))
     return noted(make_plan(config, inventory(config), cargo, run=run), why)
@@ -58,11 +63,16 @@ def inventory(config: Config) -> Inventory:
     runner = config.runner
     if runner.hosts and runner.runner_type is RunnerType.local:
         return offline(runner.hosts)
+    if runner.runner_type in OVER_SSH:
+        from swarmtrain.launchers import ssh
+
+        return ssh.inventory(runner)
     return launcher(runner.runner_type).inventory()
 
 
 def offline_plan(config: Config, run: str, *, folder: Path) -> Plan:
     """Return the plan from `hosts` alone where the config lists them, so that no cluster need be in reach."""
+    config = settled(config, folder, os.environ)
     cargo = read_cargo(config, folder)
     machines = offline(config.runner.hosts) if config.runner.hosts else inventory(config)
     config, why = settle(config, lambda: None)
@@ -74,6 +84,7 @@ def planned_ranks(config: Config) -> int:
 
     Raises SwarmtrainError if there is nothing to tell that from.
     """
+    config = settled(config, Path.cwd(), os.environ)
     runner = config.runner
     if config.topology.world_size:
         return config.topology.world_size
@@ -93,7 +104,8 @@ def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:
     low, _, high = config.runner.node_range
     runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
     config = config.model_copy(update={"runner": runner})
-    machines = offline(runner.hosts) if runner.hosts and runner.runner_type is RunnerType.local else found.inventory()
+    asked = runner.runner_type in OVER_SSH or (runner.hosts and runner.runner_type is RunnerType.local)
+    machines = inventory(config) if asked else found.inventory()
     return make_plan(config, machines, cargo, run=run, nodes=nodes)
 
 

@@ -15,7 +15,7 @@ import heapq
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -92,11 +92,6 @@ def log_line(node: str, text: str, seconds: float = 0.0) -> LogLine:
     """Return a line of a node's log with its rank, if a rank wrote it."""
     match = _RANK.match(text)
     return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, seconds)
-
-
-def head(seconds: float) -> str:
-    """Return how a line begins that was printed at `seconds` since the epoch: its time as Docker writes it."""
-    return f"{datetime.fromtimestamp(seconds, UTC).isoformat(timespec='microseconds').removesuffix('+00:00')}Z "
 
 
 def timed(node: str, text: str, before: float = 0.0) -> LogLine:

@@ -47,7 +47,7 @@ def processes(folder: Path) -> list[int]:
 def keepers(folder: Path) -> list[str]:
     """Return the specs of those who keep a process of a run below `folder` going."""
     told = [Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in processes(folder)]
-    return sorted(Path(line).name for line in told if "local.keeper" in line)
+    return sorted(Path(line).name for line in told if "host.keeper" in line)
 
 
 def swarmtrain(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from swarmtrain import wire
+from swarmtrain.host.log import written_down
 from swarmtrain.launchers import kept
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.kept import Keeper
 from swarmtrain.launchers.local.folder import RunFolder
 from swarmtrain.launchers.local.follow import Log
-from swarmtrain.launchers.local.log import written_down
 from swarmtrain.view.history import history, known, runs
 from swarmtrain.view.logs import Choice, pattern, show_logs
 from swarmtrain.wire import EXIT_PLANNED, Event

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
+from swarmtrain.host.spec import Spec
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.local import follow
 from swarmtrain.launchers.local.folder import Facts, RunFolder, in_state, local_runs
-from swarmtrain.launchers.local.spec import Spec
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
 from swarmtrain.render.command import MODULE, Place, board_env, node_env
 from swarmtrain.wire import RENDEZVOUS, Event

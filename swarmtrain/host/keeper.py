@@ -1,6 +1,6 @@
-"""Keeps one process of a local run going, as Swarm's `restart_policy: on-failure` does: 0 is final, all else comes back.
+"""Keeps one process of a run going, as Swarm's `restart_policy: on-failure` does: 0 is final, all else comes back.
 
-`python -m swarmtrain.launchers.local.keeper SPEC`, started by the launcher, in a session of its own. SIGTERM is handed on
+`python -m swarmtrain.host.keeper SPEC`, started by the launcher, in a session of its own. SIGTERM is handed on
 to the process, which then is not started again. What becomes of it is written beside SPEC, with the suffix .state.
 """
 
@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from swarmtrain.launchers.local.log import written_down
-from swarmtrain.launchers.local.spec import Spec, State, replace
+from swarmtrain.host.folder import clean
+from swarmtrain.host.log import written_down
+from swarmtrain.host.spec import Spec, State, replace
 from swarmtrain.process import start
 
 _DELAY = 1.0
@@ -50,6 +51,8 @@ class Keeper:
         return 0
 
     def _once(self) -> int:
+        if self.spec.clean:
+            clean(self.spec)
         with self._output() as (out, errors):
             self.child = start(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
             self._say("running")

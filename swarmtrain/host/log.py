@@ -7,14 +7,18 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
-
-from swarmtrain.launchers.kept import head
 
 _AT_ONCE = 1 << 16
 _LONGEST = 1 << 20
 _LAST_WORDS = 1.0
+
+
+def head(seconds: float) -> str:
+    """Return how a line begins that was printed at `seconds` since the epoch: its time as Docker writes it."""
+    return f"{datetime.fromtimestamp(seconds, UTC).isoformat(timespec='microseconds').removesuffix('+00:00')}Z "
 
 
 @contextlib.contextmanager

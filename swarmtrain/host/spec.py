@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 
@@ -19,6 +19,8 @@ class Spec:
     stdout: str
     stderr: str
     content: str
+    clean: list[str] = field(default_factory=list)
+    """Run before each start, and when it has ended for good."""
 
     def save(self, path: Path) -> None:
         """Write it to `path`, readable by its owner alone: the environment is the user's own."""
@@ -42,7 +44,13 @@ class State:
 
 def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Write `text` to `path` by rename, so that a reader finds the old or the new, whole."""
+    replace_bytes(path, text.encode(), mode=mode)
+
+
+def replace_bytes(path: Path, content: bytes, *, mode: int) -> None:
+    """Write `content` to `path` in the same way; it is readable as `mode` says from its first byte on."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-        file.write(text)
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
     new.replace(path)
