@@ -96,13 +96,15 @@ def _slow(scene: Scene) -> None:
 
 
 def _fill_disk(scene: Scene) -> None:
-    """No byte is left when the next checkpoint is due; the audit, which has a disk of its own, goes on."""
+    """No byte is left when the next checkpoint is due."""
     ballast = scene.lab.shared / "ballast"
     left = os.statvfs(ballast.parent)
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, (left.f_bavail - 40) * left.f_frsize)
-    scene.reach(scene.step + SAVE_INTERVAL + 20)
-    ballast.unlink()
+    try:
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize)
+        scene.reach(scene.step + SAVE_INTERVAL + 20)
+    finally:
+        ballast.unlink()
 
 
 def _lose_folder(scene: Scene) -> None:

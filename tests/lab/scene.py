@@ -68,21 +68,22 @@ class _Pulse:
 class Scene:
     """One run, called `run`, in which the state is divided as `topology` says; each node's save_dir is its own, or all share one.
 
-    A node's own disk is a volume of its engine, in a folder that this machine sees.
+    A node's own disk is a volume of its engine, in a folder that this machine sees. The ranks' audit files are in `audits`, which
+    is not on the shared disk.
     """
 
-    def __init__(self, lab: Lab, image: str, run: str, topology: tuple[str, ...], *, own_disks: bool) -> None:
-        self.lab, self.run = lab, run
+    def __init__(self, lab: Lab, image: str, run: str, topology: tuple[str, ...], audits: Path, *, own_disks: bool) -> None:
+        self.lab, self.run, self._audits = lab, run, audits
         self._disks = {node: lab.shared / f"{run}-{node}" for node in NODES} if own_disks else {}
         self._options = [*_SMALL, f"runner.docker_config.docker_container={image}", *topology]
-        self._options += [f"trainer.save_dir=runs/{run}", f"logger.audit_dir=audit/{run}-audit"]
+        self._options += [f"trainer.save_dir=runs/{run}", f"logger.audit_dir=audit/{run}"]
         self._options += ["trainer.save_dir_shared=false"] if own_disks else []
         self._deploy: subprocess.Popen[bytes] | None = None
         self._pulse = _Pulse(self._audit)
 
     @property
     def _audit(self) -> Path:
-        return self.lab.shared / f"{self.run}-audit"
+        return self._audits / self.run
 
     @property
     def longest_pause(self) -> float:
@@ -122,7 +123,7 @@ class Scene:
             there = f"/mnt/shared/{disk.name}"
             self.docker(node, "volume", "create", "-o", "type=none", "-o", "o=bind", "-o", f"device={there}", self._volume)
         source = "runs" if self._disks else "/mnt/shared"
-        pairs = [(source, "/workspace/runs"), ("/mnt/shared", "/workspace/audit")]
+        pairs = [(source, "/workspace/runs"), (str(self._audits), "/workspace/audit")]
         settings = (*self._options, f"runner.docker_config.docker_mounts={json.dumps(pairs)}", *more)
         options = [word for value in settings for word in ("-o", value)]
         self._deploy = self.swarmtrain("deploy", "examples/quickstart.yml", "--name", self.run, "--yes", *options)
@@ -163,7 +164,7 @@ class Scene:
             time.sleep(0.5)
         for node in self._disks:
             self.docker(node, "volume", "rm", self._volume)
-        for folder in self.lab.shared.glob(f"{self.run}*"):
+        for folder in (self._audit, *self.lab.shared.glob(f"{self.run}*")):
             shutil.rmtree(folder)
 
     def docker(self, node: str, *argv: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from audit import problems
 from faults import FAULTS
 from scene import NODES, Scene
-from test_chaos import begin, lab  # noqa: F401  # fixtures
+from test_chaos import audits, begin, lab  # noqa: F401  # fixtures
 
 _STEPS_A_MINUTE = 200
 _LAST = 250

@@ -109,13 +109,21 @@ def table(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> Callable[[Row]
     return put
 
 
+@pytest.fixture(scope="session")
+def audits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this machine, which the lab's machines see too, and not on the disk that faults fill."""
+    folder = tmp_path_factory.mktemp("audits")
+    folder.chmod(0o1777)
+    return folder
+
+
 @pytest.fixture
-def begin(lab: Lab, image: str) -> Iterator[Callable[..., Scene]]:
+def begin(lab: Lab, image: str, audits: Path) -> Iterator[Callable[..., Scene]]:
     """Return a function that begins a run; what a test leaves of it is taken down."""
     scenes: list[Scene] = []
 
     def make(run: str, state: str, *more: str, disk: str = "shared") -> Scene:
-        scenes.append(Scene(lab, image, run, TOPOLOGIES[state], own_disks=disk == "own"))
+        scenes.append(Scene(lab, image, run, TOPOLOGIES[state], audits, own_disks=disk == "own"))
         scenes[-1].begin(*more)
         return scenes[-1]
 
