@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from swarmtrain.config import names
 from swarmtrain.config.base import Section, twice, wrong
 from swarmtrain.config.names import HOST_NETWORK, host_name
+from swarmtrain.config.slurm import SlurmConfig
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_NODES = 10_000
@@ -67,6 +68,7 @@ class RunnerType(StrEnum):
 
     swarm = "swarm"
     local = "local"
+    slurm = "slurm"
 
 
 class GpuMode(StrEnum):
@@ -243,7 +245,7 @@ class SwarmConfig(Section):
 class RunnerConfig(Section):
     """Where the job runs, and what is started there."""
 
-    runner_type: RunnerType = Field(RunnerType.swarm, description="swarm: a Docker Swarm. local: this machine, no Docker.")
+    runner_type: RunnerType = Field(RunnerType.swarm, description="swarm: a Docker Swarm. local: this machine, no Docker. slurm: one job.")
     hosts: tuple[Host, ...] | None = Field(
         None,
         description="Host names or node ids, each with its slots if it likes: 'gpu-1 slots=4', or 'gpu-2 slots=0,2' for these GPUs. "
@@ -304,6 +306,7 @@ class RunnerConfig(Section):
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time a checkpoint may take.")
     docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
     swarm: SwarmConfig = Field(SwarmConfig(), description="What only a Docker Swarm has.")
+    slurm: SlurmConfig = Field(SlurmConfig(), description="What only Slurm has.")
 
     @model_validator(mode="after")
     def _slots_have_gpus(self) -> RunnerConfig:
@@ -316,6 +319,14 @@ class RunnerConfig(Section):
                 raise wrong("hosts", f"{host!r} has more slots than the {shown} GPUs of swarm.gpu_ids")
         if shown and (self.default_gpu_count or 0) > shown:
             raise wrong("default_gpu_count", f"{self.default_gpu_count} slots, and swarm.gpu_ids names {shown} GPUs")
+        return self
+
+    @model_validator(mode="after")
+    def _slurm_gives_all_nodes_the_same(self) -> RunnerConfig:
+        if self.runner_type is RunnerType.slurm and len({names.host_slots(host) for host in self.hosts or ()}) > 1:
+            raise wrong(
+                "hosts", "have different slots, and Slurm gives every node of a job the same", "leave slots out, or make them equal"
+            )
         return self
 
     @model_validator(mode="after")

@@ -20,9 +20,11 @@ from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, noted, offline, r
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Launcher
 
+_HOSTS_ARE_TAKEN_AS_THEY_ARE = (RunnerType.local, RunnerType.slurm)
 _REGISTRY = {
     RunnerType.swarm: "swarmtrain.launchers.swarm:SwarmLauncher",
     RunnerType.local: "swarmtrain.launchers.local:LocalLauncher",
+    RunnerType.slurm: "swarmtrain.launchers.slurm:SlurmLauncher",
 }
 
 
@@ -56,7 +58,7 @@ def _running(config: Config, run: str) -> Config | None:
 def inventory(config: Config) -> Inventory:
     """Return the machines that `config` may use; hosts of a run on this machine alone are names without a machine."""
     runner = config.runner
-    if runner.hosts and runner.runner_type is RunnerType.local:
+    if runner.hosts and runner.runner_type in _HOSTS_ARE_TAKEN_AS_THEY_ARE:
         return offline(runner.hosts)
     return launcher(runner.runner_type).inventory()
 
@@ -93,7 +95,7 @@ def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:
     low, _, high = config.runner.node_range
     runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
     config = config.model_copy(update={"runner": runner})
-    machines = offline(runner.hosts) if runner.hosts and runner.runner_type is RunnerType.local else found.inventory()
+    machines = offline(runner.hosts) if runner.hosts and runner.runner_type in _HOSTS_ARE_TAKEN_AS_THEY_ARE else found.inventory()
     return make_plan(config, machines, cargo, run=run, nodes=nodes)
 
 
