@@ -20,6 +20,8 @@ from swarmtrain.wire import EXIT_PLANNED
 
 KEEPER = "swarmtrain.launchers.slurm.node"
 COMMENT = "swarmtrain"
+LEAVE = "URG"
+"""The signal that asks keepers to let their ranks save and leave. Slurm sends one to all processes, and others do not hear this."""
 # What only a node of the job knows: filled in there.
 _HERE = "here"
 
@@ -66,7 +68,7 @@ cd {shlex.quote(site.cwd)} || exit
 {variables}
 
 again=
-trap 'again=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # near the time limit: the ranks save and leave
+trap 'again=1; scancel --signal={LEAVE} "$SLURM_JOB_ID"' USR1  # near the time limit: the ranks save and leave
 trap ':' TERM  # preempted or cancelled: Slurm tells the ranks too, and what they save is waited for
 {_srun(plan, site)} &
 srun=$!

@@ -47,6 +47,7 @@ while True:
     if flag[1]:
         break
     if flag[0]:
+        print(f"left at {step}")
         dist.destroy_process_group()
         sys.exit(75)
     time.sleep(0.02)
@@ -154,7 +155,7 @@ def release(number: str) -> None:
 
 
 def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    """Submitted, queued again by hand and before its time limit, stopped, deployed again, scaled, done, removed."""
+    """Submitted, queued again by hand and before its time limit, scaled, done, removed."""
     plan = plan_of(time="1", signal_seconds=58)
     assert launcher.check(plan) == []
     assert [str(change) for change in launcher.changes(plan)] == ["submit a job: is not there"]
@@ -178,20 +179,17 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     run(["scontrol", "requeue", first])
     release(first)
     in_world(launcher, "demo", 3)
-    launcher.stop("demo", print)
-    saved = int((tmp_path / "demo.state").read_text())
-    assert not job.state(first).there
-    assert status("demo", launcher.events("demo"), launcher.tasks("demo"), time.time()).state == "stopped"
-    launcher.up(plan_of(), print)
-    in_world(launcher, "demo", 4)
-    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
     launcher.up(scaled_plan(launcher, "demo", 3), print)
-    in_world(launcher, "demo", 5)
+    in_world(launcher, "demo", 4)
     assert starts(launcher, "demo")[-1].endswith("of world 3, hush")
+    assert not job.state(first).there
     steps = [int(line.split()[2]) for line in starts(launcher, "demo")]
     assert steps == sorted(steps)
-    assert steps[0] == 0
-    assert all(step > 0 for step in steps[2:])
+    # At the time limit, the requeue and the scale every rank was asked, and each time the next begins where it left.
+    left = sorted({int(line.text.split()[2]) for line in launcher.logs("demo", follow=False) if line.text.startswith("left at")})
+    assert [0, *left] == sorted(set(steps))
+    assert len(left) == 3
+    assert not [event for event in launcher.events("demo") if event.kind == "failure"]
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome, code) == ("done: all 3 nodes have finished", 0)
@@ -245,8 +243,11 @@ def test_inside_an_allocation_srun_takes_its_nodes(launcher: SlurmLauncher, tmp_
     launcher.stop("demo", print)
     assert job.steps(number, "demo") == []
     assert job.state(number).state == "RUNNING"
+    assert status("demo", launcher.events("demo"), launcher.tasks("demo"), time.time()).state == "stopped"
+    saved = (tmp_path / "demo.state").read_text()
     launcher.up(plan_of(), print)
     in_world(launcher, "demo", 2)
+    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
     launcher.down("demo", print)
     assert ours(tmp_path) == []
     assert job.state(number).state == "RUNNING"

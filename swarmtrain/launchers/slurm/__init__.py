@@ -23,7 +23,7 @@ from swarmtrain.launchers.local.folder import in_state
 from swarmtrain.launchers.slurm import job
 from swarmtrain.launchers.slurm.folder import SCRIPT, Facts, JobFolder, at_work, node_state, slurm_runs
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
-from swarmtrain.render.slurm import Site, files_in, script
+from swarmtrain.render.slurm import LEAVE, Site, files_in, script
 from swarmtrain.wire import VERDICT, Event
 
 _MOST_NODES = 10_000
@@ -269,14 +269,14 @@ def _end(facts: Facts, run: str) -> None:
     if not facts.job:
         return
     if facts.allocation:
-        for signal, patience in (("TERM", facts.stop_grace), ("KILL", _GOODBYE)):
+        for signal, patience in ((LEAVE, facts.stop_grace), ("KILL", _GOODBYE)):
             for step in job.steps(facts.job, run):
                 job.tell(step, signal)
             if job.gone(facts.job, patience, step=run):
                 return
     else:
         if job.state(facts.job).runs:
-            job.tell(facts.job, "TERM")
+            job.tell(facts.job, LEAVE)
             end = time.monotonic() + facts.stop_grace
             while time.monotonic() < end and job.state(facts.job).runs:
                 time.sleep(_POLL)

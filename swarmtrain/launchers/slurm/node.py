@@ -1,8 +1,9 @@
 """One node of a Slurm job: keeps its supervisor going and, on the first node, the notice board.
 
 `python -m swarmtrain.launchers.slurm.node FOLDER`, a task of srun. What the sbatch script could not know, this finds in Slurm's
-variables. SIGTERM is handed on to the supervisor; the board ends after the nodes. The exit code says to the script what to do:
-EXIT_PLANNED there is more to train, else the run is over, and on the first node the code is that of its verdict.
+variables. Asked to leave, by SIGURG from us or SIGTERM from Slurm, it asks the supervisor; the board ends after the nodes.
+The exit code says to the script what to do: EXIT_PLANNED there is more to train, else the run is over, and on the first node
+the code is that of its verdict.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from swarmtrain.launchers.local.spec import replace
 from swarmtrain.launchers.slurm.folder import Attempt, NodeState, adopt, node_state, verdict_in
 from swarmtrain.process import run, start
 from swarmtrain.render.command import MODULE
-from swarmtrain.wire import EXIT_PLANNED, RENDEZVOUS
+from swarmtrain.wire import EXIT_PLANNED, RENDEZVOUS, ROLE_NODE, ROLE_RENDEZVOUS
 from swarmtrain.world import hosts, slurm_port
 
 _DELAY = 1.0
 _ASK = 5.0
+# Slurm's SIGTERM reaches every process of a job at once, and the board is needed until the ranks have saved.
+_DEAF = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"']
 
 
 def main(folder: Path) -> int:
@@ -51,9 +54,9 @@ def main(folder: Path) -> int:
         "SWARMTRAIN_BOARD_PORT": str(port + 1),
     }
     host = environ.get("SLURMD_NODENAME", socket.gethostname())
-    node = Kept(folder, f"node{index}", "node", host, attempt)
-    board = Kept(folder, RENDEZVOUS, "rendezvous", host, attempt) if index == 0 else None
-    for number in (signal.SIGTERM, signal.SIGINT):
+    node = Kept(folder, f"node{index}", ROLE_NODE, host, attempt)
+    board = Kept(folder, RENDEZVOUS, ROLE_RENDEZVOUS, host, attempt) if index == 0 else None
+    for number in (signal.SIGURG, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: node.stop())
     if board is not None:
         adopt(folder, environ["SWARMTRAIN_FILES"], attempt.job)
@@ -111,6 +114,10 @@ class Kept:
         self._child: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._keep)
 
+    @property
+    def is_board(self) -> bool:
+        return self.role == ROLE_RENDEZVOUS
+
     def start(self) -> None:
         self._say("running")
         self._thread.start()
@@ -124,7 +131,7 @@ class Kept:
         """Ask it to end, and do not start it again."""
         self.stopping = True
         if (child := self._child) is not None:
-            child.terminate()
+            self._end(child)
 
     def _keep(self) -> None:
         while True:
@@ -138,14 +145,17 @@ class Kept:
             self._say("running")
 
     def _once(self) -> int:
-        argv = [sys.executable, "-m", MODULE, self.role]
-        events: Any = (self.folder / EVENTS).open("ab") if self.role == "rendezvous" else contextlib.nullcontext()
+        argv = [*(_DEAF if self.is_board else []), sys.executable, "-m", MODULE, self.role]
+        events: Any = (self.folder / EVENTS).open("ab") if self.is_board else contextlib.nullcontext()
         with written_down(self.folder / f"{self.name}.log") as log, events as out:
             # die_with_parent: of the thread, which lives as long as the child.
             child = self._child = start(argv, stdout=out or log, stderr=log, die_with_parent=True)
             if self.stopping:
-                child.terminate()
+                self._end(child)
             return child.wait()
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        child.send_signal(signal.SIGINT if self.is_board else signal.SIGTERM)
 
     def _say(self, state: str, exit_code: int | None = None) -> None:
         said = NodeState(self.host, state, self.attempt, exit_code, self.restarts)
