@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -56,7 +57,7 @@ class SlurmConfig(Section):
     time: Word | None = Field(
         None, description="--time of one job, as 1-12:00:00. A run that needs longer saves, is queued again, and goes on by itself."
     )
-    gres: Word | None = Field(None, description="--gres of each node, as gpu:a100:4.")
+    gres: Word | None = Field(None, description="--gres of each node, as gpu:a100:4, and as many slots.")
     gpus_per_node: int | None = Field(None, ge=1, le=names.MOST_SLOTS, description="--gpus-per-node, and as many slots.")
     cpus_per_node: int | None = Field(None, ge=1, le=65536, description="CPUs of each node (--cpus-per-task of its only task).")
     memory: Word | None = Field(None, description="--mem of each node, as 64G; 0 is all.")
@@ -70,3 +71,9 @@ class SlurmConfig(Section):
     options: Annotated[tuple[str, ...], AfterValidator(_options)] = Field((), description="More options of sbatch, as --reservation=mine.")
     prelude: tuple[Line, ...] = Field((), description="Shell lines before anything starts, such as module load cuda.")
     apptainer: ApptainerConfig = Field(ApptainerConfig(), description="The container, if any.")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that each node is given, by gpus_per_node or gres; 0 if neither says."""
+        match = re.search(r"\bgpu(?::[^:,()]+)?:(\d+)", self.gres or "")
+        return self.gpus_per_node or (int(match[1]) if match else 0)

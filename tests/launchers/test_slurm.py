@@ -98,12 +98,13 @@ def ours(folder: Path) -> list[int]:
     return below(folder / "home")
 
 
-def plan_of(name: str = "demo", *, script: str = TRAIN, nodes: int = 2, **slurm: object) -> Plan:
+def plan_of(name: str = "demo", *, script: str = TRAIN, nodes: int = 2, least: int | None = None, **slurm: object) -> Plan:
     runner = {
         "runner_type": "slurm",
         "nodes": nodes,
+        "min_nodes": least,
         "script": "training_code.py",
-        "max_restarts": 0,
+        "max_restarts": 2 if least else 0,
         "stop_grace": 10.0,
         "slurm": {"time": "10", "cpus_per_node": 1, **slurm},
     }
@@ -264,3 +265,33 @@ def test_plain_srun_finds_its_world(launcher: SlurmLauncher, tmp_path: Path) -> 
         ["srun", "--nodes=1", "--ntasks=2", "--time=2", sys.executable, "script.py"], env={"MASTER_ADDR": "127.0.0.1"}, timeout=60
     )
     assert printed.splitlines().count("world [(0, 0), (1, 1)]") == 2
+
+
+def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    """The last test: its node stays dead."""
+    launcher.up(plan_of(nodes=2, least=1), print)
+    in_world(launcher, "demo", 1)
+    kill_node(tmp_path, "n02")
+    in_world(launcher, "demo", 2)
+    assert starts(launcher, "demo")[-1].endswith("of world 1, hush")
+    number = number_of(launcher, "demo")
+    end = time.monotonic() + 60
+    while "n02" not in run(["sinfo", "--noheader", "--states=down", "--format=%N"]):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert job.state(number).state == "RUNNING"
+    (tmp_path / "demo.enough").touch()
+    outcome, code, _ = followed(launcher, "demo")
+    assert (outcome.partition(":")[0], code) == ("done", 0)
+
+
+def kill_node(folder: Path, name: str) -> None:
+    """Kill all of a node's processes at once, its slurmd and the parents of its tasks among them."""
+    tasks = [pid for pid in ours(folder) if f"SLURMD_NODENAME={name}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
+    stepds = [pid for pid in parents - {1} if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")]
+    wanted = f"-N\0{name}\0".encode()
+    slurmds = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in path.read_bytes()]
+    for pid in [*slurmds, *stepds, *tasks]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -213,8 +213,12 @@ class SlurmLauncher:
         say(f"{run} removed; its events and logs are in {folder.path}")
 
 
+@in_state()
 def generate(plan: Plan, output: Path) -> Path:
-    """Write the script that `up` would submit to `output`, and what it needs into the run's folder. Raises OSError."""
+    """Write the script that `up` would submit to `output`, and what it needs into the run's folder, whose part is returned.
+
+    Raises StateError.
+    """
     folder = JobFolder(plan.run)
     facts = _facts(plan, folder, None)
     text = script(plan, _site(folder, facts))
