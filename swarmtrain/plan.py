@@ -348,6 +348,8 @@ def _slots(config: Config, given: int | None, machine: Machine) -> tuple[int, st
         return given, "slots as hosts says"
     if runner.default_gpu_count:
         return runner.default_gpu_count, "slots by default_gpu_count"
+    if runner.runner_type is RunnerType.slurm and runner.slurm.gpus:
+        return runner.slurm.gpus, "a slot for each GPU that Slurm gives"
     if runner.swarm.gpu_ids:
         return len(runner.swarm.gpu_ids), "a slot for each of gpu_ids"
     devices = machine.resources.get(runner.swarm.generic_resource, 0)

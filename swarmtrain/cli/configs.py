@@ -79,13 +79,20 @@ def generate(
         "compose/generated.yml"
     ),
 ) -> None:
-    """Write the stack file that `docker stack deploy` takes."""
+    """Write the stack file that `docker stack deploy` takes; with runner_type slurm the script that `sbatch` takes."""
     from swarmtrain.config.load import load
+    from swarmtrain.config.runner import RunnerType
     from swarmtrain.launchers import offline_plan, run_name
     from swarmtrain.render import compose
     from swarmtrain.view.console import say
 
     made = offline_plan(load(config_file, override), run_name(config_file) if name is None else name, folder=Path.cwd())
+    if made.config.runner.runner_type is RunnerType.slurm:
+        from swarmtrain.launchers import slurm
+
+        files = slurm.generate(made, output := output.with_suffix(".sbatch"))
+        say(f"wrote {output}, and what it needs to {files}\nnext: sbatch {output}")
+        return
     compose.write(compose.stack(made), output)
     say("\n".join([f"wrote {output}", *made.notes, f"next: docker stack deploy -c {output} {made.run}"]))
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from swarmtrain.config import names
 from swarmtrain.config.base import Section, twice, wrong
 from swarmtrain.config.names import HOST_NETWORK, host_name
+from swarmtrain.config.slurm import SlurmConfig
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_NODES = 10_000
@@ -70,6 +71,7 @@ class RunnerType(StrEnum):
     local = "local"
     pdsh = "pdsh"
     pdsh_docker = "pdsh_docker"
+    slurm = "slurm"
 
 
 OVER_SSH = (RunnerType.pdsh, RunnerType.pdsh_docker)
@@ -254,7 +256,7 @@ class RunnerConfig(Section):
     runner_type: RunnerType = Field(
         RunnerType.swarm,
         description="swarm: a Docker Swarm. local: this machine, no Docker. pdsh: hosts, "
-        "bare Python over SSH. pdsh_docker: the same, in a container on each.",
+        "bare Python over SSH. pdsh_docker: the same, in a container on each. slurm: one job.",
     )
     hosts: Hosts | None = Field(
         None,
@@ -329,6 +331,7 @@ class RunnerConfig(Section):
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time a checkpoint may take.")
     docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
     swarm: SwarmConfig = Field(SwarmConfig(), description="What only a Docker Swarm has.")
+    slurm: SlurmConfig = Field(SlurmConfig(), description="What only Slurm has.")
 
     @model_validator(mode="after")
     def _slots_have_gpus(self) -> RunnerConfig:
@@ -341,6 +344,14 @@ class RunnerConfig(Section):
                 raise wrong("hosts", f"{host!r} has more slots than the {shown} GPUs of swarm.gpu_ids")
         if shown and (self.default_gpu_count or 0) > shown:
             raise wrong("default_gpu_count", f"{self.default_gpu_count} slots, and swarm.gpu_ids names {shown} GPUs")
+        return self
+
+    @model_validator(mode="after")
+    def _slurm_gives_all_nodes_the_same(self) -> RunnerConfig:
+        if self.runner_type is RunnerType.slurm and len({names.host_slots(host) for host in self.hosts or ()}) > 1:
+            raise wrong(
+                "hosts", "have different slots, and Slurm gives every node of a job the same", "leave slots out, or make them equal"
+            )
         return self
 
     @model_validator(mode="after")

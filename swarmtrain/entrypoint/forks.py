@@ -31,7 +31,10 @@ def warm() -> None:
     # multiprocessing removes the semaphores of those that were killed, as it should; it need not warn of them.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     _CONTEXT.set_forkserver_preload(["swarmtrain.entrypoint.preload"])
+    # A signal to all processes of a node, which is how Slurm ends a job, is not for the servers: ranks that save go with them.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     forkserver.ensure_running()
+    signal.signal(signal.SIGTERM, before)
 
 
 def await_warmth() -> None:
@@ -92,6 +95,7 @@ def _fork_instead(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
     try:
         die_with_parent_now()
         rename(_SERVER)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in warm; whatever it forks takes the signal back
         if os.getppid() == parent:
             exec(args[-1], {})  # noqa: S102  # multiprocessing's own line: from multiprocessing.forkserver import main; main(…)
     finally:
@@ -100,6 +104,7 @@ def _fork_instead(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> i
 
 def _lead(name: str, main: Callable[..., int], *arguments: object) -> NoReturn:
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent_now()
     rename(name)
     raise SystemExit(main(*arguments))

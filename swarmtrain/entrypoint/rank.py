@@ -36,6 +36,7 @@ _ENDED_WITHIN = 20.0
 def run() -> None:
     """Run the script to its end. A failure is put on the board and raised again; so is any exit code but 0."""
     die_with_parent_now()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server that this is forked from does not hear it
     rename(f"rank {os.environ['RANK']}")
     sys.excepthook = sys.__excepthook__  # the forkserver's own is not the script's
     node = NodeEnv.from_env(os.environ)

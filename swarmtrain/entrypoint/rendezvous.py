@@ -44,7 +44,8 @@ def main() -> int:
     liveness.guard()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as whoever started it has asked, see launchers.slurm.node
+            signal.signal(number, lambda *_: stop.set())
     boot = f"{int(time.time()):x}{secrets.token_hex(2)}"
     notices = Notices(
         run=env.run,

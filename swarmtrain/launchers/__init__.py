@@ -22,11 +22,13 @@ from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, noted, offline, r
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Launcher
 
+_HOSTS_ARE_TAKEN_AS_THEY_ARE = (RunnerType.local, RunnerType.slurm)
 _REGISTRY = {
     RunnerType.swarm: "swarmtrain.launchers.swarm:SwarmLauncher",
     RunnerType.local: "swarmtrain.launchers.local:LocalLauncher",
     RunnerType.pdsh: "swarmtrain.launchers.ssh:SshLauncher",
     RunnerType.pdsh_docker: "swarmtrain.launchers.ssh:SshDockerLauncher",
+    RunnerType.slurm: "swarmtrain.launchers.slurm:SlurmLauncher",
 }
 
 
@@ -61,7 +63,7 @@ def _running(config: Config, run: str) -> Config | None:
 def inventory(config: Config) -> Inventory:
     """Return the machines that `config` may use; hosts of a run on this machine alone are names without a machine."""
     runner = config.runner
-    if runner.hosts and runner.runner_type is RunnerType.local:
+    if runner.hosts and runner.runner_type in _HOSTS_ARE_TAKEN_AS_THEY_ARE:
         return offline(runner.hosts)
     if runner.runner_type in OVER_SSH:
         from swarmtrain.launchers import ssh
@@ -104,7 +106,7 @@ def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:
     low, _, high = config.runner.node_range
     runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
     config = config.model_copy(update={"runner": runner})
-    asked = runner.runner_type in OVER_SSH or (runner.hosts and runner.runner_type is RunnerType.local)
+    asked = runner.runner_type in OVER_SSH or (runner.hosts and runner.runner_type in _HOSTS_ARE_TAKEN_AS_THEY_ARE)
     machines = inventory(config) if asked else found.inventory()
     return make_plan(config, machines, cargo, run=run, nodes=nodes)
 

@@ -4,7 +4,7 @@
         with here.local_first():
             ...                     one rank of each node first, then the others
 
-Works under torchrun and its elastic agent, and alone: without torchrun's environment the world is this process.
+Works under torchrun and its elastic agent, under plain srun or mpirun, and alone: see swarmtrain.world.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ValidationError
 
+from swarmtrain import world
 from swarmtrain.config import Config
 from swarmtrain.config.explain import explain
 from swarmtrain.config.files import reason
@@ -122,7 +123,11 @@ def start(config: Config) -> Iterator[Runtime]:
     Raises TrainingError on every rank alike if the device of one has no float8 and the config asks for it.
     """
     environ = os.environ
-    rank, size, local_rank = (int(environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    try:
+        environ |= world.find(environ)
+    except ValueError as error:
+        raise TrainingError(str(error), place="this process's environment") from None
+    rank, size, local_rank = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     _log(config, rank)
     device = _device(local_rank)
     _be_deterministic(device, config.trainer.deterministic)
@@ -216,6 +221,8 @@ def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        local_rank = 0  # srun and mpirun may have shown each rank its own GPU alone
     if local_rank >= torch.cuda.device_count():
         raise TrainingError(
             f"has no GPU for its local rank {local_rank}: it shows {torch.cuda.device_count()}",

@@ -164,7 +164,7 @@ class Scene:
             time.sleep(0.5)
         for node in self._disks:
             self.docker(node, "volume", "rm", self._volume)
-        for folder in (self._audit, *self.lab.shared.glob(f"{self.run}*")):
+        for folder in (*self._audits.glob(self.run), *self.lab.shared.glob(f"{self.run}*")):
             shutil.rmtree(folder)
 
     def docker(self, node: str, *argv: str) -> str:

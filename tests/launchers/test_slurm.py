@@ -1,0 +1,297 @@
+"""The Slurm launcher on a real Slurm: three slurmd on this machine, real jobs, the time limit, requeues, an allocation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import below
+
+from swarmtrain.config import Config
+from swarmtrain.errors import RunNotFound
+from swarmtrain.lab import slurm as lab
+from swarmtrain.launchers import scaled_plan
+from swarmtrain.launchers.base import LogLine
+from swarmtrain.launchers.slurm import SlurmLauncher, generate, job
+from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
+from swarmtrain.process import run
+from swarmtrain.view.status import status
+from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from swarmtrain.board import Board
+from swarmtrain.wire import Event
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+dist.init_process_group("gloo")
+name = os.environ["SWARMTRAIN_RUN"]
+state = pathlib.Path(name + ".state")
+step = int(state.read_text()) if state.exists() else 0
+print(f"start at {step} of world {dist.get_world_size()}, {pathlib.Path(os.environ['TOKEN_FILE']).read_text()}")
+while True:
+    flag = torch.tensor([len(asked), pathlib.Path(name + ".enough").exists()])
+    dist.all_reduce(flag)
+    if flag[1]:
+        break
+    if flag[0]:
+        print(f"left at {step}")
+        dist.destroy_process_group()
+        sys.exit(75)
+    time.sleep(0.02)
+    step += 1
+    if dist.get_rank() == 0:
+        pathlib.Path(name + ".new").write_text(str(step))
+        os.replace(name + ".new", state)
+        if step % 5 == 0:
+            Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def conf() -> Iterator[Path]:
+    lacking = lab.missing() or (["root"] if os.geteuid() else [])
+    if lacking and not os.environ.get("CI"):
+        pytest.skip(f"needs {', '.join(lacking)}")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short enough for a socket
+    try:
+        with lab.cluster(folder) as made:
+            yield made
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def launcher(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    made = SlurmLauncher()
+    yield made
+    subprocess.run(["scancel", "--user=root"], check=False)
+    for name in made.runs():
+        made.down(name, print)
+    for pid in ours(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def ours(folder: Path) -> list[int]:
+    return below(folder / "home")
+
+
+def plan_of(name: str = "demo", *, script: str = TRAIN, nodes: int = 2, least: int | None = None, **slurm: object) -> Plan:
+    runner = {
+        "runner_type": "slurm",
+        "nodes": nodes,
+        "min_nodes": least,
+        "script": "training_code.py",
+        "max_restarts": 2 if least else 0,
+        "stop_grace": 10.0,
+        "slurm": {"time": "10", "cpus_per_node": 1, **slurm},
+    }
+    config = Config.from_json(json.dumps({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
+    cargo = Cargo((CodeFile.of("training_code.py", script.encode()),), (CodeFile.of("TOKEN", b"hush"),))
+    return make_plan(config, SlurmLauncher().inventory(), cargo, run=name)
+
+
+def until(launcher: SlurmLauncher, name: str, kind: str, where: Callable[[Event], bool] = lambda _: True, timeout: float = 60.0) -> Event:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if found := [event for event in launcher.events(name) if event.kind == kind and where(event)]:
+            return found[-1]
+        time.sleep(0.05)
+    said = [f"{line.node} {line.text}" for line in launcher.logs(name, follow=False)]
+    pytest.fail("\n".join([f"no {kind}", *said, *(path.read_text() for path in Path("home").rglob("slurm.out"))]))
+
+
+def in_world(launcher: SlurmLauncher, name: str, number: int) -> None:
+    """Wait until the run's world `number`, counted from 1, has made steps."""
+
+    def worlds() -> list[float]:
+        return [event.time for event in launcher.events(name) if event.kind == "world"]
+
+    until(launcher, name, "progress", lambda event: len(worlds()) >= number and event.time > worlds()[number - 1])
+
+
+def followed(launcher: SlurmLauncher, name: str) -> tuple[str, int, list[LogLine]]:
+    updates = list(launcher.watch(name))
+    last = [update for update in updates if isinstance(update, Event) and update.kind == VERDICT][-1]
+    return f"{last.data['status']}: {last.data['why']}", last.data["exit_code"], [line for line in updates if isinstance(line, LogLine)]
+
+
+def starts(launcher: SlurmLauncher, name: str) -> list[str]:
+    return [line.text for line in launcher.logs(name, follow=False) if line.text.startswith("start at")]
+
+
+def number_of(launcher: SlurmLauncher, name: str) -> str:
+    return str(json.loads(Path(f"home/swarmtrain/{name}/slurm.json").read_text())["job"])
+
+
+def release(number: str) -> None:
+    """Slurm lets a job that is queued again wait for two minutes; its owner may say otherwise."""
+    end = time.monotonic() + 30
+    while job.state(number).state != "PENDING":
+        assert time.monotonic() < end, job.state(number)
+        time.sleep(0.05)
+    run(["scontrol", "update", f"JobId={number}", "StartTime=now"])
+
+
+def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    """Submitted, queued again by hand and before its time limit, scaled, done, removed."""
+    plan = plan_of(time="1", signal_seconds=58)
+    assert launcher.check(plan) == []
+    assert [str(change) for change in launcher.changes(plan)] == ["submit a job: is not there"]
+    launcher.up(plan, print)
+    assert launcher.changes(plan) == []
+    assert launcher.deployed("demo") == (plan.config, plan.cargo)
+    first = number_of(launcher, "demo")
+    secrets = list(tmp_path.rglob("TOKEN"))
+    assert [path.stat().st_mode & 0o777 for path in secrets] == [0o600]
+    in_world(launcher, "demo", 1)
+    assert {task.node: (task.host, task.state) for task in launcher.tasks("demo")} == {
+        "node0": ("n01", "running"),
+        "node1": ("n02", "running"),
+        RENDEZVOUS: ("n01", "running"),
+    }
+    # The time limit comes near: saved, and queued again by its own script, under its own number.
+    release(first)
+    in_world(launcher, "demo", 2)
+    assert number_of(launcher, "demo") == first
+    # What a preemption does, by hand.
+    run(["scontrol", "requeue", first])
+    release(first)
+    in_world(launcher, "demo", 3)
+    launcher.up(scaled_plan(launcher, "demo", 3), print)
+    in_world(launcher, "demo", 4)
+    assert starts(launcher, "demo")[-1].endswith("of world 3, hush")
+    assert not job.state(first).there
+    steps = [int(line.split()[2]) for line in starts(launcher, "demo")]
+    assert steps == sorted(steps)
+    # At the time limit, the requeue and the scale every rank was asked, and each time the next begins where it left.
+    left = sorted({int(line.text.split()[2]) for line in launcher.logs("demo", follow=False) if line.text.startswith("left at")})
+    assert [0, *left] == sorted(set(steps))
+    assert len(left) == 3
+    assert not [event for event in launcher.events("demo") if event.kind == "failure"]
+    (tmp_path / "demo.enough").touch()
+    outcome, code, _ = followed(launcher, "demo")
+    assert (outcome, code) == ("done: all 3 nodes have finished", 0)
+    last = number_of(launcher, "demo")
+    assert job.gone(last, 10)
+    assert job.state(last).state == "COMPLETED"
+    launcher.down("demo", print)
+    assert launcher.runs() == []
+    assert not list(tmp_path.rglob("TOKEN"))
+    assert ours(tmp_path) == []
+    with pytest.raises(RunNotFound):
+        launcher.tasks("demo")
+
+
+def test_two_runs_on_the_same_nodes_and_the_code_of_the_one_that_fails(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    """One by `deploy`, the other by hand from what `generate` writes; neither has the other's ports."""
+    launcher.up(plan_of("one", nodes=3), print)
+    script = tmp_path / "other.sbatch"
+    failing = "import sys, os\nsys.exit(7)\n"
+    generate(plan_of("other", nodes=3, script=failing), script)
+    other = job.submit(script)
+    in_world(launcher, "one", 1)
+    assert job.gone(other, 60)
+    outcome, code, _ = followed(launcher, "other")
+    assert code == 7
+    assert outcome.startswith("failed: ")
+    assert "ExitCode=7:0" in run(["scontrol", "show", "job", other])
+    assert launcher.runs() == ["one", "other"]
+    assert not [event for event in launcher.events("one") if event.kind in (VERDICT, "failure")]
+    launcher.down("one", print)
+    launcher.down("other", print)
+    assert run(["squeue", "--noheader"]) == ""
+    assert ours(tmp_path) == []
+
+
+def test_what_slurm_would_not_take_is_told_before(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    assert "partition" in launcher.check(plan_of(partition="gpu"))[0].message
+    assert not list(tmp_path.rglob("TOKEN"))
+
+
+def test_inside_an_allocation_srun_takes_its_nodes(launcher: SlurmLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = run(["salloc", "--no-shell", "--nodes=2", "--ntasks-per-node=1", "--job-name=mine"]) or ""
+    number = run(["squeue", "--noheader", "--name=mine", "--format=%i"]).strip()
+    monkeypatch.setenv("SLURM_JOB_ID", number)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert launcher.check(plan_of(nodes=3))[0].fatal
+    assert launcher.check(plan_of()) == []
+    launcher.up(plan_of(), print)
+    in_world(launcher, "demo", 1)
+    assert launcher.changes(plan_of()) == []
+    launcher.stop("demo", print)
+    assert job.steps(number, "demo") == []
+    assert job.state(number).state == "RUNNING"
+    assert status("demo", launcher.events("demo"), launcher.tasks("demo"), time.time()).state == "stopped"
+    saved = (tmp_path / "demo.state").read_text()
+    launcher.up(plan_of(), print)
+    in_world(launcher, "demo", 2)
+    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
+    launcher.down("demo", print)
+    assert ours(tmp_path) == []
+    assert job.state(number).state == "RUNNING"
+
+
+def test_plain_srun_finds_its_world(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    (tmp_path / "config.yml").write_text("runner: {}\n")
+    (tmp_path / "script.py").write_text(
+        "import sys\nfrom swarmtrain.trainer import runtime, agreement\n"
+        "with runtime.start(runtime.read_config(['config.yml'])) as here:\n"
+        "    print('world', sorted(agreement.gather((here.rank, here.local_rank))), flush=True)\n"
+    )
+    printed = run(
+        ["srun", "--nodes=1", "--ntasks=2", "--time=2", sys.executable, "script.py"], env={"MASTER_ADDR": "127.0.0.1"}, timeout=60
+    )
+    assert printed.splitlines().count("world [(0, 0), (1, 1)]") == 2
+
+
+def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    """The last test: its node stays dead."""
+    launcher.up(plan_of(nodes=2, least=1), print)
+    in_world(launcher, "demo", 1)
+    kill_node(tmp_path, "n02")
+    in_world(launcher, "demo", 2)
+    assert starts(launcher, "demo")[-1].endswith("of world 1, hush")
+    number = number_of(launcher, "demo")
+    end = time.monotonic() + 60
+    while "n02" not in run(["sinfo", "--noheader", "--states=down", "--format=%N"]):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert job.state(number).state == "RUNNING"
+    (tmp_path / "demo.enough").touch()
+    outcome, code, _ = followed(launcher, "demo")
+    assert (outcome.partition(":")[0], code) == ("done", 0)
+
+
+def kill_node(folder: Path, name: str) -> None:
+    """Kill all of a node's processes at once, its slurmd and the parents of its tasks among them."""
+    tasks = [pid for pid in ours(folder) if f"SLURMD_NODENAME={name}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
+    stepds = [pid for pid in parents - {1} if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")]
+    wanted = f"-N\0{name}\0".encode()
+    slurmds = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in path.read_bytes()]
+    for pid in [*slurmds, *stepds, *tasks]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,71 @@
+"""A process finds its world in its environment; lists of nodes as Slurm writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmtrain.world import find, first_host, hosts, port_of
+
+SLURM = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "6",
+    "SLURM_JOB_NODELIST": "n[03-05]",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        ("n[01-03,7],gpu-[2-4]x", ["n01", "n02", "n03", "n7", "gpu-2x", "gpu-3x", "gpu-4x"]),
+        ("r[1-2]n[08-10]", ["r1n08", "r1n09", "r1n10", "r2n08", "r2n09", "r2n10"]),
+        ("n[099-101]", ["n099", "n100", "n101"]),
+        ("login.cluster,n[5]-ib", ["login.cluster", "n5-ib"]),
+    ],
+)
+def test_lists_of_nodes(nodes: str, names: list[str]) -> None:
+    assert list(hosts(nodes)) == names
+    assert first_host(nodes) == names[0]
+
+
+@pytest.mark.parametrize("nodes", ["", "n[1-", "n[3-1]", "a,,b", "n[]", "n[1-2]]", "n[x]", "n[0-99999999]"])
+def test_no_list_of_nodes(nodes: str) -> None:
+    with pytest.raises(ValueError, match=r"no (list of nodes|range of numbers)"):
+        list(hosts(nodes))
+
+
+def test_torchrun_comes_first() -> None:
+    told = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert find({**SLURM, **OPEN_MPI, **told}) == told
+
+
+def test_a_task_of_srun() -> None:
+    found = find({**OPEN_MPI, **SLURM})
+    assert found == {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "MASTER_ADDR": "n03", "MASTER_PORT": str(20000 + 4 * 41)}
+    assert find({**SLURM, "SLURM_STEP_NODELIST": "n05", "SLURM_STEP_NUM_TASKS": "2"})["MASTER_ADDR"] == "n05"
+    assert find({**SLURM, "MASTER_PORT": "7"})["MASTER_PORT"] == "7"
+    assert find({**SLURM, "SLURM_JOB_ID": "42"})["MASTER_PORT"] != found["MASTER_PORT"]
+    assert find({**SLURM, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != found["MASTER_PORT"]
+
+
+def test_what_a_batch_script_starts_by_itself_is_alone() -> None:
+    assert find({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"})["WORLD_SIZE"] == "1"
+
+
+def test_mpi() -> None:
+    found = find({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": "17"})
+    assert found == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(17) + 2)}
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    with pytest.raises(ValueError, match="which host has rank 0"):
+        find(hydra)
+    assert find({**hydra, "MASTER_ADDR": "b"})["MASTER_ADDR"] == "b"
+    assert find({**hydra, "SLURM_JOB_NODELIST": "c[2-3]"})["MASTER_ADDR"] == "c2"
+
+
+def test_nothing_at_all() -> None:
+    assert find({}) == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
