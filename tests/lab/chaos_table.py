@@ -5,12 +5,12 @@ What is not run anew stays in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 from faults import DISKS, FAULTS, STATES
 
 COLUMNS = [(state, disk) for state in STATES for disk in DISKS]
-_TITLE = "| what happens |"
+_TITLE = "| fault |"
 _HEAD = [
     f"{_TITLE} {' | '.join(f'{state}, {disk} disk' for state, disk in COLUMNS)} |",
     f"| --- |{' ---: |' * len(COLUMNS)}",
@@ -51,11 +51,12 @@ def _line(name: str, cells: Cells) -> str:
     return f"| {name} | {' | '.join(cells.get(column, '') for column in COLUMNS)} |"
 
 
-def worse(cells: Mapping[str, Cells]) -> Iterable[str]:
-    """Yield each cell that is missing, or that lost more than it may."""
+def worse(cells: Mapping[str, Cells]) -> Iterator[str]:
+    """Yield each fault that has no cell, and each cell that lost more than it may."""
     for fault in FAULTS:
-        for state, disk in COLUMNS:
-            if disk in fault.disks:
-                said = cells.get(fault.name, {}).get((state, disk), "")
-                if not said or int(said.partition(",")[0]) > fault.may_lose(state):
-                    yield f"{fault.name}, {state}, {disk}: {said or 'is missing'}"
+        found = cells.get(fault.name, {})
+        if not found:
+            yield f"{fault.name}: is missing"
+        for (state, disk), said in found.items():
+            if int(said.partition(",")[0]) > fault.may_lose(state):
+                yield f"{fault.name}, {state}, {disk}: {said}"

@@ -201,9 +201,9 @@ def _all_at_once(scene: Scene) -> None:
 
 
 def _scale(scene: Scene) -> None:
-    for nodes in ("2", "3"):
-        assert scene.swarmtrain("scale", scene.run, "--nodes", nodes).wait(240) == 0
-        scene.reach(scene.step + 10)
+    assert scene.swarmtrain("scale", scene.run, "--nodes", "2").wait(240) == 0
+    scene.reach(scene.step + 10)
+    assert scene.swarmtrain("scale", scene.run, "--nodes", "3").wait(240) == 0
 
 
 def _drain(scene: Scene) -> None:

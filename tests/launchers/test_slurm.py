@@ -160,8 +160,8 @@ def release(number: str) -> None:
 
 
 def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    """Submitted, queued again by hand and before its time limit, scaled, done, removed."""
-    plan = plan_of(time="1", signal_seconds=58)
+    """Submitted, queued again, scaled, done, removed."""
+    plan = plan_of()
     assert launcher.check(plan) == []
     assert [str(change) for change in launcher.changes(plan)] == ["submit a job: is not there"]
     launcher.up(plan, print)
@@ -176,24 +176,21 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
         "node1": ("n02", "running"),
         RENDEZVOUS: ("n01", "running"),
     }
-    # The time limit comes near: saved, and queued again by its own script, under its own number.
-    release(first)
-    in_world(launcher, "demo", 2)
-    assert number_of(launcher, "demo") == first
     # What a preemption does, by hand.
     run(["scontrol", "requeue", first])
     release(first)
-    in_world(launcher, "demo", 3)
+    in_world(launcher, "demo", 2)
+    assert number_of(launcher, "demo") == first
     launcher.up(scaled_plan(launcher, "demo", 3), print)
-    in_world(launcher, "demo", 4)
+    in_world(launcher, "demo", 3)
     assert starts(launcher, "demo")[-1].endswith("of world 3, hush")
     assert not job.state(first).there
     steps = [int(line.split()[2]) for line in starts(launcher, "demo")]
     assert steps == sorted(steps)
-    # At the time limit, the requeue and the scale every rank was asked, and each time the next begins where it left.
+    # At the requeue and the scale every rank was asked, and each time the next begins where it left.
     left = sorted({int(line.text.split()[2]) for line in launcher.logs("demo", follow=False) if line.text.startswith("left at")})
     assert [0, *left] == sorted(set(steps))
-    assert len(left) == 3
+    assert len(left) == 2
     assert not [event for event in launcher.events("demo") if event.kind == "failure"]
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
