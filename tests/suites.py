@@ -1,6 +1,6 @@
 """Run the suites and print the time of each. `python tests/suites.py [NAME …]`; `fast` needs no torch and no lab.
 
-Two run side by side: those of a lab mostly wait, for containers and for what must not happen. What a suite prints is shown
+Three run side by side: those of a lab mostly wait, for containers and for what must not happen. What a suite prints is shown
 when it is done, or as it comes if it is the only one.
 
 With CI=true a skipped test fails the run: a machine that is to prove something must be able to.
@@ -36,7 +36,7 @@ _NEWER = [
     "a_deploy_that_cannot_work_says_why_and_leaves_nothing",
 ]
 # `newer` repeats tests of the lab with a newer engine than the system's: those that live by what an engine answers.
-# In the order in which two workers take them up, such that both are done at about the same time.
+# In the order in which they are taken up, such that the last ones are done at about the same time, and the image is built once.
 SUITES = {
     "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS)],
     "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
@@ -51,6 +51,7 @@ SUITES = {
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _MEMORY_DISK = Path("/dev/shm")
 _ENOUGH = 18 * 2**30
+_SIDE_BY_SIDE = 3
 
 
 def main() -> int:
@@ -96,7 +97,7 @@ def _memory() -> int:
 
 def run_all(names: list[str]) -> int:
     """Run the suites of these names and return the exit code."""
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
         done = list(pool.map(lambda name: run(name, alone=len(names) == 1), names))
     rows = [str(result) for result in done]
     totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
