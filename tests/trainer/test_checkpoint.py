@@ -219,7 +219,7 @@ def test_other_data_is_refused(copy: Path, saving: dict[str, Any]) -> None:
 def test_old_checkpoints_are_removed(tmp_path: Path, config: dict[str, Any]) -> None:
     """The newest two stay, the best, and each multiple of five, at which one is saved."""
     keeps = {"save_interval": 4, "keep_checkpoints": 2, "eval_interval": 3, "keep_best_checkpoints": 1, "keep_checkpoints_every": 5}
-    growing = {"learning_rate": 30.0, "learning_rate_warmup_steps": 12}
+    growing = {"learning_rate": 3.0, "learning_rate_warmup_steps": 12}
     train(tmp_path, changed(config, trainer=keeps, learning_rate_scheduler=growing))
     measured = {step: loss for step, loss in held_out(tmp_path).items() if step}
     best = min(measured, key=lambda step: measured[step])
