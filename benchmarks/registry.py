@@ -30,6 +30,7 @@ BENCHMARKS = (
     Benchmark("status-100", "status and plan of a run of a hundred services", services.status_and_plan),
     Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.hundred_streams),
     Benchmark("recovery", "a container is killed, to the next step, beside plain torchrun", recovery.killed_container),
+    Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.planned_scale),
     Benchmark("checkpoint", "what a checkpoint in the background takes from training", training.background_checkpoint),
     Benchmark("train", "the trainer beside a loop by hand", training.by_hand),
     Benchmark("train-ddp", "two processes of it beside DistributedDataParallel by hand", training.by_hand_ddp),

@@ -16,7 +16,7 @@ from faults import FAULTS
 from scene import NODES, Scene
 from test_chaos import audits, begin, lab  # noqa: F401  # fixtures
 
-_STEPS_A_MINUTE = 200
+_STEPS_A_MINUTE = 600
 _LAST = 250
 """Steps before the end after which nothing is struck any more."""
 _STEADY = 30
