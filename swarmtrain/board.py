@@ -30,7 +30,7 @@ class Board:
 
     def post(self, event: Event) -> Receipt:
         """Put an event on the board. Raises BoardError if it cannot be reached."""
-        return Receipt(**self._call("post", **asdict(event)))
+        return Receipt(**self._call("post", kind=event.kind, data=event.data))
 
     def join(self, node: str) -> None:
         """Say that `node` is here, and will beat every second. Raises BoardError."""

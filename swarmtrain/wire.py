@@ -230,7 +230,7 @@ class Event:
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
     time: float = field(default_factory=time.time)
-    """Seconds since the epoch, by the clock of whoever posted it."""
+    """Seconds since the epoch, by the board's clock: those of nodes may be wrong."""
 
     def to_line(self) -> str:
         """Return the event as one line of JSON, `event` first, so that a reader can tell it from other output."""

@@ -204,14 +204,14 @@ class Notices:
         if world := self._worlds.form(event.data, self._now()):
             self._changing = False
             ranks = dict(sorted(world.ranks.items(), key=lambda item: item[1]))
-            self._printer.print(Event(WORLD, {**event.data, "ranks": ranks}, event.time))
+            self._printer.print(Event(WORLD, {**event.data, "ranks": ranks}))
 
     def _fail(self, event: Event) -> bool:
         """Take a failure; return whether its reason has been told before."""
         cause = self._worlds.cause(event.data, self.round)
         known = self._told.known(cause)
         if self._told.first(cause, event.data) and not self._failed:
-            self._printer.print(Event(FAILURE, cause.data, event.time))
+            self._printer.print(Event(FAILURE, cause.data))
             self._weigh(cause)
         return known
 

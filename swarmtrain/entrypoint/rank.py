@@ -59,6 +59,7 @@ def run() -> None:
         raise
     finally:
         _run_exit_functions()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script's own handler would keep us alive for half a minute
         if receipt.over:
             _await_the_end()
     if os.environ["LOCAL_RANK"] == "0":
@@ -158,7 +159,6 @@ def _hint(error: BaseException) -> str | None:
 
 def _await_the_end() -> None:
     """Stay until this node is ended: a rank that ends by itself is started again by torch's agent, in a run that is over."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_ENDED_WITHIN)
 
 

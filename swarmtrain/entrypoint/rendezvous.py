@@ -90,7 +90,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
                 case "ping":
                     return {"time": time.time(), "monotonic": time.monotonic()}
                 case "post":
-                    event = Event(**request)
+                    event = Event(request["kind"], request["data"])
                     self._rescues.hear(event)
                     return asdict(self._notices.post(event))
                 case "join" | "beat" as op:
@@ -148,7 +148,7 @@ def _open_store(env: BoardEnv, server: BoardServer) -> object:
         reason = _reason(error) if isinstance(error, OSError) else str(error)
         facts = {"node": RENDEZVOUS, "error": f"store at {env.bind}:{env.store_port}: cannot be served: {reason}", "hint": hint}
         data = {**facts, "exit_code": EXIT_ERROR, "permanent": True, "traceback": traceback.format_exc()}
-        server.answer({"op": "post", "kind": FAILURE, "data": data, "time": time.time()})
+        server.answer({"op": "post", "kind": FAILURE, "data": data})
         sys.stderr.write(f"error: {facts['error']}\nhint: {hint}\n")
         return None
 

@@ -137,12 +137,15 @@ def test_a_node_whose_clock_is_an_hour_wrong_is_one_like_any_other(small_run: An
     if not libraries:
         pytest.skip("needs Debian's package faketime")
     small_run.start_board()
-    small_run.train(0)
-    small_run.train(1, environment={"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+1h"})
+    note = "pathlib.Path(__file__).with_name('clock-' + os.environ['RANK']).write_text(str(time.time()))"
+    small_run.train(0, fault=note)
+    small_run.train(1, fault=note, environment={"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+1h"})
     assert small_run.finish_training(worlds=1) == {"node0": 0, "node1": 0, "board": 0}
-    first, second = sorted(event.time for event in small_run.events("joined"))
-    assert second - first > 3000, "its clock is wrong indeed"
-    assert len(small_run.events("world")) == 1
+    clocks = [float(path.read_text()) for path in small_run.folder.glob("clock-*")]
+    assert max(clocks) - min(clocks) > 3000, "its clock is wrong indeed"
+    times = [event.time for event in small_run.events()]
+    assert times == sorted(times)
+    assert times[-1] - times[0] < 3000
 
 
 def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
@@ -250,6 +253,23 @@ def test_who_leaves_by_os_exit_has_finished(small_run: Any) -> None:
     assert small_run.events("verdict")[0].data["why"] == "its node has finished"
     assert small_run.output().count("bye\n") == 2
     assert "not at os._exit" not in small_run.output()
+
+
+def test_a_rank_that_has_returned_ends_at_once_whatever_its_script_did_with_sigterm(small_run: Any) -> None:
+    """It waits for its agent to fetch its return value, and torch would wait 16 s for it to end."""
+    script = (
+        "import os, signal, sys, time\n"
+        "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+        "while os.environ['RANK'] == '1' and not asked: time.sleep(0.05)\n"
+        "sys.exit(75 * len(asked))\n"
+    )
+    small_run.start_board()
+    small_run.start_node(0, script, nodes=(1, 1), slots=2)
+    small_run.until("returned")
+    asked = time.monotonic()
+    small_run.nodes["node0"].terminate()
+    assert small_run.nodes["node0"].wait(60) == EXIT_PLANNED
+    assert time.monotonic() - asked < 12
 
 
 def test_four_ranks_that_fail_alike_say_so_at_length_once(small_run: Any) -> None:
