@@ -31,6 +31,10 @@ LABEL_HOST = "swarmtrain.host"
 LABEL_SLOTS = "swarmtrain.slots"
 LABEL_CONFIG = "swarmtrain.config"
 LABEL_HOSTS = "swarmtrain.hosts"
+# Of containers in no swarm: the node that each is, what it was made of, and the digests of its secrets.
+LABEL_NODE = "swarmtrain.node"
+LABEL_CONTAINER = "swarmtrain.container"
+LABEL_SECRETS = "swarmtrain.secrets"
 # Of an image: what went into it.
 LABEL_CONTENTS = "swarmtrain.contents"
 ROLE_NODE = "node"

@@ -79,11 +79,11 @@ def generate(
         "compose/generated.yml"
     ),
 ) -> None:
-    """Write the stack file that `docker stack deploy` takes; with runner_type slurm the script that `sbatch` takes."""
+    """Write the file that `docker stack deploy` takes; with runner_type docker that of `docker compose`, with slurm that of `sbatch`."""
     from swarmtrain.config.load import load
     from swarmtrain.config.runner import RunnerType
     from swarmtrain.launchers import offline_plan, run_name
-    from swarmtrain.render import compose
+    from swarmtrain.render import compose, engine
     from swarmtrain.view.console import say
 
     made = offline_plan(load(config_file, override), run_name(config_file) if name is None else name, folder=Path.cwd())
@@ -93,8 +93,9 @@ def generate(
         files = slurm.generate(made, output := output.with_suffix(".sbatch"))
         say(f"wrote {output}, and what it needs to {files}\nnext: sbatch {output}")
         return
-    compose.write(compose.stack(made), output)
-    say("\n".join([f"wrote {output}", *made.notes, f"next: docker stack deploy -c {output} {made.run}"]))
+    stack = engine.containers(made) if made.config.runner.runner_type is RunnerType.docker else compose.stack(made)
+    compose.write(stack, output)
+    say("\n".join([f"wrote {output}", *made.notes, f"next: {stack.command.format(file=output, name=stack.name)}"]))
 
 
 def doctor(

@@ -69,6 +69,7 @@ class RunnerType(StrEnum):
 
     swarm = "swarm"
     local = "local"
+    docker = "docker"
     pdsh = "pdsh"
     pdsh_docker = "pdsh_docker"
     slurm = "slurm"
@@ -255,7 +256,7 @@ class RunnerConfig(Section):
 
     runner_type: RunnerType = Field(
         RunnerType.swarm,
-        description="swarm: a Docker Swarm. local: this machine, no Docker. pdsh: hosts, "
+        description="swarm: a Docker Swarm. local: this machine, no Docker. docker: containers on one engine, no swarm. pdsh: hosts, "
         "bare Python over SSH. pdsh_docker: the same, in a container on each. slurm: one job.",
     )
     hosts: Hosts | None = Field(

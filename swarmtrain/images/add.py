@@ -6,13 +6,12 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from swarmtrain.errors import ImageError
 from swarmtrain.images import build, contents
 from swarmtrain.images import folder as folders
-from swarmtrain.images.engine import Engine, Say, reason
-from swarmtrain.images.transfer import follow_layers, megabytes
+from swarmtrain.images.engine import Engine, Say
+from swarmtrain.images.transfer import megabytes, obtain
 from swarmtrain.render.mounts import WORKSPACE
 
 
@@ -22,7 +21,7 @@ def add(engine: Engine, code: Sequence[Path], below: str, tag: str, *, here: Pat
     Each lies there as it lies in the folder `here`, or under its own name if it is elsewhere; the same files make the
     same layer, whenever and wherever that is done. Raises ImageError.
     """
-    image = _inspect(engine, below, say)
+    image = obtain(engine, below, say)
     config = image["Config"]
     found = contents.read(image)
     owner = f"--chown={config['User']} " if config.get("User") else ""
@@ -55,17 +54,3 @@ def _entries(path: Path) -> list[folders.Entry]:
     if not (found := folders.files(path)):
         raise ImageError(f"there is nothing in it, or {folders.IGNORE} excludes all", place=str(path))
     return found
-
-
-def _inspect(engine: Engine, image: str, say: Say) -> dict[str, Any]:
-    """Return what the engine says of `image`, pulled if it is not there."""
-    try:
-        return engine.inspect_image(image)
-    except OSError:
-        say(f"pulling {image}")
-    try:
-        follow_layers(engine.pull(image, stream=True, decode=True), place=f"image {image}", say=say)
-        return engine.inspect_image(image)
-    except OSError as error:
-        hint = f"swarmtrain image build . --tag {image} --push"
-        raise ImageError(f"the engine has no such image and cannot pull it: {reason(error)}", place=f"image {image}", hint=hint) from None

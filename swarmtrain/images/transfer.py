@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images.engine import Say
+from swarmtrain.images.engine import Engine, Say, reason
 
 _PAUSE = 3.0  # seconds between two lines about the same transfer
 _THERE = ("Layer already exists", "Already exists", "Mounted from")
@@ -42,3 +42,17 @@ def megabytes(count: int) -> str:
 
 def _layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
+
+
+def obtain(engine: Engine, image: str, say: Say) -> dict[str, Any]:
+    """Return what the engine says of `image`, pulled if it is not there. Raises ImageError."""
+    try:
+        return engine.inspect_image(image)
+    except OSError:
+        say(f"pulling {image}")
+    try:
+        follow_layers(engine.pull(image, stream=True, decode=True), place=f"image {image}", say=say)
+        return engine.inspect_image(image)
+    except OSError as error:
+        hint = f"swarmtrain image build . --tag {image} --push"
+        raise ImageError(f"the engine has no such image and cannot pull it: {reason(error)}", place=f"image {image}", hint=hint) from None

@@ -22,10 +22,11 @@ from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, noted, offline, r
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Launcher
 
-_HOSTS_ARE_TAKEN_AS_THEY_ARE = (RunnerType.local, RunnerType.slurm)
+_HOSTS_ARE_TAKEN_AS_THEY_ARE = (RunnerType.local, RunnerType.docker, RunnerType.slurm)
 _REGISTRY = {
     RunnerType.swarm: "swarmtrain.launchers.swarm:SwarmLauncher",
     RunnerType.local: "swarmtrain.launchers.local:LocalLauncher",
+    RunnerType.docker: "swarmtrain.launchers.docker:DockerLauncher",
     RunnerType.pdsh: "swarmtrain.launchers.ssh:SshLauncher",
     RunnerType.pdsh_docker: "swarmtrain.launchers.ssh:SshDockerLauncher",
     RunnerType.slurm: "swarmtrain.launchers.slurm:SlurmLauncher",

@@ -6,9 +6,11 @@ logins; bodies are our own, because docker-py's builders lack fields that servic
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
+import tarfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +74,25 @@ class Engine:
         response = self._request("POST", path, params, data=json.dumps(body), headers=headers)
         return response.json() if response.content else None
 
+    def put_files(self, container: str, files: Mapping[str, bytes], mode: int = 0o444) -> None:
+        """Write files into a container, by their absolute paths; folders are made. Raises EngineError."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for path, content in files.items():
+                entry = tarfile.TarInfo(path.lstrip("/"))
+                entry.size, entry.mode = len(content), mode
+                archive.addfile(entry, io.BytesIO(content))
+        headers = {"Content-Type": "application/x-tar"}
+        self._request("PUT", f"/containers/{container}/archive", {"path": "/"}, data=packed.getvalue(), headers=headers)
+
+    def file(self, container: str, path: str) -> bytes:
+        """Return the content of a file in a container, which need not run. Raises EngineError."""
+        response = self._request("GET", f"/containers/{container}/archive", {"path": path})
+        with tarfile.open(fileobj=io.BytesIO(response.content)) as archive:
+            entry = archive.next()
+            content = archive.extractfile(entry) if entry else None
+            return content.read() if content else b""
+
     def delete(self, path: str) -> bool:
         """Remove what is at `path`; False if it was gone already. Raises EngineError."""
         try:
@@ -112,7 +133,7 @@ class Engine:
         path: str,
         params: Mapping[str, str] | None = None,
         *,
-        data: str | None = None,
+        data: str | bytes | None = None,
         headers: Mapping[str, str] | None = None,
         stream: bool = False,
     ) -> Response:
@@ -150,6 +171,11 @@ class Engine:
         except DockerException as error:
             raise EngineError(f"the login for its registry cannot be read: {error}", place=f"image {image}", hint="docker login") from None
         return {"X-Registry-Auth": header.decode() if isinstance(header, bytes) else header} if header else {}
+
+
+def gone(error: EngineError) -> bool:
+    """Say whether the engine answered that there is no such thing."""
+    return error.status == 404
 
 
 class LogStream:

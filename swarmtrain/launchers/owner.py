@@ -14,6 +14,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.runner import RunnerType
 from swarmtrain.render.mounts import save_sources
 
+_CONTAINERS = (RunnerType.swarm, RunnerType.docker)
 _ROOT = 0
 # What a system shows for an owner whom it cannot name, as network file systems do: nobody is to become that one.
 _UNKNOWN = 65534
@@ -25,7 +26,7 @@ def settle(config: Config, running: Callable[[], Config | None]) -> tuple[Config
     `running` returns the config that the run of this name is up with, and is asked only where there is something to settle.
     """
     folders = save_sources(config)
-    if config.runner.runner_type is not RunnerType.swarm or config.runner.docker_config.user or not folders:
+    if config.runner.runner_type not in _CONTAINERS or config.runner.docker_config.user or not folders:
         return config, ""
     up = running()
     if up is not None and save_sources(up) == folders:

@@ -57,6 +57,8 @@ class Stack:
     name: str
     document: dict[str, Any]
     files: dict[str, bytes]
+    command: str = "docker stack deploy -c {file} {name}"
+    """What runs it, once it is in a `file`."""
 
 
 def stack(plan: Plan) -> Stack:
@@ -80,8 +82,8 @@ def stack(plan: Plan) -> Stack:
 
 
 def to_yaml(stack: Stack) -> str:
-    """Return the document as YAML for `docker stack deploy`, which reads `$` as a variable unless it is doubled."""
-    head = f"# Written by swarmtrain. Run it with: docker stack deploy -c THIS_FILE {stack.name}\n"
+    """Return the document as YAML for `docker`, which reads `$` as a variable unless it is doubled."""
+    head = f"# Written by swarmtrain. Run it with: {stack.command.format(file='THIS_FILE', name=stack.name)}\n"
     return head + "".join(_pieces(stack.document))
 
 

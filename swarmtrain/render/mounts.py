@@ -56,6 +56,11 @@ def untemplated(value: str) -> str:
     return value.replace("{{", '{{"{{"}}')
 
 
+def templated(value: str) -> str:
+    """Undo `untemplated`, for an engine that reads no templates."""
+    return value.replace('{{"{{"}}', "{{")
+
+
 def _save_path(config: Config) -> PurePosixPath | None:
     save_dir = config.trainer.save_dir
     return None if save_dir is None else WORKSPACE / PurePosixPath(save_dir)

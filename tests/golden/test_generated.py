@@ -32,7 +32,7 @@ def test_the_committed_stack_file_is_current(tmp_path: Path) -> None:
     assert contents(tmp_path) == contents(ROOT / "compose")
 
 
-@pytest.mark.parametrize("name", ["everything", "host-network"])
+@pytest.mark.parametrize("name", ["everything", "host-network", "one-engine"])
 def test_the_stack_file_of_a_config(name: str, tmp_path: Path) -> None:
     config, golden = Path(__file__).with_name(f"{name}.yml"), Path(__file__).parent / "stacks" / f"{name}.yml"
     made = tmp_path / f"{name}.yml"

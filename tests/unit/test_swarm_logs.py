@@ -11,8 +11,8 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.kept import directory
-from swarmtrain.launchers.swarm.logs import Line, Once, _lines
-from swarmtrain.launchers.swarm.record import Record
+from swarmtrain.launchers.logs import Line, Once, _lines
+from swarmtrain.launchers.record import Record
 from swarmtrain.wire import Event
 
 TIMES = [f"2026-11-21T00:25:15.{index:09d}Z" for index in range(1, 10)]

@@ -18,15 +18,16 @@ from swarmtrain.config import Config
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin
+from swarmtrain.launchers import logs
 from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import checks, holders, logs, observe, removal
+from swarmtrain.launchers.logs import Line
+from swarmtrain.launchers.record import keep
+from swarmtrain.launchers.swarm import checks, holders, observe, removal
 from swarmtrain.launchers.swarm.follow import Scope, follow, manager
 from swarmtrain.launchers.swarm.lock import Lock
-from swarmtrain.launchers.swarm.logs import Line
 from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
-from swarmtrain.launchers.swarm.record import keep
 from swarmtrain.launchers.swarm.specs import Specs, specs
 from swarmtrain.launchers.swarm.turn import Need
 from swarmtrain.launchers.swarm.up import up
@@ -166,7 +167,7 @@ class SwarmLauncher:
         if board is None:
             return []
         old = observe.replaced(observe.tasks(self._engine, run), board.id)
-        lines = logs.read(self._engine, board, RENDEZVOUS, since=since)
+        lines = logs.read(self._engine, board.source, RENDEZVOUS, since=since)
         keep(run, lines)
         # A run that was started again after its verdict has that one in its log still.
         found = [(line.event(), line.task) for line in lines]
@@ -176,7 +177,7 @@ class SwarmLauncher:
         """Return what there is of the services' logs, in the order of time."""
         with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
             read = partial(logs.read, self._engine, tail=tail, since=since)
-            found = list(pool.map(lambda service: read(service, _short(service, run)), services))
+            found = list(pool.map(lambda service: read(service.source, _short(service, run)), services))
         return list(heapq.merge(*found, key=lambda line: line.time))
 
     def _follow_lines(self, run: str, scope: Scope, say: Say | None) -> Iterator[LogLine]:

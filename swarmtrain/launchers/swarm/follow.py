@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState, Update
 from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.logs import Line, Reader
+from swarmtrain.launchers.record import Record
 from swarmtrain.launchers.swarm import observe
-from swarmtrain.launchers.swarm.logs import Line, Reader
 from swarmtrain.launchers.swarm.look import SILENCE, Looker, Seen
 from swarmtrain.launchers.swarm.observe import Service, Task
 from swarmtrain.launchers.swarm.patience import USUAL, Patience
-from swarmtrain.launchers.swarm.record import Record
 from swarmtrain.wire import NOTE, RENDEZVOUS, VERDICT, Event
 
 # Lines that wait this long together are put in the order of their times.
@@ -68,7 +68,7 @@ def last_words(engine: Engine, run: str, services: list[Service]) -> Iterator[No
     """Keep in the state directory what the services say meanwhile: with a task that is removed, Swarm forgets its log."""
     lines: queue.Queue[Line] = queue.Queue(_QUEUE)
     readers = [
-        Reader(engine, service, _short(service, run), lines, since=None, tail=_LAST_WORDS if service.is_node else None)
+        Reader(engine, service.source, _short(service, run), lines, since=None, tail=_LAST_WORDS if service.is_node else None)
         for service in services
     ]
     for reader in readers:
@@ -212,7 +212,7 @@ class _Follower:
                 # What was read before was said by the first service of this name: another is a new one.
                 before = () if node == RENDEZVOUS else self._before.pop(node, ())
                 scope = Scope() if node == RENDEZVOUS else replace(self._scope, before=before)
-                reader = Reader(self._engine, service, node, self._lines, since=scope.since, tail=scope.tail, before=scope.before)
+                reader = Reader(self._engine, service.source, node, self._lines, since=scope.since, tail=scope.tail, before=scope.before)
                 self._readers[service.id] = reader
                 reader.start()
 

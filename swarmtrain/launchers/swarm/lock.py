@@ -21,8 +21,8 @@ from typing import Any
 
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Say
-from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm.observe import LABEL_DOES, LABEL_LOCK, LABEL_WHO, gone
+from swarmtrain.launchers.engine import Engine, gone
+from swarmtrain.launchers.swarm.observe import LABEL_DOES, LABEL_LOCK, LABEL_WHO
 from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.process import uninterrupted
 

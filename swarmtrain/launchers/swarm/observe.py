@@ -42,6 +42,11 @@ class Service:
         return str(self.spec["Name"])
 
     @property
+    def source(self) -> str:
+        """Where its log is asked for."""
+        return f"/services/{self.id}"
+
+    @property
     def replicas(self) -> int:
         return int(self.spec["Mode"].get("Replicated", {}).get("Replicas", 0))
 
@@ -295,8 +300,3 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 def board(found: list[Service], stack: str) -> Service | None:
     """Return the rendezvous service."""
     return next((service for service in found if service.name == f"{stack}_{RENDEZVOUS}"), None)
-
-
-def gone(error: EngineError) -> bool:
-    """Say whether the engine answered that there is no such thing."""
-    return error.status == 404

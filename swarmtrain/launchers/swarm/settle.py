@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmtrain.errors import StackError
+from swarmtrain.launchers import logs
 from swarmtrain.launchers.base import Say, TaskState
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import logs, observe
+from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.observe import Service, Task
 from swarmtrain.launchers.swarm.patience import Patience
 from swarmtrain.wire import RENDEZVOUS
@@ -175,6 +176,6 @@ def _refused(task: Task, *, board: bool) -> bool:
 
 
 def _last_words(engine: Engine, service: Service, name: str) -> str:
-    lines = [line.text for line in logs.read(engine, service, name, tail=_LAST_WORDS) if line.event() is None]
+    lines = [line.text for line in logs.read(engine, service.source, name, tail=_LAST_WORDS) if line.event() is None]
     # The same again but for its numbers is the same.
     return "".join(f"\n  {line}" for line in {re.sub(r"\d+", "", line): line for line in lines}.values())

@@ -138,14 +138,14 @@ def _container(stack: Stack, service: Spec, pinned: Pinned) -> Spec:
         "Dir": service.get("working_dir"),
         "User": service.get("user"),
         "Init": service.get("init"),
-        "Mounts": [_mount(stack, mount) for mount in service.get("volumes", [])],
+        "Mounts": [mount_of(stack, mount) for mount in service.get("volumes", [])],
         "StopSignal": service.get("stop_signal"),
         "StopGracePeriod": nanoseconds(grace) if grace else None,
         "Secrets": _references(stack, service.get("secrets", []), "SecretName"),
         "Configs": _references(stack, service.get("configs", []), "ConfigName"),
         "Sysctls": service.get("sysctls"),
-        "CapabilityAdd": sorted({_capability(name) for name in service.get("cap_add", [])}),
-        "Ulimits": [_ulimit(name, limit) for name, limit in sorted(service.get("ulimits", {}).items())],
+        "CapabilityAdd": sorted({capability(name) for name in service.get("cap_add", [])}),
+        "Ulimits": [ulimit(name, limit) for name, limit in sorted(service.get("ulimits", {}).items())],
     }
     # The CLI sends this empty, and the engine then keeps it: leaving it out would make another spec.
     return {**_given(spec), "Privileges": {"CredentialSpec": None, "SELinuxContext": None}}
@@ -167,7 +167,7 @@ def _references(stack: Stack, items: list[Spec], name_key: str) -> list[Spec]:
     return sorted(references, key=lambda reference: reference[name_key])
 
 
-def _mount(stack: Stack, mount: Spec) -> Spec:
+def mount_of(stack: Stack, mount: Spec) -> Spec:
     kind = mount["type"]
     spec = {"Type": kind, "Source": mount.get("source"), "Target": mount["target"], "ReadOnly": mount.get("read_only")}
     if kind == "tmpfs" and "tmpfs" in mount:
@@ -263,12 +263,12 @@ def _log_driver(logging: Spec | None) -> Spec | None:
     return None if logging is None else _given({"Name": logging.get("driver"), "Options": logging.get("options")})
 
 
-def _ulimit(name: str, limit: Any) -> Spec:
+def ulimit(name: str, limit: Any) -> Spec:
     soft, hard = (limit["soft"], limit["hard"]) if isinstance(limit, dict) else (limit, limit)
     return {"Name": name, "Hard": hard, "Soft": soft}
 
 
-def _capability(name: str) -> str:
+def capability(name: str) -> str:
     upper = name.strip().upper()
     return upper if upper == "ALL" or upper.startswith("CAP_") else f"CAP_{upper}"
 

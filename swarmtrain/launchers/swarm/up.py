@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from swarmtrain.errors import EngineError, StackError, SwarmtrainError
 from swarmtrain.launchers.base import Say
-from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.engine import Engine, gone
 from swarmtrain.launchers.swarm import observe, removal
 from swarmtrain.launchers.swarm.deploy import apply
 from swarmtrain.launchers.swarm.lock import Lock
@@ -88,7 +88,7 @@ class _Up:
                 apply(self._engine, self._stack, todo, made=self._made, say=self._say, check=self.lock.check)
                 break
             except EngineError as error:
-                if not observe.gone(error) or not left:
+                if not gone(error) or not left:
                     raise
                 self._say(f"{error.message}: once more")
             time.sleep(_PAUSE)

@@ -1,6 +1,6 @@
-"""The logs of services: read once, or followed by a thread that reconnects and repeats nothing.
+"""The logs of services and containers: read once, or followed by a thread that reconnects and repeats nothing.
 
-Swarm sends a service's log task by task and cuts lines at 16 KiB; a follow ends when the manager goes away and then
+Swarm sends a service's log task by task, and Docker cuts lines at 16 KiB; a follow ends when the manager goes away and then
 starts again from a time, not from a line. Here lines are whole, and each comes once.
 """
 
@@ -19,8 +19,7 @@ from functools import lru_cache
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.engine import Engine, LogStream
-from swarmtrain.launchers.swarm.observe import Service, gone
+from swarmtrain.launchers.engine import Engine, LogStream, gone
 from swarmtrain.wire import RENDEZVOUS, Event
 
 _RANK = re.compile(r"\[rank (\d+)\] ?")
@@ -59,14 +58,14 @@ class Line:
         return LogLine(self.node, text, int(match[1]) if match else None, self.seconds)
 
 
-def read(engine: Engine, service: Service, node: str, *, tail: int | None = None, since: float | None = None) -> list[Line]:
-    """Return what the swarm still has of the service's log, in the order of time; the last `tail` lines.
+def read(engine: Engine, source: str, node: str, *, tail: int | None = None, since: float | None = None) -> list[Line]:
+    """Return what there still is of the log of `source` (/services/ID, /containers/ID), in the order of time; the last `tail` lines.
 
     What a node has that has just died cannot be had, and is missing. Raises EngineError.
     """
     lines: list[Line] = []
     try:
-        told = _lines(engine.frames(f"/services/{service.id}/logs", _params(tail=tail, since=since)), node)
+        told = _lines(engine.frames(f"{source}/logs", _params(tail=tail, since=since)), node)
         # Without a time, it is the engine that says which node it does not reach.
         lines.extend(line for line in told if line.time)
     except EngineError as error:
@@ -78,7 +77,7 @@ def read(engine: Engine, service: Service, node: str, *, tail: int | None = None
 
 
 class Reader(threading.Thread):
-    """Follows one service's log into a queue, until it is closed or the service is gone.
+    """Follows one log into a queue, until it is closed or its source (/services/ID, /containers/ID) is gone.
 
     `before` are lines that were read already, in the order of time: it goes on behind them.
     """
@@ -86,7 +85,7 @@ class Reader(threading.Thread):
     def __init__(
         self,
         engine: Engine,
-        service: Service,
+        source: str,
         node: str,
         into: queue.Queue[Line],
         *,
@@ -95,7 +94,7 @@ class Reader(threading.Thread):
         before: Sequence[Line] = (),
     ) -> None:
         super().__init__(name=f"logs of {node}", daemon=True)
-        self._engine, self._service, self._node, self._into = engine, service, node, into
+        self._engine, self._source, self._node, self._into = engine, source, node, into
         self._since, self._tail = since, tail
         self._newest: Line | None = None
         self._once = Once(before[0].time if before else "")
@@ -114,7 +113,7 @@ class Reader(threading.Thread):
                 if self._newest is not None:
                     self._since = max(self._since or 0.0, self._newest.seconds - _OVERLAP)
                 params = _params(follow=True, since=self._since, tail=self._tail)
-                self._stream = self._engine.frames(f"/services/{self._service.id}/logs", params)
+                self._stream = self._engine.frames(f"{self._source}/logs", params)
                 self._read(self._stream)
             except EngineError as error:
                 if gone(error):
@@ -219,7 +218,7 @@ def _lines(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[Line]:
         begun = pieces.pop((task, stream), None) if pieces else None
         if begun is not None:
             time, words = begun.time, begun.text + words
-        if words.endswith("\n") or not task:
+        if words.endswith("\n") or not time:
             yield Line(node, time, task, words.rstrip("\r\n"), stream)
         else:
             pieces[task, stream] = Line(node, time, task, words, stream)

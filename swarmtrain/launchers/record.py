@@ -1,11 +1,11 @@
-"""What was seen of a run on a swarm goes into the user's state directory: Swarm forgets a container's log after five restarts."""
+"""What was seen of a run in containers goes into the user's state directory: Swarm forgets a container's log after five restarts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from swarmtrain.launchers.kept import Keeper
-from swarmtrain.launchers.swarm.logs import Line
+from swarmtrain.launchers.logs import Line
 from swarmtrain.wire import USAGE
 
 
