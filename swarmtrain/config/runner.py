@@ -68,8 +68,8 @@ class RunnerType(StrEnum):
     """The launchers."""
 
     swarm = "swarm"
-    local = "local"
     docker = "docker"
+    local = "local"
     pdsh = "pdsh"
     pdsh_docker = "pdsh_docker"
     slurm = "slurm"
@@ -256,7 +256,7 @@ class RunnerConfig(Section):
 
     runner_type: RunnerType = Field(
         RunnerType.swarm,
-        description="swarm: a Docker Swarm. local: this machine, no Docker. docker: containers on one engine, no swarm. pdsh: hosts, "
+        description="swarm: a Docker Swarm. docker: one engine, no swarm. local: this machine, no Docker. pdsh: hosts, "
         "bare Python over SSH. pdsh_docker: the same, in a container on each. slurm: one job.",
     )
     hosts: Hosts | None = Field(

@@ -59,7 +59,7 @@ def offered(home: Path, *words: str, **more: str) -> list[str]:
         (["lab", "down", "--name", ""], ["lab"]),
         (["plan", "config.yml", "-o", "trainer.save_i"], ["trainer.save_interval", "trainer.save_in_background"]),
         (["plan", "config.yml", "-o", "runner.no"], ["runner.nodes=", "runner.nodes=…"]),
-        (["plan", "config.yml", "-o", "runner.runner_type", "="], ["swarm", "local", "pdsh", "pdsh_docker", "slurm"]),
+        (["plan", "config.yml", "-o", "runner.runner_type", "="], ["swarm", "docker", "local", "pdsh", "pdsh_docker", "slurm"]),
         (["plan", "config.yml", "-o", "runner.runner_type", "=", "l"], ["local"]),
         (["plan", "config.yml", "-o", "runner.nodes", "=", "3", "-o", "runner.swarm.gpu", "=", "r"], ["reserve"]),
     ],
