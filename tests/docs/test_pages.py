@@ -17,7 +17,7 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for part in ("tutorial", "how-t
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_is_followed_by_a_test(name: str) -> None:
-    tests = "".join(path.read_text() for path in (ROOT / "tests" / "howto").glob("test_*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
     assert f'"{name}"' in tests
 
 
