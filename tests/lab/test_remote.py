@@ -10,13 +10,13 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import certificates
 import pytest
+from doors import open_to_ssh
 from stand_in import say
 
 from swarmtrain.lab import Lab
@@ -38,25 +38,8 @@ def swarmtrain(lab: Lab, node: str, *words: str, env: dict[str, str] | None = No
 @pytest.fixture
 def ssh(lab: Lab, tmp_path: Path) -> Iterator[dict[str, str]]:
     """An sshd on node0 that lets us in, and the environment in which `ssh` goes there."""
-    for name in ("host", "mine"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    (tmp_path / "authorized").write_text((tmp_path / "mine.pub").read_text())
-    settings = ["Port 2222", f"HostKey {tmp_path}/host", f"AuthorizedKeysFile {tmp_path}/authorized", "StrictModes no", "UsePAM no"]
-    settings += ["PermitRootLogin prohibit-password", f"PidFile {tmp_path}/pid"]
-    (tmp_path / "sshd_config").write_text("\n".join(settings) + "\n")
-    (tmp_path / "ssh").write_text(
-        f'#!/bin/sh\nexec /usr/bin/ssh -F none -i {tmp_path}/mine -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "$@"\n'
-    )
-    (tmp_path / "ssh").chmod(0o755)
-    script = 'mkdir -p /run/sshd; exec /usr/sbin/sshd -D -e -f "$0"'
-    sshd = subprocess.Popen([*lab.enter("node0"), "sh", "-c", script, str(tmp_path / "sshd_config")])
-    end = time.monotonic() + 30
-    while not (tmp_path / "pid").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    yield {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run([*lab.enter("node0"), "kill", (tmp_path / "pid").read_text().strip()], check=True)
-    assert sshd.wait(10) is not None
+    with open_to_ssh(lab, ["node0"], tmp_path) as environ:
+        yield environ
 
 
 def test_a_manager_behind_ssh(lab: Lab, ssh: dict[str, str], tmp_path: Path) -> None:

@@ -51,10 +51,14 @@ def run(words: list[str]) -> int:
     env = {value: os.environ[value] for option, value in options if option == "--env"}
     for source, target in volumes:
         env = {key: value.replace(target, source) for key, value in env.items()}
-    _, program, *rest = words
+    image, *rest = words
+    if image.endswith("/broken"):
+        print("docker: Error response from daemon: operation not permitted", file=sys.stderr)
+        return 125
+    program = dict(options)["--entrypoint"]
     # The image's own.
     env |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(STATE)}
-    ranks = subprocess.Popen([sys.executable if program == "python" else program, *rest], env=env, start_new_session=True)
+    ranks = subprocess.Popen([sys.executable if program == "python3" else program, *rest], env=env, start_new_session=True)
     (STATE / name).write_text(str(ranks.pid))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: ranks.send_signal(number))

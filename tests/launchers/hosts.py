@@ -29,7 +29,6 @@ class Hosts:
         self.lab = Description(lab, choose_subnet(lab, taken_subnets(folder)), (*NAMES, _LAUNCHER), str(folder))
         self.bin = folder / "bin"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._made_privileges = False
 
     def up(self) -> None:
         """Make the network, the keys and the daemons."""
@@ -40,9 +39,7 @@ class Hosts:
         (self.bin / "docker").chmod(0o755)
         for name in ("host", "user"):
             process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)])
-        if not _PRIVILEGES.exists():
-            _PRIVILEGES.mkdir(mode=0o755)
-            self._made_privileges = True
+        _PRIVILEGES.mkdir(mode=0o755, exist_ok=True)  # and it stays: the sshds of another test may need it by now
         fabric.make(self.lab)
         known = (self.folder / "host.pub").read_text().split()[:2]
         settings = [
@@ -137,5 +134,3 @@ class Hosts:
             daemon.wait()
         for part in (*self.lab.nodes, "fabric"):
             fabric.remove(self.lab.name, part)
-        if self._made_privileges:
-            _PRIVILEGES.rmdir()

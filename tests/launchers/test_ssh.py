@@ -297,6 +297,20 @@ def test_containers_have_names_of_their_run_and_none_is_left(
     assert not [path for name in ("gpu-0", "gpu-1") for path in (hosts.folder / name / "containers").glob("demo-*")]
 
 
+def test_containers_that_cannot_start_are_an_error_and_nothing_is_left(
+    launcher: SshLauncher, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {"registry.lab": {"auth": "our-login"}}}))
+    docker = {"docker_container": "registry.lab/broken"}
+    plan = plan_of(config_of(tmp_path, nodes=2, runner_type="pdsh_docker", docker_config=docker, python=sys.executable))
+    containers = SshDockerLauncher()
+    with pytest.raises(StackError) as error:
+        containers.up(plan, print)
+    assert str(error.value) == "rendezvous on gpu-0: docker: Error response from daemon: operation not permitted"
+    assert (containers.runs(), {name: hosts.programs(name) for name in NAMES}) == ([], {name: [] for name in NAMES})
+
+
 def test_what_hosts_lack_is_found_and_without_hosts_it_is_this_machine(launcher: SshLauncher, tmp_path: Path) -> None:
     plan = plan_of(
         config_of(tmp_path, nodes=3, hosts=["gpu-0 slots=1", "stranger slots=1", "nowhere slots=1"], python="/nonexistent/python")

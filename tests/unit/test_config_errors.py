@@ -291,7 +291,10 @@ def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -
         ("{numa: near}", "runner.numa: must be 'node', 'socket', 'exclusive' or 'core-complex'"),
         ("{nccl: {socket_nthreads: 16, nsocks_perthread: 16}}", "runner.nccl.nsocks_perthread: socket_nthreads x nsocks_perthread is 256"),
         ("{nccl: {net_gdr_level: FAR}}", "runner.nccl.net_gdr_level: "),
-        ("{runner_type: kubernetes}", "runner.runner_type: must be 'swarm', 'docker', 'local', 'pdsh', 'pdsh_docker' or 'slurm', not \"kubernetes\""),
+        (
+            "{runner_type: kubernetes}",
+            "runner.runner_type: must be 'swarm', 'docker', 'local', 'pdsh', 'pdsh_docker' or 'slurm', not \"kubernetes\"",
+        ),
     ],
 )
 def test_runners_that_do_not_fit(runner: str, problem: str) -> None:

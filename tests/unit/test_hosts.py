@@ -108,8 +108,8 @@ def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line(
         *("--volume", "/state/demo/config.json:/etc/swarmtrain/config.json:ro"),
         *("--volume", "/state/demo/code/training_code.py:/workspace/training_code.py:ro"),
         *("--volume", "/state/demo/secrets/TOKEN:/run/secrets/TOKEN:ro"),
-        *("--label", "swarmtrain.run=demo", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"),
-        *("registry/train:1", "python", "-u", "-m", "swarmtrain.entrypoint", "node"),
+        *("--label", "swarmtrain.run=demo"),
+        *("--entrypoint", "python3", "registry/train:1", "-u", "-m", "swarmtrain.entrypoint", "node"),
     ]
     assert (node.env["TOLD"], node.env["HOME"]) == ("quietly", "/tmp")
     assert not [word for word in node.argv if "quietly" in word or "hush" in word]

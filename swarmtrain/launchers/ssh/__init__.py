@@ -39,6 +39,8 @@ from swarmtrain.wire import RENDEZVOUS, Event
 _LOCK_EVERY = 0.5
 _AFTER_GRACE = 30.0
 _GOODBYE = 5.0
+_BOARD_SPEAKS_WITHIN = 60.0
+_BOARD_TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ class SshLauncher:
             team.each(lambda host, now=now: host.ask("launch", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
             for host, found in now.items():
                 say(f"{', '.join(spec['name'] for spec in found)} started on {host}")
+        if any(spec.name == RENDEZVOUS for _, spec in missing):
+            _await_board(team.hosts[record.board], run)
 
     def _undo(self, team: Team, run: str) -> None:
         """Leave nothing of a first `up`. A host that cannot be asked now keeps what it has, and the index says so."""
@@ -432,6 +436,20 @@ def _end_all(host: Host, run: str) -> None:
 def _not_reached(failed: dict[str, HostError], run: str, verb: str) -> StackError:
     reasons = "; ".join(f"{name}: {error.message}" for name, error in failed.items())
     return StackError(f"what is there goes on: {reasons}", place=f"run {run}", hint=f"swarmtrain {verb} {run} again when it can be reached")
+
+
+def _await_board(host: Host, run: str) -> None:
+    """Return when the run's notice board speaks. Raises StackError if it ends again and again instead: no budget ends a run without one."""
+    end = time.monotonic() + _BOARD_SPEAKS_WITHIN
+    while time.monotonic() < end and not follow.events(host, run):
+        state = host.ask("look", run=run)["states"].get(RENDEZVOUS)
+        if state and state["state"] == "failed" and state["restarts"] >= _BOARD_TRIES:
+            said = [line.text for line in follow.printed(host, run) if line.node == RENDEZVOUS and line.text.strip()]
+            reason = next(
+                (text for text in reversed(said) if not text.startswith("Run 'docker run --help'")), f"exit code {state['exit_code']}"
+            )
+            raise StackError(reason, place=f"rendezvous on {host.name}", hint="the nodes would not start either")
+        time.sleep(_LOCK_EVERY)
 
 
 def _keep(team: Team, run: str, hosts: Sequence[str]) -> None:

@@ -19,8 +19,8 @@ from swarmtrain.wire import CONFIG_PATH, RENDEZVOUS
 _WORKSPACE = PurePosixPath("/workspace")
 _SECRETS = PurePosixPath("/run/secrets")
 _LOGS = "/tmp/swarmtrain"  # noqa: S108  # in the container
-# As Scaling gives them: pinned memory for RDMA, and a stack for threads of libraries that want much.
-_ULIMITS = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
+# Adapters for RDMA read and write memory that must not move. Not every engine may allow that: a rootless one may not.
+_RDMA = ["--ulimit", "memlock=-1", "--cap-add", "IPC_LOCK"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def specs(plan: Plan, record: Record, hosts: Mapping[str, There]) -> dict[str, l
         there = hosts[host]
         place = _place(plan, record, there, docker=docker)
         env = node_env(plan, node, place) | _gpus(node, docker=docker) if node else board_env(plan, place)
-        argv = ["python" if docker else record.pythons[host], "-u", "-m", MODULE, "node" if node else "rendezvous"]
+        argv = ["python3" if docker else record.pythons[host], "-u", "-m", MODULE, "node" if node else "rendezvous"]
         argv, clean = in_docker(plan, node, there, argv, env) if docker else (argv, [])
         log = str(there.folder / f"{name}.log")
         out = log if node else str(there.folder / "events.jsonl")
@@ -113,8 +113,15 @@ def in_docker(plan: Plan, node: PlannedNode | None, there: There, argv: list[str
     words += [word for mount in ours for word in ("--volume", mount)]
     words += [word for variable in env for word in ("--env", variable)]
     words += ["--privileged"] if docker.privileged else []
-    words += ["--label", f"swarmtrain.run={plan.run}", *_ULIMITS]
-    return [*sudo, "run", "--rm", *words, docker.docker_container, *argv], [*sudo_docker(plan), "rm", "--force", container]
+    words += _RDMA if node and plan.config.runner.swarm.rdma else []
+    words += ["--label", f"swarmtrain.run={plan.run}"]
+    program, *arguments = argv
+    return [*sudo, "run", "--rm", *words, "--entrypoint", program, docker.docker_container, *arguments], [
+        *sudo_docker(plan),
+        "rm",
+        "--force",
+        container,
+    ]
 
 
 def sudo_docker(plan: Plan, preserve: str = "") -> list[str]:
