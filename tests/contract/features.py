@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "launchers.md"
 YES = "yes"
@@ -19,6 +19,18 @@ NODE_DIES = "A machine dies, and the others go on"
 SCALE_DOWN = "`scale` takes a node away, and leaves the others alone"
 SCALE_UP = "`scale` adds a node, and leaves the others alone"
 _ONE_JOB = "no: a job's nodes are fixed; all save and leave, and a new job goes on"
+
+_HEAD = """# Launchers
+
+What a run can be brought to, by `runner.runner_type`, and what is the same everywhere. The table is made from the tests in
+`tests/contract`; `REFRESH=1 pytest tests/docs` writes it.
+
+Each `yes` is asserted by a test that runs these commands on the real thing: a swarm of real engines, this machine, hosts behind real
+sshds, a real Slurm. The one thing that is not real is `docker` on the hosts of `pdsh_docker`: a stand-in takes its commands
+and starts processes. All run one config, `tests/contract/contract.yml`, in which a test changes the word after `runner_type` and
+nothing else; it names two machines, of which one is enough for the run to go on.
+
+"""
 
 LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     "swarm": {},
@@ -57,9 +69,8 @@ def dir_in_order(contract: type) -> list[str]:
     return list(dict.fromkeys(name for each in reversed(inspect.getmro(contract)) for name in vars(each)))
 
 
-def page(contract: type, head: str) -> str:
-    """Return the page: `head`, and the table of what `contract` asserts."""
-    rows: list[list[Any]] = [["", *(f"`{kind}`" for kind in LAUNCHERS)], ["---"] * (len(LAUNCHERS) + 1)]
-    for name in asserted(contract):
-        rows.append([name, *(cannot.get(name, YES) for cannot in LAUNCHERS.values())])
-    return head + "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def page(contract: type) -> str:
+    """Return the page: the table of what `contract` asserts, and what each launcher cannot."""
+    rows = [["", *(f"`{kind}`" for kind in LAUNCHERS)], ["---"] * (len(LAUNCHERS) + 1)]
+    rows += [[name, *(cannot.get(name, YES) for cannot in LAUNCHERS.values())] for name in asserted(contract)]
+    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
