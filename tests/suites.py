@@ -42,7 +42,7 @@ SUITES = {
     "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
-    "launchers": ["launchers", "interruption"],
+    "launchers": ["contract", "launchers", "interruption"],
     "howto": ["howto"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
     "chaos": [f"lab/{_CHAOS}.py"],

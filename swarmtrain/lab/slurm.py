@@ -1,6 +1,6 @@
 """A real Slurm on this machine: munged, slurmctld and a slurmd for each node, with keys, sockets and state in a folder of their own.
 
-    with cluster(folder, nodes=3) as conf:
+    with cluster(folder) as conf:
         sbatch, srun, squeue … with SLURM_CONF=conf
 
 All nodes are this machine, each on a port of its own; their names lead nowhere, and Slurm knows that they are at 127.0.0.1.
@@ -16,7 +16,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from swarmtrain.errors import LabError, ProcessError
@@ -65,12 +65,11 @@ def missing() -> list[str]:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, nodes: int = 3) -> Iterator[Path]:
-    """Run a cluster of `nodes` nodes, n01 and on, in `folder` (a short path: it holds a socket), and yield its slurm.conf.
+def cluster(folder: Path, names: Sequence[str] = ("n01", "n02", "n03")) -> Iterator[Path]:
+    """Run a cluster of the nodes `names` in `folder` (a short path: it holds a socket), and yield its slurm.conf.
 
     Raises LabError if it does not come up.
     """
-    names = [f"n{index:02}" for index in range(1, nodes + 1)]
     conf = _write(folder, names)
     with contextlib.ExitStack() as stack:
         munge = folder / "munge"
@@ -81,11 +80,11 @@ def cluster(folder: Path, nodes: int = 3) -> Iterator[Path]:
         _daemon(stack, folder, "slurmctld", "-D", "-c", "-f", str(conf))
         for name in names:
             _daemon(stack, folder, "slurmd", "-D", "-N", name, "-f", str(conf), log=name)
-        _until(folder, "slurmctld", lambda: _idle(conf) == nodes)
+        _until(folder, "slurmctld", lambda: _idle(conf) == len(names))
         yield conf
 
 
-def _write(folder: Path, names: list[str]) -> Path:
+def _write(folder: Path, names: Sequence[str]) -> Path:
     for each in ("munge", "state", *(f"spool-{name}" for name in names)):
         (folder / each).mkdir(parents=True, mode=0o700)
     key = folder / "munge" / "key"

@@ -40,8 +40,9 @@ class Site:
 
 
 def digest(plan: Plan) -> str:
-    """Say which files the run is made of: other content, another digest."""
-    content = "-".join([plan.config.resolved().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
+    """Say which files the job is made of: other content or another number of nodes, another digest."""
+    cargo = (item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))
+    content = "-".join([plan.config.resolved().digest, str(len(plan.nodes)), *cargo])
     return hashlib.sha256(content.encode()).hexdigest()[:10]
 
 

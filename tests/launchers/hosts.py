@@ -23,10 +23,10 @@ _SSHD = "/usr/sbin/sshd"
 class Hosts:
     """The hosts, as long as a test runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: tuple[str, ...] = NAMES) -> None:
         lab = f"ssh-{os.getpid()}"
-        self.folder = folder
-        self.lab = Description(lab, choose_subnet(lab, taken_subnets(folder)), (*NAMES, _LAUNCHER), str(folder))
+        self.folder, self.names = folder, names
+        self.lab = Description(lab, choose_subnet(lab, taken_subnets(folder)), (*names, _LAUNCHER), str(folder))
         self.bin = folder / "bin"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -48,13 +48,13 @@ class Hosts:
             f"UserKnownHostsFile {self.folder / 'known_hosts'}",
             "StrictHostKeyChecking yes",
         ]
-        lines = [f"Host {name}\n  HostName {self.lab.address(name)}\n  IdentityFile {self.folder / 'user'}" for name in NAMES]
-        lines += [f"Host stranger\n  HostName {self.lab.address('gpu-0')}\n  IdentityFile {self.folder / 'host'}"]
+        lines = [f"Host {name}\n  HostName {self.lab.address(name)}\n  IdentityFile {self.folder / 'user'}" for name in self.names]
+        lines += [f"Host stranger\n  HostName {self.lab.address(self.names[0])}\n  IdentityFile {self.folder / 'host'}"]
         (self.folder / "ssh_config").write_text("\n".join([*lines, "Host *", *(f"  {line}" for line in settings), ""]))
-        (self.folder / "known_hosts").write_text("".join(f"{self.lab.address(name)} {' '.join(known)}\n" for name in NAMES))
+        (self.folder / "known_hosts").write_text("".join(f"{self.lab.address(name)} {' '.join(known)}\n" for name in self.names))
         for name in self.lab.nodes:
             fabric.connect(self.lab, name)
-        for name in NAMES:
+        for name in self.names:
             self.start(name)
         within = " ".join(fabric.enter(self.lab.name, _LAUNCHER))
         (self.bin / "ssh").write_text(f'#!/bin/sh\nexec {within} /usr/bin/ssh -F {self.folder / "ssh_config"} "$@"\n')
@@ -119,7 +119,7 @@ class Hosts:
 
     def mend(self) -> None:
         """Put all wires in again, and start the hosts that were killed."""
-        for name in NAMES:
+        for name in self.names:
             fabric.heal(self.lab.name, name)
             if name not in self._daemons:
                 self.start(name)

@@ -54,15 +54,10 @@ class SlurmLauncher:
             few = Finding(f"allocation {allocated}", f"has {there} nodes, and {len(plan.nodes)} are wanted", "-o runner.nodes=N")
             return [few] if there < len(plan.nodes) else []
         folder = JobFolder(plan.run)
-        facts = _facts(plan, folder, None)
         try:
-            job.check(folder.write_files(plan, facts, script(plan, _site(folder, facts))))
+            job.check(script(plan, _site(folder, _facts(plan, folder, None))))
         except EngineError as error:
             return [Finding("Slurm", error.message, error.hint)]
-        finally:
-            known = folder.facts_or_none()
-            if known is None or known.files != facts.files:
-                folder.forget_files(but=known.files if known else "")
         return []
 
     @in_state()

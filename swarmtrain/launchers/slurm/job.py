@@ -32,10 +32,10 @@ class JobState:
         return self.state in ("RUNNING", "COMPLETING", "SUSPENDED")
 
 
-def ask(*argv: str) -> str:
-    """Return what a command of Slurm prints. Raises EngineError."""
+def ask(*argv: str, text: str | None = None) -> str:
+    """Return what a command of Slurm prints, which reads `text`. Raises EngineError."""
     try:
-        return run(list(argv), timeout=_ANSWERS_WITHIN)
+        return run(list(argv), input=text, timeout=_ANSWERS_WITHIN)
     except ProcessError as error:
         missing = error.returncode in (126, 127)
         hint = "runner_type: slurm is deployed where sbatch works, on a login node" if missing else f"{error.command} shows it"
@@ -48,9 +48,9 @@ def submit(script: Path) -> str:
     return ask("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
-def check(script: Path) -> None:
-    """Ask Slurm whether it would take the job. Raises EngineError with its own words."""
-    ask("sbatch", "--test-only", str(script))
+def check(script: str) -> None:
+    """Ask Slurm whether it would take the job of this script. Raises EngineError with its own words."""
+    ask("sbatch", "--test-only", text=script)
 
 
 def allocation() -> str:

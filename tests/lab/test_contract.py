@@ -1,0 +1,66 @@
+"""The contract of all launchers (tests/contract) on a real swarm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stand_in import say
+
+from swarmtrain import process
+from swarmtrain.lab import Lab
+from swarmtrain.launchers.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+
+from contract import RUN, Contract, Place, entered  # lies beside the contract's own tests
+
+
+class SwarmPlace(Place):
+    kind = "swarm"
+
+    def __init__(self, folder: Path, lab: Lab) -> None:
+        super().__init__(folder)
+        self.lab, self.shared, self.dead = lab, lab.shared, ""
+        self.env |= {"DOCKER_HOST": lab.docker_host("node0")}
+
+    def left(self) -> list[str]:
+        engine = Engine(self.lab.docker_host("node0"))
+        named = [f"{kind} {item['Spec']['Name']}" for kind in ("services", "configs", "secrets") for item in engine.listing(f"/{kind}")]
+        named += [
+            f"network {item['Name']}" for item in engine.listing("/networks") if item["Name"].startswith((RUN, "bad", "brief", "never"))
+        ]
+        containers = [each for node in ("node0", "node1") for each in self._docker(node, "ps", "--format", "container {{.Names}}")]
+        return [*named, *containers, *super().left()]
+
+    def in_container(self, node: str) -> bool:
+        return len(self._docker(node, "ps", "-q", "--filter", f"name={RUN}_{node}.")) == 1
+
+    def kill_node(self, node: str) -> None:
+        self._docker(node, "kill", *self._docker(node, "ps", "-q", "--filter", f"name={RUN}_{node}."))
+
+    def kill_machine(self, node: str) -> None:
+        self.lab.kill(node, say=say)
+        self.dead = node
+
+    def mend(self) -> None:
+        if self.dead:
+            self.lab.start(self.dead, say=say)
+            self.dead = ""
+
+    def _docker(self, node: str, *argv: str) -> list[str]:
+        return process.run(["docker", "-H", self.lab.docker_host(node), *argv]).splitlines()
+
+
+class TestSwarm(Contract):
+    kind = "swarm"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def place(cls, lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+        with entered(SwarmPlace(tmp_path_factory.mktemp("swarm"), lab)) as place:
+            yield place
+        for path in lab.shared.glob(f"{RUN}.*"):
+            path.unlink()
