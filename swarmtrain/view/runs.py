@@ -18,7 +18,7 @@ from swarmtrain.view.look import why_of
 from swarmtrain.view.stream import event_line, follow
 from swarmtrain.view.times import counted
 from swarmtrain.view.worlds import left_out
-from swarmtrain.wire import Verdict
+from swarmtrain.wire import Event, Verdict
 
 _NEW_WORLD_SECONDS = 180.0
 
@@ -171,7 +171,11 @@ def _tell_why(place: Launcher, run: str, verdict: Verdict) -> None:
 
 def rescale(place: Launcher, plan: Plan, *, yes: bool) -> None:
     """Bring a run to its new plan and return when the new world has formed. Raises StackError if none does in time."""
-    seen = len(place.events(plan.run))
+    before = place.events(plan.run)
+    seen = len(before)
+    if _trains_on(before, len(plan.nodes)) and not place.changes(plan):
+        say(f"{plan.run} trains on {counted(len(plan.nodes), 'node')} already")
+        return
     bring_up(place, plan, yes=yes)
     with progress(
         f"waiting for a world of {len(plan.nodes)} nodes", interrupted=f"{plan.run} goes on; swarmtrain status {plan.run}"
@@ -179,10 +183,16 @@ def rescale(place: Launcher, plan: Plan, *, yes: bool) -> None:
         _await_world(place, plan, seen, step)
 
 
+def _trains_on(events: Sequence[Event], nodes: int) -> bool:
+    ends = [event for event in events if event.kind in (wire.WORLD, wire.VERDICT)]
+    return bool(ends) and ends[-1].kind == wire.WORLD and ends[-1].data.get("nodes") == nodes
+
+
 def _await_world(place: Launcher, plan: Plan, seen: int, step: Say) -> None:
     end = time.monotonic() + _NEW_WORLD_SECONDS
     while time.monotonic() < end:
         events = place.events(plan.run)
+        seen = seen if seen <= len(events) else 0  # a new board begins at the beginning
         for event in events[seen:]:
             line = event_line(event)
             if line:

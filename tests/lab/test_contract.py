@@ -1,4 +1,4 @@
-"""The contract of all launchers (tests/contract) on a real swarm."""
+"""The contract of all launchers (tests/contract) on a real swarm, and on one of its engines alone."""
 
 from __future__ import annotations
 
@@ -61,6 +61,38 @@ class TestSwarm(Contract):
     @classmethod
     def place(cls, lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         with entered(SwarmPlace(tmp_path_factory.mktemp("swarm"), lab)) as place:
+            yield place
+        for path in lab.shared.glob(f"{RUN}.*"):
+            path.unlink()
+
+
+class DockerPlace(Place):
+    kind = "docker"
+    missing = ("-o", "runner.docker_config.docker_container=registry.lab:5000/no-such:1")
+
+    def __init__(self, folder: Path, lab: Lab) -> None:
+        super().__init__(folder)
+        self.engine, self.shared = lab.docker_host("node2"), lab.shared
+        self.env |= {"DOCKER_HOST": self.engine}
+
+    def left(self) -> list[str]:
+        names = (RUN, "bad", "brief", "never")
+        kinds = (("ps", "-a", "--format", "{{.Names}}"), ("network", "ls", "--format", "{{.Name}}"))
+        found = [name for kind in kinds for name in process.run(["docker", "-H", self.engine, *kind]).splitlines()]
+        return [*(name for name in found if name.startswith(names)), *super().left()]
+
+    def in_container(self, node: str) -> bool:
+        return len(process.run(["docker", "-H", self.engine, "ps", "-q", "--filter", f"name={RUN}-{node}"]).splitlines()) == 1
+
+
+class TestDocker(Contract):
+    kind = "docker"
+    test_a_machine_dies = None  # there is one
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def place(cls, lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+        with entered(DockerPlace(tmp_path_factory.mktemp("docker"), lab)) as place:
             yield place
         for path in lab.shared.glob(f"{RUN}.*"):
             path.unlink()

@@ -88,7 +88,7 @@ class DockerLauncher:
         wanted = containers(plan)
         same = _same(wanted, there, self._image(plan))
         services = wanted.document["services"]
-        ends = [Act("remove", name, "is not in the plan", each.alive) for name, each in there.items() if name not in services]
+        ends = [Act("remove", name, "is not in the plan") for name in there if name not in services]
         starts = []
         for name in _board_first(wanted):
             if name not in there:
