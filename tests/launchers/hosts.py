@@ -28,6 +28,8 @@ class Hosts:
         self.folder = folder
         self.lab = Description(lab, choose_subnet(lab, taken_subnets(folder)), (*NAMES, _LAUNCHER), str(folder))
         self.bin = folder / "bin"
+        self.disk = folder / "disk"
+        """A folder that is another one on each host: its `own` one."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._made_privileges = False
 
@@ -35,6 +37,7 @@ class Hosts:
         """Make the network, the keys and the daemons."""
         fabric.check_kernel()
         self.bin.mkdir()
+        self.disk.mkdir()
         stand_in = Path(__file__).with_name("docker_stand_in.py")
         (self.bin / "docker").write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
         (self.bin / "docker").chmod(0o755)
@@ -66,7 +69,7 @@ class Hosts:
     def start(self, name: str) -> None:
         """Start a host's sshd, as after a boot, and wait until it listens."""
         own = self.folder / name
-        own.mkdir(exist_ok=True)
+        self.own(name).mkdir(parents=True, exist_ok=True)
         (own / "sshd_config").write_text(
             "\n".join(
                 [
@@ -78,12 +81,13 @@ class Hosts:
                     "UsePAM no",
                     "PasswordAuthentication no",
                     "PermitRootLogin prohibit-password",
-                    f"SetEnv XDG_STATE_HOME={own} PATH={self.bin}:/usr/sbin:/usr/bin:/sbin:/bin",
+                    f"SetEnv XDG_STATE_HOME={own} PIP_CONFIG_FILE={own}/pip.conf PATH={self.bin}:/usr/sbin:/usr/bin:/sbin:/bin",
                     "",
                 ]
             )
         )
-        argv = [*fabric.enter(self.lab.name, name), _SSHD, "-D", "-e", "-f", str(own / "sshd_config")]
+        within = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(self.own(name)), str(self.disk)]
+        argv = [*fabric.enter(self.lab.name, name), *within, _SSHD, "-D", "-e", "-f", str(own / "sshd_config")]
         with (own / "sshd.log").open("ab") as log:
             self._daemons[name] = process.start(argv, stdout=log, stderr=log, new_session=True)
         probe = f"import socket; socket.create_connection(('{self.lab.address(name)}', 22), 5)"
@@ -95,6 +99,10 @@ class Hosts:
             except process.ProcessError:
                 assert time.monotonic() < end, (own / "sshd.log").read_text()
                 time.sleep(0.05)
+
+    def own(self, name: str) -> Path:
+        """Return where this machine finds the disk of a host."""
+        return self.folder / name / "disk"
 
     def pids(self, name: str) -> list[int]:
         """Return all that lives on a host."""
