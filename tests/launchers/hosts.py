@@ -16,8 +16,9 @@ from swarmtrain.lab.state import Description, choose_subnet, taken_subnets
 
 NAMES = ("gpu-0", "gpu-1", "gpu-2")
 _LAUNCHER = "launcher"
-_PRIVILEGES = Path("/run/sshd")
 _SSHD = "/usr/sbin/sshd"
+# A disk of its own, and the folder that sshd wants: tests beside these would take one that all share away.
+_MOUNTED = 'mount --bind "$0" "$1" && shift && mount -t tmpfs run /run && mkdir -m 755 /run/sshd && exec "$@"'
 
 
 class Hosts:
@@ -31,7 +32,6 @@ class Hosts:
         self.disk = folder / "disk"
         """A folder that is another one on each host: its `own` one."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._made_privileges = False
 
     def up(self) -> None:
         """Make the network, the keys and the daemons."""
@@ -43,9 +43,6 @@ class Hosts:
         (self.bin / "docker").chmod(0o755)
         for name in ("host", "user"):
             process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)])
-        if not _PRIVILEGES.exists():
-            _PRIVILEGES.mkdir(mode=0o755)
-            self._made_privileges = True
         fabric.make(self.lab)
         known = (self.folder / "host.pub").read_text().split()[:2]
         settings = [
@@ -86,7 +83,7 @@ class Hosts:
                 ]
             )
         )
-        within = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(self.own(name)), str(self.disk)]
+        within = ["unshare", "--mount", "sh", "-c", _MOUNTED, str(self.own(name)), str(self.disk)]
         argv = [*fabric.enter(self.lab.name, name), *within, _SSHD, "-D", "-e", "-f", str(own / "sshd_config")]
         with (own / "sshd.log").open("ab") as log:
             self._daemons[name] = process.start(argv, stdout=log, stderr=log, new_session=True)
@@ -145,5 +142,3 @@ class Hosts:
             daemon.wait()
         for part in (*self.lab.nodes, "fabric"):
             fabric.remove(self.lab.name, part)
-        if self._made_privileges:
-            _PRIVILEGES.rmdir()

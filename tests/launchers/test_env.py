@@ -20,7 +20,9 @@ from pathlib import Path
 import pytest
 from hosts import NAMES, Hosts
 
+from swarmtrain import __version__
 from swarmtrain.errors import LabError
+from swarmtrain.launchers.ssh.environment import installed, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +91,9 @@ class User:
         assert sorted(path.name for path in made.iterdir()) == sorted([used.name, "lock"])
         python = str(self.path / "bin" / "python3")
         argv = [str(self.hosts.bin / "ssh"), name, python, "-c", "'import tiny, sys; print(tiny.VERSION, sys.prefix)'"]
-        version, prefix = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()
+        done = subprocess.run(argv, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        version, prefix = done.stdout.split()
         assert prefix == str(self.path)
         return version
 
@@ -159,7 +163,7 @@ def test_one_that_is_interrupted_leaves_what_was_there(user: User, number: signa
     for name in NAMES:
         tiny(user.links(name), "1.0")
         os.mkfifo(user.links(name) / "tiny-2.0-py3-none-any.whl")  # pip reads it, and nobody ever writes
-    user.does(*user.lists("1.0"), code=1)
+    assert user.does(*user.lists("1.0"), code=1)[0].count("cannot import torch") == 3
     command = user.start(*user.lists("2.0"))
     until(lambda: all(any("pip" in line.split() and "install" in line for line in user.hosts.programs(name)) for name in NAMES))
     command.send_signal(number)
@@ -197,6 +201,14 @@ def test_what_is_there_is_proved_for_real_and_nothing_is_installed(user: User) -
     out, _ = user.does("--check", "-o", "runner.python=/usr/bin/python3", "-o", "runner.env={PYTHONPATH: /nowhere}", code=1)
     assert "error: host gpu-2: /usr/bin/python3: cannot import torch" in out
     assert "gloo is not proved: no torch on gpu-0, gpu-1, gpu-2" in out
+
+
+def test_what_is_installed_here_is_a_list_of_pins(tmp_path: Path) -> None:
+    lines = installed()
+    assert {"swarmtrain", "torch", "pydantic"} <= {line.partition("==")[0] for line in lines}
+    assert f"swarmtrain=={__version__}" in lines
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    assert read(tmp_path / "list.txt") == lines
 
 
 def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -70,11 +70,11 @@ def test_list_of_versions(answer: Answer) -> None:
     `swarmtrain env` gives all hosts the same, today and next year.
     """
     answer.config("runner: {runner_type: pdsh, hosts: [gpu-1]}")
-    answer("swarmtrain env config.yml -r list.txt", hint=False)
+    answer("swarmtrain env config.yml --path /opt/training -r list.txt", hint=False)
     answer.situation("printf 'numpy==2.4.6\\ntorch>=2.11\\n' >list.txt")
-    answer("swarmtrain env config.yml -r list.txt")
+    answer("swarmtrain env config.yml --path /opt/training -r list.txt")
     answer.situation("printf 'numpy==2.4.6\\n' >list.txt; mkdir wheels")
-    answer("swarmtrain env config.yml -r list.txt --wheels wheels")
+    answer("swarmtrain env config.yml --path /opt/training -r list.txt --wheels wheels")
     answer("swarmtrain env config.yml -r list.txt -o runner.python=python3.12")
     answer("swarmtrain env config.yml -o runner.runner_type=local")
 

@@ -154,7 +154,7 @@ def prove(runner: RunnerConfig, python: str, team: Team, say: Say, failed: dict[
     for backend in BACKENDS:
         why = _obstacle(backend, report.hosts)
         if not why:
-            say(f"adding up over {len(team.hosts)} hosts by {backend}")
+            say(f"adding up by {backend} over {', '.join(team.hosts)}")
             why = _group(backend, runner, python, team)
             report.findings += [Finding(f"backend {backend}", why, "swarmtrain doctor CONFIG measures the links between hosts")] * bool(why)
         report.proved[backend] = why
@@ -167,7 +167,7 @@ def read(file: Path) -> tuple[str, ...]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SwarmtrainError(getattr(error, "strerror", None) or str(error), place=str(file)) from None
+        raise SwarmtrainError(str(getattr(error, "strerror", None) or error).lower(), place=str(file)) from None
     for number, line in enumerate(text.splitlines(), 1):
         pin = re.sub(r"(^|\s)#.*", "", line).strip()
         if pin and not _PIN.fullmatch(pin):
