@@ -12,14 +12,17 @@ import fcntl
 import json
 import os
 import platform
+import select
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from swarmtrain.host.environment import Environment, made
 from swarmtrain.host.folder import EVENTS, LOCK, MARK, Folder
 from swarmtrain.host.spec import Spec, replace_bytes
 
@@ -38,11 +41,13 @@ print(json.dumps({"swarmtrain": swarmtrain.__version__, "torch": importlib.util.
 
 
 class Hand:
-    """Works on the folders of runs below `base`."""
+    """Works on the folders of runs below `base`, as long as whoever asks is not `gone`."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, gone: Callable[[], bool] = lambda: False) -> None:
         self.base = base
+        self._gone = gone
         self._locks: dict[str, IO[str]] = {}
+        self._environments: dict[str, Environment] = {}
 
     def answer(self, what: str, fields: dict[str, Any]) -> Any:
         """Return the answer to the question `what`. Raises whatever goes wrong."""
@@ -83,10 +88,11 @@ class Hand:
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
             return {"error": str(error)}
 
-    def command(self, argv: list[str], seconds: float) -> dict[str, Any]:
-        """Run `argv` to its end, within so many seconds; return its exit code and what it printed."""
+    def command(self, argv: list[str], seconds: float, env: dict[str, str] | None = None) -> dict[str, Any]:
+        """Run `argv` to its end, within so many seconds, with `env` added; return its exit code and what it printed."""
+        more = {**os.environ, **env} if env else None
         try:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False)
+            done = subprocess.run(argv, env=more, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False)
         except (OSError, subprocess.SubprocessError) as error:
             return {"code": 127, "output": str(error)}
         return {"code": done.returncode, "output": done.stdout + done.stderr}
@@ -169,19 +175,10 @@ class Hand:
         """Take the right to change the run for as long as this hand lives, or until `unlock`; if it is taken, return by whom."""
         folder = self._folder(run).path
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read() or "somebody"
-            file.close()
-            return holder
-        file.truncate(0)
-        file.write(who)
-        file.flush()
-        self._locks[run] = file
-        return ""
+        file, holder = _take(folder / LOCK, who)
+        if file:
+            self._locks[run] = file
+        return holder
 
     def unlock(self, run: str) -> None:
         """Give that right back; a folder in which there is nothing else is removed."""
@@ -192,6 +189,40 @@ class Hand:
                     (folder / LOCK).unlink()
                     folder.rmdir()
             file.close()
+
+    def environment(self, path: str, python: str, digest: str, who: str) -> dict[str, Any]:
+        """Return the `key` of the environment at `path` with the content `digest`, and whether it is `current`.
+
+        If not, the right to make it is taken, until it is made; if that is taken, return the `holder`.
+        """
+        made(Path(path)).mkdir(parents=True, exist_ok=True)
+        file, holder = _take(made(Path(path)) / LOCK, who)
+        if file is None:
+            return {"holder": holder}
+        found = Environment(Path(path), file)
+        try:
+            key = found.key(python, digest)
+            current = found.is_current(key)
+        except BaseException:
+            file.close()
+            raise
+        if current:
+            file.close()
+        else:
+            self._environments[path] = found
+        return {"holder": "", "key": key, "current": current}
+
+    def put_wheel(self, path: str, name: str, offset: int, content: str) -> None:
+        """Write a part of a wheel for the environment that is to be made."""
+        self._environments[path].put(name, offset, content)
+
+    def make_environment(self, path: str, python: str, key: str, lines: list[str], index: bool) -> dict[str, str]:
+        """Make it, and give the right to it back; return what went wrong, if anything."""
+        found = self._environments.pop(path)
+        try:
+            return found.make(python, key, lines, index=index, gone=self._gone)
+        finally:
+            found.lock.close()
 
     def news(
         self, run: str, offsets: dict[str, int], wait: float = 0.0, tail: int | None = None, only: list[str] | None = None
@@ -242,7 +273,7 @@ def serve(base: Path) -> None:
     """Answer what comes on standard input until it ends: whoever asked has gone then, and what was started stays."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # nothing that is started here may answer for us
-    hand = Hand(base)
+    hand = Hand(base, _hung_up)
     out.write(READY + "\n")
     out.flush()
     for line in sys.stdin:
@@ -255,6 +286,28 @@ def serve(base: Path) -> None:
             reply = {"error": where + text.lower() if isinstance(error, OSError) else f"{type(error).__name__}: {text}"}
         out.write(json.dumps(reply) + "\n")
         out.flush()
+
+
+def _hung_up() -> bool:
+    poll = select.poll()
+    poll.register(0, select.POLLHUP | select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _take(path: Path, who: str) -> tuple[IO[str] | None, str]:
+    """Return the lock file at `path`, open and held as long as it is, or None and who holds it."""
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read() or "somebody"
+        file.close()
+        return None, holder
+    file.truncate(0)
+    file.write(who)
+    file.flush()
+    return file, ""
 
 
 def base_of(host: str) -> Path:

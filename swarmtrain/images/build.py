@@ -31,7 +31,7 @@ def build(engine: Engine, context: Path, tag: str, *, base: str | None = None, s
     base = ensure_base(engine, base, say=say)
     wheels.third_party(project, architecture, say=say)
     wheels.further(project, architecture, say=say)
-    wheels.own(project, say=say)
+    wheels.own(project.package, say=say)
     arguments = {"BASE_IMAGE": base, "PIP_ARGS": "--no-index --find-links=/wheels", "HASHES": "--require-hashes" if project.lock else ""}
     with tempfile.TemporaryFile(dir=context / "build") as packed:
         contexts.pack(project, packed)

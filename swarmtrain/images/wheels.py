@@ -67,21 +67,21 @@ def further(project: Project, architecture: str, *, say: Say) -> None:
     _stamp(project.extra).write_text(wanted)
 
 
-def own(project: Project, *, say: Say) -> None:
-    """Put swarmtrain's own wheel into the project's folder for it. Raises ImageError.
+def own(folder: Path, *, say: Say) -> None:
+    """Put swarmtrain's own wheel into `folder`, alone. Raises ImageError.
 
-    It is made from the checkout that runs, or from the files that are installed: what is here is what the image gets.
+    It is made from the checkout that runs, or from the files that are installed: what is here is what the nodes get.
     """
-    shutil.rmtree(project.package, ignore_errors=True)
-    project.package.mkdir(parents=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     if source := checkout():
         say(f"making swarmtrain's wheel from {source}")
         # Without a package index in reach: what makes the wheel may be here already.
         isolation = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
-        _pip("wheel", "--no-deps", *isolation, f"--wheel-dir={project.package}", str(source))
+        _pip("wheel", "--no-deps", *isolation, f"--wheel-dir={folder}", str(source))
     else:
         say("making swarmtrain's wheel from what is installed")
-        repack("swarmtrain", project.package)
+        repack("swarmtrain", folder)
 
 
 def repack(name: str, into: Path) -> None:

@@ -16,8 +16,9 @@ from swarmtrain.lab.state import Description, choose_subnet, taken_subnets
 
 NAMES = ("gpu-0", "gpu-1", "gpu-2")
 _LAUNCHER = "launcher"
-_PRIVILEGES = Path("/run/sshd")
 _SSHD = "/usr/sbin/sshd"
+# A disk of its own, and the folder that sshd wants: tests beside these would take one that all share away.
+_MOUNTED = 'mount --bind "$0" "$1" && shift && mount -t tmpfs run /run && mkdir -m 755 /run/sshd && exec "$@"'
 
 
 class Hosts:
@@ -28,18 +29,20 @@ class Hosts:
         self.folder, self.names = folder, names
         self.lab = Description(lab, choose_subnet(lab, taken_subnets(folder)), (*names, _LAUNCHER), str(folder))
         self.bin = folder / "bin"
+        self.disk = folder / "disk"
+        """A folder that is another one on each host: its `own` one."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def up(self) -> None:
         """Make the network, the keys and the daemons."""
         fabric.check_kernel()
         self.bin.mkdir()
+        self.disk.mkdir()
         stand_in = Path(__file__).with_name("docker_stand_in.py")
         (self.bin / "docker").write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
         (self.bin / "docker").chmod(0o755)
         for name in ("host", "user"):
             process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)])
-        _PRIVILEGES.mkdir(mode=0o755, exist_ok=True)  # and it stays: the sshds of another test may need it by now
         fabric.make(self.lab)
         known = (self.folder / "host.pub").read_text().split()[:2]
         settings = [
@@ -63,7 +66,7 @@ class Hosts:
     def start(self, name: str) -> None:
         """Start a host's sshd, as after a boot, and wait until it listens."""
         own = self.folder / name
-        own.mkdir(exist_ok=True)
+        self.own(name).mkdir(parents=True, exist_ok=True)
         (own / "sshd_config").write_text(
             "\n".join(
                 [
@@ -75,12 +78,13 @@ class Hosts:
                     "UsePAM no",
                     "PasswordAuthentication no",
                     "PermitRootLogin prohibit-password",
-                    f"SetEnv XDG_STATE_HOME={own} PATH={self.bin}:/usr/sbin:/usr/bin:/sbin:/bin",
+                    f"SetEnv XDG_STATE_HOME={own} PIP_CONFIG_FILE={own}/pip.conf PATH={self.bin}:/usr/sbin:/usr/bin:/sbin:/bin",
                     "",
                 ]
             )
         )
-        argv = [*fabric.enter(self.lab.name, name), _SSHD, "-D", "-e", "-f", str(own / "sshd_config")]
+        within = ["unshare", "--mount", "sh", "-c", _MOUNTED, str(self.own(name)), str(self.disk)]
+        argv = [*fabric.enter(self.lab.name, name), *within, _SSHD, "-D", "-e", "-f", str(own / "sshd_config")]
         with (own / "sshd.log").open("ab") as log:
             self._daemons[name] = process.start(argv, stdout=log, stderr=log, new_session=True)
         probe = f"import socket; socket.create_connection(('{self.lab.address(name)}', 22), 5)"
@@ -92,6 +96,10 @@ class Hosts:
             except process.ProcessError:
                 assert time.monotonic() < end, (own / "sshd.log").read_text()
                 time.sleep(0.05)
+
+    def own(self, name: str) -> Path:
+        """Return where this machine finds the disk of a host."""
+        return self.folder / name / "disk"
 
     def pids(self, name: str) -> list[int]:
         """Return all that lives on a host."""

@@ -64,6 +64,21 @@ def test_missing_secret(answer: Answer) -> None:
     answer("swarmtrain generate config.yml")
 
 
+def test_list_of_versions(answer: Answer) -> None:
+    """A list that pins no versions
+
+    `swarmtrain env` gives all hosts the same, today and next year.
+    """
+    answer.config("runner: {runner_type: pdsh, hosts: [gpu-1]}")
+    answer("swarmtrain env config.yml --path /opt/training -r list.txt", hint=False)
+    answer.situation("printf 'numpy==2.4.6\\ntorch>=2.11\\n' >list.txt")
+    answer("swarmtrain env config.yml --path /opt/training -r list.txt")
+    answer.situation("printf 'numpy==2.4.6\\n' >list.txt; mkdir wheels")
+    answer("swarmtrain env config.yml --path /opt/training -r list.txt --wheels wheels")
+    answer("swarmtrain env config.yml -r list.txt -o runner.python=python3.12")
+    answer("swarmtrain env config.yml -o runner.runner_type=local")
+
+
 def test_large_files(answer: Answer) -> None:
     """A file over Swarm's limit
 

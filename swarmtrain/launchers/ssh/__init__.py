@@ -360,7 +360,7 @@ def _compare(plan: Plan, team: Team, before: Record | None) -> Wanted:
     board = planned[0]
     mark = looks[board]["mark"]
     stays = RENDEZVOUS in looks[board]["alive"] and mark is not None and next(iter(mark["pythons"])) == board
-    address = Record.of(mark).address if stays else _address(plan, facts)
+    address = Record.of(mark).address if stays else address_of(runner, planned[0], facts)
     record = Record(
         # A host that is to leave and cannot be reached is asked again by whatever changes the run next.
         pythons={name: team.python(name) for name in (*planned, *lost)},
@@ -389,11 +389,10 @@ def _compare(plan: Plan, team: Team, before: Record | None) -> Wanted:
     return Wanted(record, wanted, looks, same)
 
 
-def _address(plan: Plan, facts: dict[str, dict[str, Any]]) -> str:
-    """Return where the nodes find the board: as the config says, else where SSH found its host."""
-    first = plan.nodes[0].host
-    entry = next((host for host in plan.config.runner.hosts or () if host.split()[0] == first), first)
-    if given := plan.config.runner.master_addr or host_address(entry):
+def address_of(runner: RunnerConfig, first: str, facts: dict[str, dict[str, Any]]) -> str:
+    """Return where the others find the host `first`: as the config says, else where SSH found it."""
+    entry = next((host for host in runner.hosts or () if host.split()[0] == first), first)
+    if given := runner.master_addr or host_address(entry):
         return given
     others = [found["address"] for name, found in facts.items() if name != first and found["address"]]
     if first == HERE and others:

@@ -77,7 +77,8 @@ class Here:
     name = HERE
 
     def __init__(self) -> None:
-        self._hand = Hand(base_of(HERE))
+        self._closed = threading.Event()
+        self._hand = Hand(base_of(HERE), self._closed.is_set)
 
     def ask(self, what: str, *, within: float = _ANSWERS_WITHIN, **fields: Any) -> Any:
         """Return the answer, at once. Raises HostError."""
@@ -87,7 +88,8 @@ class Here:
             raise HostError(str(error), place=f"host {self.name}") from None
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """What it is at is given up."""
+        self._closed.set()
 
 
 class Remote:

@@ -1,0 +1,218 @@
+"""`swarmtrain env` on three hosts behind real sshds: made, left alone, changed, broken on one host, interrupted, proved.
+
+A wheel of the tests' own, `borrowed`, shows its environment what the tests' interpreter has: to install torch on each host takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import NAMES, Hosts
+
+from swarmtrain import __version__
+from swarmtrain.errors import LabError
+from swarmtrain.launchers.ssh.environment import installed, read
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    made = Hosts(tmp_path_factory.mktemp("hosts"))
+    if os.geteuid() or not shutil.which("sshd", path="/usr/sbin:/usr/bin"):
+        assert os.environ.get("CI") != "true", "hosts need root and openssh-server"
+        pytest.skip("hosts need root and openssh-server")
+    try:
+        made.up()
+        yield made
+    except LabError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"this machine can host no hosts: {error}")
+    finally:
+        made.down()
+
+
+class User:
+    """Whoever types `swarmtrain env`, in a folder with a config for the three hosts."""
+
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.path = hosts.disk / folder.name
+        self.env = {
+            **os.environ,
+            "PATH": f"{hosts.bin}:{os.environ['PATH']}",
+            "XDG_STATE_HOME": str(folder / "home"),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        (folder / "config.yml").write_text('runner: {runner_type: pdsh, hosts: ["gpu-[0-2] slots=1"]}\n')
+        for name in NAMES:
+            self.links(name).mkdir()
+            (hosts.folder / name / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {self.links(name)}\n")
+            wheel(self.links(name), "borrowed", "1.0", {"borrowed.pth": f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n"})
+
+    def links(self, name: str) -> Path:
+        """Return where a host's pip finds its packages, as that host's pip.conf says."""
+        return self.folder / f"links-{name}"
+
+    def lists(self, version: str, *others: str) -> list[str]:
+        """Return the options for a list of this version of `tiny`, and of others."""
+        (self.folder / "list.txt").write_text("\n".join(["# a comment", f"tiny=={version}", *others]))
+        return ["--requirements", "list.txt", "--path", str(self.path), "--python", sys.executable]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "swarmtrain", "env", "config.yml", *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(argv, cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True)
+
+    def does(self, *words: str, code: int = 0) -> tuple[str, str]:
+        """Return what `swarmtrain env` prints on stdout and on stderr."""
+        command = self.start(*words)
+        out, errors = command.communicate(timeout=240)
+        assert command.returncode == code, out + errors
+        return out, errors
+
+    def tiny(self, name: str) -> str:
+        """Return the version of `tiny` that the environment of a host has, by its own interpreter, and that nothing half-made is there."""
+        made = self.hosts.own(name) / f"{self.path.name}.made"
+        used = (self.hosts.own(name) / self.path.name).readlink()
+        assert sorted(path.name for path in made.iterdir()) == sorted([used.name, "lock"])
+        python = str(self.path / "bin" / "python3")
+        argv = [str(self.hosts.bin / "ssh"), name, python, "-c", "'import tiny, sys; print(tiny.VERSION, sys.prefix)'"]
+        done = subprocess.run(argv, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        version, prefix = done.stdout.split()
+        assert prefix == str(self.path)
+        return version
+
+
+@pytest.fixture
+def user(hosts: Hosts, tmp_path: Path) -> Iterator[User]:
+    yield User(hosts, tmp_path)
+    assert {name: hosts.programs(name) for name in NAMES} == {name: [] for name in NAMES}
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """Write a wheel of these files."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"]))
+
+
+def tiny(folder: Path, version: str) -> None:
+    wheel(folder, "tiny", version, {"tiny.py": f"VERSION = {version!r}\n"})
+
+
+def test_an_environment_is_made_proved_and_left_alone(user: User) -> None:
+    for name in NAMES:
+        tiny(user.links(name), "1.0")
+    out, errors = user.does(*user.lists("1.0", "borrowed==1.0"))
+    assert [f"{name} has it after" in errors for name in NAMES] == [True] * 3, errors
+    assert [line.split()[0] for line in out.splitlines() if line.split()[4:5] == ["ok"]] == list(NAMES), out
+    assert "gloo: a group of 3 has added up to 6" in out
+    assert f"for the config:\nrunner:\n  python: {user.path}/bin/python3" in out
+    assert [user.tiny(name) for name in NAMES] == ["1.0"] * 3
+    made = {name: (user.hosts.own(name) / user.path.name).lstat() for name in NAMES}
+    config = user.folder / "config.yml"
+    config.write_text(config.read_text().replace("{runner_type", f"{{python: {user.path}/bin/python3, runner_type"))
+    out, errors = user.does("--requirements", "list.txt", "--python", sys.executable)
+    assert [f"{name} has it already" in errors for name in NAMES] == [True] * 3, errors
+    assert f"the config has it: runner.python is {user.path}/bin/python3" in out
+    assert {name: (user.hosts.own(name) / user.path.name).lstat() for name in NAMES} == made
+
+
+def test_a_change_that_fails_on_one_host_leaves_what_it_has(user: User) -> None:
+    for name in NAMES:
+        tiny(user.links(name), "1.0")
+    for name in ("gpu-0", "gpu-2"):
+        tiny(user.links(name), "2.0")
+    out, _ = user.does(*user.lists("1.0"), code=1)
+    assert out.count("cannot import torch") == 3
+    assert "gloo is not proved: no torch on gpu-0, gpu-1, gpu-2" in out
+    assert [user.tiny(name) for name in NAMES] == ["1.0"] * 3
+    out, errors = user.does(*user.lists("2.0"), code=1)
+    assert "gpu-1 has it not: pip cannot install the list" in errors
+    assert "error: host gpu-1: pip cannot install the list" in out
+    assert "No matching distribution found for tiny==2.0" in out
+    assert "hint: what was there before is still used" in out
+    assert "gloo is not proved: nothing to try on gpu-1" in out
+    assert [user.tiny(name) for name in NAMES] == ["2.0", "1.0", "2.0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_one_that_is_interrupted_leaves_what_was_there(user: User, number: signal.Signals) -> None:
+    for name in NAMES:
+        tiny(user.links(name), "1.0")
+        os.mkfifo(user.links(name) / "tiny-2.0-py3-none-any.whl")  # pip reads it, and nobody ever writes
+    assert user.does(*user.lists("1.0"), code=1)[0].count("cannot import torch") == 3
+    command = user.start(*user.lists("2.0"))
+    until(lambda: all(any("pip" in line.split() and "install" in line for line in user.hosts.programs(name)) for name in NAMES))
+    command.send_signal(number)
+    command.communicate(timeout=30)
+    assert command.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL)
+    until(lambda: not any((user.hosts.own(name) / f"{user.path.name}.made" / "wheels").exists() for name in NAMES))
+    assert [user.tiny(name) for name in NAMES] == ["1.0"] * 3
+
+
+def test_hosts_that_share_a_folder_make_one_environment_of_wheels_that_are_brought_along(user: User) -> None:
+    (user.folder / "wheels").mkdir()
+    tiny(user.folder / "wheels", "5.0")
+    user.path = user.folder / "shared"
+    words = [*user.lists("5.0"), "--wheels", "wheels", "--json"]
+    commands = [user.start(*words) for _ in range(2)]
+    told = [command.communicate(timeout=240) for command in commands]
+    assert [command.returncode for command in commands] == [1, 1], told  # there is no torch
+    errors = "".join(each for _, each in told)
+    assert (errors.count("has it after"), errors.count("has it already")) == (1, 5), errors
+    assert {each["message"].split(": ")[1] for each in json.loads(told[0][0])["findings"]} == {"cannot import torch"}
+    used = (user.folder / "shared").readlink().name
+    assert sorted(path.name for path in (user.folder / "shared.made").iterdir()) == sorted([used, "lock"])
+
+
+def test_what_is_there_is_proved_for_real_and_nothing_is_installed(user: User) -> None:
+    python = f"runner.python={sys.executable}"
+    found = json.loads(user.does("--check", "--json", "-o", python)[0])
+    assert found["sound"]
+    assert found["proved"]["gloo"] == ""
+    assert "on gpu-0, gpu-1, gpu-2" in found["proved"]["mpi"]
+    assert {name: facts["gpus"] for name, facts in found["hosts"].items()} == {name: [] for name in NAMES}
+    assert found["proved"]["nccl"] in ("torch is built without nccl on gpu-0, gpu-1, gpu-2", "no GPU on gpu-0, gpu-1, gpu-2")
+    out, _ = user.does("--check", "-o", python, "-o", "runner.interface=nowhere0", code=1)
+    assert "gloo is not proved: gpu-0: no interface nowhere0" in out
+    out, _ = user.does("--check", "-o", "runner.python=/usr/bin/python3", "-o", "runner.env={PYTHONPATH: /nowhere}", code=1)
+    assert "error: host gpu-2: /usr/bin/python3: cannot import torch" in out
+    assert "gloo is not proved: no torch on gpu-0, gpu-1, gpu-2" in out
+
+
+def test_what_is_installed_here_is_a_list_of_pins(tmp_path: Path) -> None:
+    lines = installed()
+    assert {"swarmtrain", "torch", "pydantic"} <= {line.partition("==")[0] for line in lines}
+    assert f"swarmtrain=={__version__}" in lines
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    assert read(tmp_path / "list.txt") == lines
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
