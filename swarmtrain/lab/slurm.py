@@ -26,6 +26,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 _SYSTEM = "/usr/sbin:/sbin"
 _READY_WITHIN = 30.0
 _END_WITHIN = 10.0
+_JOB_NUMBERS = 50_000  # ports follow from them, and there may be another lab on this machine
 _CPUS = 8  # of each node, whatever the machine has: two jobs are to share them
 
 _CONF = """ClusterName=lab
@@ -54,6 +55,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
 KillWait=10
 SlurmdTimeout=10
+FirstJobId={first_job}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 _NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cpus} SocketsPerBoard=1 CoresPerSocket={cpus}\n"
@@ -93,7 +95,9 @@ def _write(folder: Path, names: Sequence[str]) -> Path:
     ports = _free_ports(len(names) + 1)
     lines = [_NODE.format(name=name, port=port, cpus=_CPUS) for name, port in zip(names, ports[1:], strict=True)]
     conf = folder / "slurm.conf"
-    conf.write_text("".join([*lines, _CONF.format(folder=folder, ports=ports)]), encoding="utf-8")
+    conf.write_text(
+        "".join([*lines, _CONF.format(folder=folder, ports=ports, first_job=1 + secrets.randbelow(_JOB_NUMBERS))]), encoding="utf-8"
+    )
     return conf
 
 

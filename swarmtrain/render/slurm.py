@@ -56,7 +56,7 @@ def script(plan: Plan, site: Site) -> str:
     slurm = plan.config.runner.slurm
     variables = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(plan, site).items()))
     prelude = "\n".join(slurm.prelude) or ":"
-    # A job that ends by itself while Slurm takes it back to the queue has failed: so it waits to be ended, and hears SIGTERM again.
+    # Slurm takes the job back to the queue by ending it: the script waits for that, and hears SIGTERM again.
     again = (
         f"""[ "$code" = {EXIT_PLANNED} ] && [ -n "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep 600"""
         if slurm.requeue

@@ -18,7 +18,7 @@ import pytest
 from processes import below
 
 from swarmtrain.config import Config
-from swarmtrain.errors import ProcessError, RunNotFound
+from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import slurm as lab
 from swarmtrain.launchers import scaled_plan
 from swarmtrain.launchers.base import LogLine
@@ -146,17 +146,16 @@ def number_of(launcher: SlurmLauncher, name: str) -> str:
     return str(json.loads(Path(f"home/swarmtrain/{name}/slurm.json").read_text())["job"])
 
 
-def release(number: str) -> None:
-    """Slurm lets a job that is queued again wait for two minutes; its owner may say otherwise."""
+def release(number: str, *changes: str) -> None:
+    """Slurm lets a job that is queued again wait for two minutes; its owner may say otherwise.
+
+    It must not begin in the very second in which it was ended: nodes would still hold its credential for revoked, and it would fail.
+    """
     end = time.monotonic() + 60
-    while job.state(number).state == "RUNNING":
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    while job.state(number).state != "RUNNING":  # what is said before the job is cleaned up is forgotten
+    while job.state(number).state != "PENDING":  # what is said before the job is cleaned up is forgotten
         assert time.monotonic() < end, job.state(number)
-        with contextlib.suppress(ProcessError):
-            run(["scontrol", "update", f"JobId={number}", "StartTime=now"])
-        time.sleep(0.2)
+        time.sleep(0.1)
+    run(["scontrol", "update", f"JobId={number}", "StartTime=now+2", *changes])
 
 
 def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path: Path) -> None:
@@ -204,6 +203,25 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     assert ours(tmp_path) == []
     with pytest.raises(RunNotFound):
         launcher.tasks("demo")
+
+
+def test_near_its_time_limit_a_job_saves_and_queues_itself_again(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    launcher.up(plan_of(), print)
+    number = number_of(launcher, "demo")
+    in_world(launcher, "demo", 1)
+    run(["scontrol", "update", f"JobId={number}", "TimeLimit=3"])  # the signal comes 180 s before; Slurm looks every half minute
+    release(number, "TimeLimit=10")
+    saved = (tmp_path / "demo.state").read_text()
+    in_world(launcher, "demo", 2)
+    assert number_of(launcher, "demo") == number
+    assert starts(launcher, "demo")[2:] == [f"start at {saved} of world 2, hush"] * 2
+    assert not [event for event in launcher.events("demo") if event.kind in ("failure", VERDICT)]
+    (tmp_path / "demo.enough").touch()
+    outcome, code, _ = followed(launcher, "demo")
+    assert (outcome, code) == ("done: all 2 nodes have finished", 0)
+    assert job.gone(number, 10)
+    assert job.state(number).state == "COMPLETED"
+    assert "Restarts=1 " in run(["scontrol", "show", "job", number])
 
 
 def test_two_runs_on_the_same_nodes_and_the_code_of_the_one_that_fails(launcher: SlurmLauncher, tmp_path: Path) -> None:
@@ -284,6 +302,12 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp
         assert time.monotonic() < end
         time.sleep(0.1)
     assert job.state(number).state == "RUNNING"
+    # Near its time limit it is queued again all the same, and gets another node.
+    run(["scancel", "--batch", "--signal=USR1", number])
+    release(number)
+    saved = (tmp_path / "demo.state").read_text()
+    in_world(launcher, "demo", 3)
+    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
