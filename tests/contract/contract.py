@@ -316,7 +316,7 @@ class Contract:
 
     @feature(NODE_DIES)
     def test_a_machine_dies(self, life: Place, follower: subprocess.Popen[str]) -> None:
-        worlds = len(life.status()["worlds"])
+        worlds = len(life.training(2)["worlds"])
         life.kill_machine("node1")
         try:
             status = life.training(1, worlds + 1)
