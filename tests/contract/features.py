@@ -1,6 +1,7 @@
 """What a launcher can, as the contract has it, what each cannot and why, and the table that is made of both.
 
-A new launcher has an entry in LAUNCHERS, a Place, and a class with its kind that inherits the contract.
+A new launcher has an entry in LAUNCHERS, a Place, and a class with its kind that inherits the contract: in tests/contract/test_machines.py,
+or in tests/lab/test_contract.py if it needs an engine.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Each launcher, and the features of which there is something else to say than yes."""
+NOT_YET = ("docker",)
+"""Launchers that have no column yet."""
 
 
 def feature(name: str) -> Callable[[Test], Test]:

@@ -117,8 +117,15 @@ class TestSshDocker(Contract):
     @pytest.fixture(scope="class")
     @classmethod
     def place(cls, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-        with entered(SshDockerPlace(tmp_path_factory.mktemp("pdsh_docker"), hosts)) as place:
-            yield place
+        mounted = Path("/mnt/shared")  # what the config mounts must be there, though the stand-in mounts nothing
+        made = not mounted.exists()
+        mounted.mkdir(parents=True, exist_ok=True)
+        try:
+            with entered(SshDockerPlace(tmp_path_factory.mktemp("pdsh_docker"), hosts)) as place:
+                yield place
+        finally:
+            if made:
+                mounted.rmdir()
 
 
 class SlurmPlace(Place):

@@ -47,7 +47,9 @@ class SwarmPlace(Place):
 
     def mend(self) -> None:
         if self.dead:
-            self.lab.start(self.dead, say=say)
+            with pytest.MonkeyPatch.context() as patch:  # the engine is not to be taken for a process of the run
+                patch.delenv("XDG_STATE_HOME")
+                self.lab.start(self.dead, say=say)
             self.dead = ""
 
     def _docker(self, node: str, *argv: str) -> list[str]:
