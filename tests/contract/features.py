@@ -50,8 +50,6 @@ LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Each launcher, and the features of which there is something else to say than yes."""
-NOT_YET = ("docker",)
-"""Launchers that have no column yet."""
 
 
 def feature(name: str) -> Callable[[Test], Test]:
