@@ -64,6 +64,20 @@ class Change(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Act:
+    """What is done with one thing, and why: the change of launchers to which nothing more is to be said."""
+
+    verb: str
+    name: str
+    cause: str
+    interrupts: bool = False
+    """Whether something that runs is ended and started again."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.name}: {self.cause}"
+
+
 class Launcher(Protocol):
     """Brings runs up and down in one kind of place. Methods raise SwarmtrainError and nothing else on purpose."""
 

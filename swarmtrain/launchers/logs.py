@@ -25,6 +25,8 @@ from swarmtrain.wire import RENDEZVOUS, Event
 _RANK = re.compile(r"\[rank (\d+)\] ?")
 _TASK = "com.docker.swarm.task.id="
 _RETRY = 0.5
+# Lines that wait this long together are put in the order of their times.
+_WINDOW = 0.2
 # Clocks of nodes differ, and lines of one service's tasks may come from several nodes.
 _OVERLAP = 60.0
 
@@ -159,6 +161,19 @@ class Reader(threading.Thread):
             with contextlib.suppress(queue.Full):
                 self._into.put(line, timeout=1)
                 return
+
+
+def moment(lines: queue.Queue[Line]) -> list[Line]:
+    """Return the lines of the next moment, in the order of their times."""
+    found = []
+    end = time.monotonic() + _WINDOW
+    while (left := end - time.monotonic()) > 0:
+        try:
+            found.append(lines.get(timeout=left))
+        except queue.Empty:
+            break
+    found.sort(key=lambda line: line.time)
+    return found
 
 
 class Once:

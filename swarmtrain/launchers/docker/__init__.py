@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
 from swarmtrain.config import Config
 from swarmtrain.config.runner import GpuMode
 from swarmtrain.errors import EngineError, RunNotFound, StackError
 from swarmtrain.images.transfer import obtain
 from swarmtrain.launchers import logs as texts
-from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
+from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.docker import bodies, follow, look
 from swarmtrain.launchers.docker.look import Container
 from swarmtrain.launchers.engine import Engine, gone
@@ -34,19 +33,6 @@ from swarmtrain.wire import CONFIG_PATH, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SEC
 _MOST_NODES = 64
 _GOODBYE = 10
 _MARGIN = 60.0
-
-
-@dataclass(frozen=True)
-class Act:
-    """What is done with one container, and why."""
-
-    verb: str
-    name: str
-    cause: str
-    interrupts: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.verb} {self.name}: {self.cause}"
 
 
 class DockerLauncher:

@@ -10,13 +10,12 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine, TaskState, Update
 from swarmtrain.launchers.docker.look import Container
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.logs import Line, Reader
+from swarmtrain.launchers.logs import Line, Reader, moment
 from swarmtrain.launchers.record import Record
 from swarmtrain.wire import NOTE, RENDEZVOUS, VERDICT, Event
 
 Look = Callable[[], dict[str, Container]]
 
-_WINDOW = 0.2  # lines that wait this long together are put in the order of their times
 _LOOK_EVERY = 0.5
 _TRAIL = 5.0  # seconds after the verdict in which nodes may still print their last lines
 _PATIENCE = 120.0  # an engine that is restarted is back in less
@@ -111,19 +110,12 @@ class _Follower:
         silence = time.monotonic() - self._answered
         if silence > _PATIENCE:
             raise error
-        if silence < _LOOK_EVERY + _WINDOW:
+        if silence < 2 * _LOOK_EVERY:
             yield Event(NOTE, {"node": error.place, "message": f"{error.message}; it is asked again"})
 
     def lines(self) -> list[Line]:
         """Return the lines of the next moment, in the order of their times."""
-        found = []
-        end = time.monotonic() + _WINDOW
-        while (left := end - time.monotonic()) > 0:
-            try:
-                found.append(self._lines.get(timeout=left))
-            except queue.Empty:
-                break
-        found.sort(key=lambda line: line.time)
+        found = moment(self._lines)
         for line in found:
             self._record.add(line)
         self._record.flush()

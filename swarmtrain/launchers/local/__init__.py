@@ -12,13 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.host.spec import Spec
-from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
+from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.local import follow
 from swarmtrain.launchers.local.folder import Facts, RunFolder, in_state, local_runs
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
@@ -29,19 +28,6 @@ _MOST_NODES = 64
 _GOODBYE = 5.0
 _LOOPBACK = "127.0.0.1"
 _GPUS = Path("/proc/driver/nvidia/gpus")
-
-
-@dataclass(frozen=True)
-class Act:
-    """What is done with one process, and why."""
-
-    verb: str
-    name: str
-    cause: str
-    interrupts: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.verb} {self.name}: {self.cause}"
 
 
 class LocalLauncher:

@@ -16,8 +16,7 @@ from pathlib import Path, PurePath
 
 from swarmtrain.config import Config
 from swarmtrain.errors import EngineError, StackError
-from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
-from swarmtrain.launchers.local import Act
+from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.local import follow as files
 from swarmtrain.launchers.local.folder import in_state
 from swarmtrain.launchers.slurm import job

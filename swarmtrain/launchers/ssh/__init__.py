@@ -26,7 +26,7 @@ from swarmtrain.host.hand import OPEN, SECRET
 from swarmtrain.host.log import head
 from swarmtrain.host.spec import Spec
 from swarmtrain.launchers import kept
-from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
+from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.local.folder import in_state
 from swarmtrain.launchers.ssh import checks, follow
 from swarmtrain.launchers.ssh.host import HERE, Host, Team, connect
@@ -41,20 +41,6 @@ _AFTER_GRACE = 30.0
 _GOODBYE = 5.0
 _BOARD_SPEAKS_WITHIN = 60.0
 _BOARD_TRIES = 2
-
-
-@dataclass(frozen=True)
-class Act:
-    """What is done with one process, and why."""
-
-    verb: str
-    name: str
-    host: str
-    cause: str
-    interrupts: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.verb} {self.name} on {self.host}: {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +103,7 @@ class SshLauncher:
         with self._all_hosts(plan) as team:
             wanted = _compare(plan, team, self._record(plan.run))
         ends = [
-            Act("end", name, host, "is not in the plan")
+            Act("end", f"{name} on {host}", "is not in the plan")
             for host, names in wanted.stale.items()
             for name in names
             if not wanted.plans(host, name)
@@ -126,7 +112,7 @@ class SshLauncher:
         for host, spec in wanted.missing:
             there = spec.name in wanted.looks[host]["specs"]
             cause = "has changed, or has ended" if there else "is not there"
-            starts.append(Act("start", spec.name, host, cause, spec.name in wanted.looks[host]["alive"]))
+            starts.append(Act("start", f"{spec.name} on {host}", cause, spec.name in wanted.looks[host]["alive"]))
         return [*ends, *starts]
 
     @in_state()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState, Update
 from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.logs import Line, Reader
+from swarmtrain.launchers.logs import Line, Reader, moment
 from swarmtrain.launchers.record import Record
 from swarmtrain.launchers.swarm import observe
 from swarmtrain.launchers.swarm.look import SILENCE, Looker, Seen
@@ -19,8 +19,6 @@ from swarmtrain.launchers.swarm.observe import Service, Task
 from swarmtrain.launchers.swarm.patience import USUAL, Patience
 from swarmtrain.wire import NOTE, RENDEZVOUS, VERDICT, Event
 
-# Lines that wait this long together are put in the order of their times.
-_WINDOW = 0.2
 # After the verdict, for lines that are still on their way.
 _TRAIL = 1.0
 # Whoever still talks so long after the verdict has not heard it, and may never end.
@@ -137,14 +135,7 @@ class _Follower:
 
     def _batch(self) -> list[Line]:
         """Return the lines of the next moment, in the order of their times."""
-        lines = []
-        end = time.monotonic() + _WINDOW
-        while (left := end - time.monotonic()) > 0:
-            try:
-                lines.append(self._lines.get(timeout=left))
-            except queue.Empty:
-                break
-        lines.sort(key=lambda line: line.time)
+        lines = moment(self._lines)
         for line in lines:
             self._record.add(line)
         self._record.flush()
