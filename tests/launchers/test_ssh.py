@@ -163,7 +163,8 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     before = [host for host in ("gpu-0", "gpu-1") for _ in hosts.programs(host)]
     again = SshLauncher()
     again.up(scaled_plan(again, "demo", 3), print)
-    until(launcher, "world", lambda event: event.data["nodes"] == 3)
+    formed = until(launcher, "world", lambda event: event.data["nodes"] == 3)
+    until(launcher, "progress", lambda event: event.time > formed.time)
     assert len(before) <= len([host for host in ("gpu-0", "gpu-1") for _ in hosts.programs(host)])
     assert {task.node: (task.host, task.state) for task in launcher.tasks("demo")} == {
         "node0": ("gpu-0", "running"),
@@ -186,7 +187,10 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     assert lines[0].text.endswith(f"{len(HUSH)} of 0o100600, the shell")
     launcher.down("demo", print)
     assert (launcher.runs(), launcher.leaving()) == ([], [])
-    assert [line for line in kept.lines("demo") if f"start at {saved} of world 2" in line.text]
+    said = [(line.node, line.text) for line in kept.lines("demo")]
+    for node, text in (("node0", "start at 0 of world 2"), ("node1", "start at 0 of world 2"), ("node2", " of world 3")):
+        assert [line for by, line in said if by == node and text in line], (node, text)
+    assert [line for _, line in said if f"start at {saved} of world 2" in line]
     assert kept.events("demo")
     assert not [path for name in NAMES for path in (hosts.folder / name).rglob("*") if path.name in ("TOKEN", "node0.spec", "local.json")]
     with pytest.raises(RunNotFound):

@@ -142,11 +142,11 @@ class SshLauncher:
         team.each(lambda host: host.ask("put", run=run, files=files), list(wanted.specs))
         stale = wanted.stale
         team.each(lambda host: host.ask("end", within=_patience(record), run=run, names=stale[host.name], grace=record.stop_grace), stale)
+        _keep(team, run, leaving)
         for host, names in stale.items():
             if gone := [name for name in names if not wanted.plans(host, name)]:
                 team.hosts[host].ask("forget", run=run, names=gone)
                 say(f"{', '.join(gone)} removed from {host}")
-        _keep(team, run, leaving)
         team.each(lambda host: host.ask("remove", run=run), leaving)
         self._index.write(run, record)
         missing = wanted.missing
