@@ -195,7 +195,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome, code) == ("done: all 3 nodes have finished", 0)
     last = number_of(launcher, "demo")
-    assert job.gone(last, 10)
+    assert job.gone(last, 60)
     assert job.state(last).state == "COMPLETED"
     launcher.down("demo", print)
     assert launcher.runs() == []
@@ -219,9 +219,25 @@ def test_near_its_time_limit_a_job_saves_and_queues_itself_again(launcher: Slurm
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome, code) == ("done: all 2 nodes have finished", 0)
-    assert job.gone(number, 10)
+    assert job.gone(number, 60)
     assert job.state(number).state == "COMPLETED"
     assert "Restarts=1 " in run(["scontrol", "show", "job", number])
+
+
+def test_a_preempted_job_saves_within_its_grace_time_and_is_queued_again(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    launcher.up(plan_of(), print)
+    number = number_of(launcher, "demo")
+    in_world(launcher, "demo", 1)
+    run(["sbatch", "--partition=urgent", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=sleep 1"])
+    release(number)
+    saved = (tmp_path / "demo.state").read_text()
+    in_world(launcher, "demo", 2)
+    assert starts(launcher, "demo")[2:] == [f"start at {saved} of world 2, hush"] * 2
+    assert not [event for event in launcher.events("demo") if event.kind in ("failure", VERDICT)]
+    # One that is cancelled is told to leave in the same way, and stays away.
+    job.tell(number)
+    assert job.gone(number, 30)
+    assert job.state(number).state == "CANCELLED"
 
 
 def test_two_runs_on_the_same_nodes_and_the_code_of_the_one_that_fails(launcher: SlurmLauncher, tmp_path: Path) -> None:
