@@ -3,6 +3,7 @@
     with cluster(folder) as conf:
         sbatch, srun, squeue … with SLURM_CONF=conf
 
+Jobs of the partition `urgent` preempt those of `main`, which have 20 seconds to leave.
 All nodes are this machine, each on a port of its own; their names lead nowhere, and Slurm knows that they are at 127.0.0.1.
 Needs root, and Debian's packages slurmctld, slurmd, munge and slurm-client.
 """
@@ -56,7 +57,10 @@ ReturnToService=2
 KillWait=10
 SlurmdTimeout=10
 FirstJobId={first_job}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 _NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cpus} SocketsPerBoard=1 CoresPerSocket={cpus}\n"
 
@@ -126,7 +130,7 @@ def _until(folder: Path, what: str, ready: Callable[[], bool]) -> None:
 
 def _idle(conf: Path) -> int:
     with contextlib.suppress(ProcessError):
-        return len(run(["sinfo", "-h", "-N", "-t", "idle"], env={"SLURM_CONF": str(conf)}, timeout=5.0).split("\n")) - 1
+        return len(set(run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"], env={"SLURM_CONF": str(conf)}, timeout=5.0).split()))
     return 0
 
 

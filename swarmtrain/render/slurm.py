@@ -2,7 +2,7 @@
 
 Slurm starts it on the first node of the job. It starts one keeper on each node (swarmtrain.launchers.slurm.node), which keeps
 the node's supervisor and, on the first, the notice board. Told that the time limit is near, it lets the ranks save and leave, and
-queues its own job again; so it does after a preemption, where Slurm itself queues it.
+queues its own job again; so it does within the grace time of a preemption. After that Slurm itself queues it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ KEEPER = "swarmtrain.launchers.slurm.node"
 COMMENT = "swarmtrain"
 LEAVE = "URG"
 """The signal that asks keepers to let their ranks save and leave. Slurm sends one to all processes, and others do not hear this."""
+TERMINATED = "terminated.state"
+"""File in the run's folder: Slurm itself has sent SIGTERM to the ranks since the job began."""
 # What only a node of the job knows: filled in there.
 _HERE = "here"
 
@@ -56,9 +58,13 @@ def script(plan: Plan, site: Site) -> str:
     slurm = plan.config.runner.slurm
     variables = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(plan, site).items()))
     prelude = "\n".join(slurm.prelude) or ":"
+    mark = shlex.quote(str(site.folder / TERMINATED))
+    # A job that leaves within the grace time of its preemption, of which only the ranks are told, has ended for Slurm. One that is
+    # cancelled hears SIGTERM too, but is not running any more.
     # Slurm takes the job back to the queue by ending it: the script waits for that, and hears SIGTERM again.
     again = (
-        f"""[ "$code" = {EXIT_PLANNED} ] && [ -n "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep 600"""
+        f"""[ -e {mark} ] && [ -n "$(squeue --noheader --states=RUNNING --jobs="$SLURM_JOB_ID" --format=%i)" ] && again=1
+[ "$code" = {EXIT_PLANNED} ] && [ -n "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep 600"""
         if slurm.requeue
         else ":"
     )
@@ -72,6 +78,7 @@ cd {shlex.quote(site.cwd)} || exit
 {variables}
 
 again=
+rm -f {mark}
 trap 'again=1; scancel --signal={LEAVE} "$SLURM_JOB_ID"' USR1  # near the time limit: the ranks save and leave
 trap ':' TERM  # preempted or cancelled: Slurm tells the ranks too, and what they save is waited for
 {_srun(plan, site)} &

@@ -224,6 +224,22 @@ def test_near_its_time_limit_a_job_saves_and_queues_itself_again(launcher: Slurm
     assert "Restarts=1 " in run(["scontrol", "show", "job", number])
 
 
+def test_a_preempted_job_saves_within_its_grace_time_and_is_queued_again(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    launcher.up(plan_of(), print)
+    number = number_of(launcher, "demo")
+    in_world(launcher, "demo", 1)
+    run(["sbatch", "--partition=urgent", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=sleep 1"])
+    release(number)
+    saved = (tmp_path / "demo.state").read_text()
+    in_world(launcher, "demo", 2)
+    assert starts(launcher, "demo")[2:] == [f"start at {saved} of world 2, hush"] * 2
+    assert not [event for event in launcher.events("demo") if event.kind in ("failure", VERDICT)]
+    # One that is cancelled is told to leave in the same way, and stays away.
+    job.tell(number)
+    assert job.gone(number, 30)
+    assert job.state(number).state == "CANCELLED"
+
+
 def test_two_runs_on_the_same_nodes_and_the_code_of_the_one_that_fails(launcher: SlurmLauncher, tmp_path: Path) -> None:
     """One by `deploy`, the other by hand from what `generate` writes; neither has the other's ports."""
     launcher.up(plan_of("one", nodes=3), print)
@@ -318,7 +334,7 @@ def kill_node(folder: Path, name: str) -> None:
     tasks = [pid for pid in ours(folder) if f"SLURMD_NODENAME={name}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
     parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
     stepds = [pid for pid in parents - {1} if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")]
-    wanted = f"-N\0{name}\0".encode()
+    wanted = f"-N\0{name}\0-f\0{os.environ['SLURM_CONF']}\0".encode()  # another lab may have a node of this name
     slurmds = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in path.read_bytes()]
     for pid in [*slurmds, *stepds, *tasks]:
         with contextlib.suppress(ProcessLookupError):

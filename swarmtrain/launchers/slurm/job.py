@@ -25,11 +25,11 @@ class JobState:
 
     @property
     def there(self) -> bool:
-        return self.state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+        return self.runs or self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
 
     @property
     def runs(self) -> bool:
-        return self.state in ("RUNNING", "COMPLETING", "SUSPENDED")
+        return self.state in ("RUNNING", "SIGNALING", "COMPLETING", "SUSPENDED")
 
 
 def ask(*argv: str, text: str | None = None) -> str:

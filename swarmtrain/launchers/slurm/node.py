@@ -2,6 +2,7 @@
 
 `python -m swarmtrain.launchers.slurm.node FOLDER`, a task of srun. What the sbatch script could not know, this finds in Slurm's
 variables. Asked to leave, by SIGURG from us or SIGTERM from Slurm, it asks the supervisor; the board ends after the nodes.
+A SIGTERM on the first node leaves a mark, by which the script knows a preemption.
 The exit code says to the script what to do: EXIT_PLANNED there is more to train, else the run is over, and on the first node
 the code is that of its verdict.
 """
@@ -20,6 +21,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from swarmtrain.errors import ProcessError
@@ -29,6 +31,7 @@ from swarmtrain.launchers.kept import EVENTS
 from swarmtrain.launchers.slurm.folder import Attempt, NodeState, adopt, node_state, verdict_in
 from swarmtrain.process import run, start
 from swarmtrain.render.command import MODULE
+from swarmtrain.render.slurm import TERMINATED
 from swarmtrain.wire import EXIT_PLANNED, RENDEZVOUS, ROLE_NODE, ROLE_RENDEZVOUS
 from swarmtrain.world import hosts, slurm_port
 
@@ -56,8 +59,14 @@ def main(folder: Path) -> int:
     host = environ.get("SLURMD_NODENAME", socket.gethostname())
     node = Kept(folder, f"node{index}", ROLE_NODE, host, attempt)
     board = Kept(folder, RENDEZVOUS, ROLE_RENDEZVOUS, host, attempt) if index == 0 else None
+
+    def told(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and board is not None:
+            (folder / TERMINATED).touch()
+        node.stop()
+
     for number in (signal.SIGURG, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.stop())
+        signal.signal(number, told)
     if board is not None:
         adopt(folder, environ["SWARMTRAIN_FILES"], attempt.job)
         board.start()
