@@ -1,6 +1,7 @@
 # make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
 # make test    everything, with the time of each suite
 # make chaos   faults on a real swarm, and a table of what each cost; ONLY='a rank hangs' picks rows, without it all are tried, for hours; DOCS=1 writes docs/explanation/reliability.md
+# make contract  what every launcher keeps, on each of the six; docs/reference/launchers.md is its table
 # make soak    the same faults at random on one run, MINUTES=30 long; SEED=7 draws those of an earlier run again
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
 # make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
@@ -14,13 +15,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test chaos soak check bench format clean system install install-train install-test
+.PHONY: demo test contract chaos soak check bench format clean system install install-train install-test
 
 demo: system install
 	@VENV=$(VENV) TORCH=$(TORCH) MAKE="$(MAKE)" sh examples/demo.sh
 
 test: system install-test
 	@$(BIN)/python tests/suites.py $(SUITES)
+
+contract: system install-test
+	@SWARMTRAIN_CONTRACT=all $(BIN)/python tests/suites.py contract
 
 chaos: system install-test
 	@SWARMTRAIN_CHAOS=$(or $(ONLY),all) SWARMTRAIN_DOCS=$(DOCS) $(BIN)/python tests/suites.py chaos

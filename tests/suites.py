@@ -27,6 +27,7 @@ from swarmtrain.lab.state import base_directory
 
 ROOT = Path(__file__).parent
 _CHAOS = "test_chaos"
+_CONTRACT = "test_contract"
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
 _NEWER = [
     "the_same_specs_as_docker_stack_deploy",
@@ -38,12 +39,13 @@ _NEWER = [
 # `newer` repeats tests of the lab with a newer engine than the system's: those that live by what an engine answers.
 # In the order in which they are taken up, such that the last ones are done at about the same time, and the image is built once.
 SUITES = {
-    "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS)],
+    "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS, _CONTRACT)],
     "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
-    "launchers": ["contract", "launchers", "interruption"],
+    "launchers": ["launchers", "interruption"],
     "howto": ["howto"],
+    "contract": ["contract", f"lab/{_CONTRACT}.py"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
     "chaos": [f"lab/{_CHAOS}.py"],
     "newer": [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER],

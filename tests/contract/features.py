@@ -7,12 +7,15 @@ or in tests/lab/test_contract.py if it needs an engine.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "launchers.md"
 YES = "yes"
+EVERYWHERE = os.environ.get("SWARMTRAIN_CONTRACT") == "all"
+"""Whether each launcher is tried, as `make contract` does. Without it this machine alone: the others have tests of their own beside."""
 Test = TypeVar("Test", bound=Callable[..., None])
 
 IN_A_CONTAINER = "Ranks are in a container"
@@ -24,7 +27,7 @@ _ONE_JOB = "no: a job's nodes are fixed; all save and leave, and a new job goes 
 _HEAD = """# Launchers
 
 What a run can be brought to, by `runner.runner_type`, and what is the same everywhere. The table is made from the tests in
-`tests/contract`; `REFRESH=1 pytest tests/docs` writes it.
+`tests/contract`; `REFRESH=1 pytest tests/docs` writes it, and `make contract` runs them all.
 
 Each `yes` is asserted by a test that runs these commands on the real thing: a swarm of real engines, this machine, hosts behind real
 sshds, a real Slurm. The one thing that is not real is `docker` on the hosts of `pdsh_docker`: a stand-in takes its commands

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from contract import ROOT, RUN, Contract, Place, entered
+from features import EVERYWHERE
 from processes import below
 
 from swarmtrain.errors import LabError
@@ -103,6 +104,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 class TestSsh(Contract):
     kind = "pdsh"
+    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -113,6 +115,7 @@ class TestSsh(Contract):
 
 class TestSshDocker(Contract):
     kind = "pdsh_docker"
+    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -153,6 +156,7 @@ class SlurmPlace(Place):
 
 class TestSlurm(Contract):
     kind = "slurm"
+    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -16,6 +16,7 @@ from swarmtrain.launchers.engine import Engine
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from contract import RUN, Contract, Place, entered  # lies beside the contract's own tests
+from features import EVERYWHERE
 
 
 class SwarmPlace(Place):
@@ -58,6 +59,7 @@ class SwarmPlace(Place):
 
 class TestSwarm(Contract):
     kind = "swarm"
+    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -89,6 +91,7 @@ class DockerPlace(Place):
 
 class TestDocker(Contract):
     kind = "docker"
+    __test__ = EVERYWHERE
     test_a_machine_dies = None  # there is one
 
     @pytest.fixture(scope="class")
