@@ -69,7 +69,7 @@ def conf() -> Iterator[Path]:
         pytest.skip(f"needs {', '.join(lacking)}")
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short enough for a socket
     try:
-        with lab.cluster(folder) as made:
+        with lab.cluster(folder, ("n01", "n02", "n03", "n04")) as made:
             yield made
     finally:
         shutil.rmtree(folder)
@@ -302,21 +302,42 @@ def test_plain_srun_finds_its_world(launcher: SlurmLauncher, tmp_path: Path) -> 
     assert printed.splitlines().count("world [(0, 0), (1, 1)]") == 2
 
 
+def is_down(name: str) -> None:
+    """Wait until Slurm has found out that a node is dead."""
+    end = time.monotonic() + 60
+    while name not in run(["sinfo", "--noheader", "--Node", "--states=down", "--format=%N"]).split():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_job_whose_first_node_dies_is_queued_again_by_the_others(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    """The last test but one: its node stays dead."""
+    launcher.up(plan_of(nodes=2, least=1), print)
+    in_world(launcher, "demo", 1)
+    kill_node(tmp_path, "n01")
+    is_down("n01")
+    release(number_of(launcher, "demo"))
+    saved = int((tmp_path / "demo.state").read_text())
+    assert saved > 0
+    in_world(launcher, "demo", 2)
+    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
+    (tmp_path / "demo.enough").touch()
+    outcome, code, _ = followed(launcher, "demo")
+    assert (outcome.partition(":")[0], code) == ("done", 0)
+
+
 def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp_path: Path) -> None:
     """The last test: its node stays dead."""
     launcher.up(plan_of(nodes=2, least=1), print)
     in_world(launcher, "demo", 1)
-    kill_node(tmp_path, "n02")
+    kill_node(tmp_path, "n03")
     in_world(launcher, "demo", 2)
     end = time.monotonic() + 60
     while not starts(launcher, "demo")[-1].endswith("of world 1, hush"):  # its line may come after the board's
         assert time.monotonic() < end
         time.sleep(0.1)
     number = number_of(launcher, "demo")
-    end = time.monotonic() + 60
-    while "n02" not in run(["sinfo", "--noheader", "--states=down", "--format=%N"]):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    is_down("n03")
     assert job.state(number).state == "RUNNING"
     # Near its time limit it is queued again all the same, and gets another node.
     run(["scancel", "--batch", "--signal=USR1", number])

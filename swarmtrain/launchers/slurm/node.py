@@ -28,6 +28,7 @@ from swarmtrain.errors import ProcessError
 from swarmtrain.host.log import written_down
 from swarmtrain.host.spec import replace
 from swarmtrain.launchers.kept import EVENTS
+from swarmtrain.launchers.slurm.first import queue_again_without
 from swarmtrain.launchers.slurm.folder import Attempt, NodeState, adopt, node_state, verdict_in
 from swarmtrain.process import run, start
 from swarmtrain.render.command import MODULE
@@ -71,9 +72,14 @@ def main(folder: Path) -> int:
         adopt(folder, environ["SWARMTRAIN_FILES"], attempt.job)
         board.start()
     node.start()
-    node.wait()
     if board is None:
+        over = threading.Event()
+        args = (names[0], (first, port + 1), attempt.job, over)
+        threading.Thread(target=queue_again_without, args=args, daemon=True).start()
+        node.wait()
+        over.set()
         return EXIT_PLANNED if node.code else 0
+    node.wait()
     if node.code:
         _await_others(folder, len(names), attempt)
         board.stop()
