@@ -1,19 +1,23 @@
-"""Where a process finds its world if nobody has told it: torch's agent, Slurm, MPI, or nothing at all, in this order.
+"""Where a process finds its world if nobody has told it: torch's agent, Slurm, MPI, a Determined trial, or nothing, in this order.
 
     find(os.environ) → RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun would have set them
 
-Standard library only, and nothing is asked over the network: every process comes to the same answer from its environment.
+Standard library only, and nothing is asked over the network: every process comes to the same answer by itself.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS_EACH, _PORT_SETS = 20000, 4, 2500
 _STEP_STRIDE = 997
 _LARGEST_GROUP = 100_000
+_DETERMINED = Path("/run/determined/info")
 
 # MPI's own: rank, size, local rank. OpenMPI; MPICH, Intel MPI and others by Hydra; MVAPICH.
 _MPI = (
@@ -21,15 +25,18 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
 )
-_MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "PMI_ID")
+_MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 
-def find(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for this process; what `environ` has of them is kept. Raises ValueError if they cannot be told."""
+def find(environ: Mapping[str, str], determined: Path = _DETERMINED) -> dict[str, str]:
+    """Return torchrun's variables for this process; what `environ` has of them is kept. Raises ValueError if they cannot be told.
+
+    `determined`: the folder in which a trial of Determined finds what its container is told.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         found = {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
         return {"LOCAL_RANK": environ.get("LOCAL_RANK", "0"), **found, **_kept(environ)}
-    return {**(_slurm(environ) or _mpi(environ) or _alone()), **_kept(environ)}
+    return {**(_slurm(environ) or _mpi(environ) or _trial(environ, determined) or _alone()), **_kept(environ)}
 
 
 def _kept(environ: Mapping[str, str]) -> dict[str, str]:
@@ -56,8 +63,33 @@ def _mpi(environ: Mapping[str, str]) -> dict[str, str]:
     if here != size and not nodes and "MASTER_ADDR" not in environ:
         raise ValueError("MPI does not say which host has rank 0: mpirun -x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST)")
     job = next((environ[name] for name in _MPI_JOBS if name in environ), "")
-    number = int("".join(char for char in job if char.isdigit()) or 0)
+    number = int("".join(char for char in job if char.isdigit()) or (_starter() if here == size else 0))
     return _world(int(rank), size, local, first_host(nodes) if nodes else LOOPBACK, port_of(number) + 2)
+
+
+def _starter() -> int:
+    """Return the process that has started all ranks of this host: Hydra names no job, and gives each rank a session of its own."""
+    return int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def in_trial(environ: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a trial of Determined."""
+    return environ.get("DET_TASK_TYPE") == "TRIAL"
+
+
+def _trial(environ: Mapping[str, str], info: Path) -> dict[str, str]:
+    """The entrypoint of a trial, which Determined starts once a container, where no launch layer of its own stands between."""
+    path = info / "rendezvous.json"
+    if not in_trial(environ) or not path.exists():
+        return {}
+    told = json.loads(path.read_text())
+    addresses = told["container_addrs"]
+    if max(told["container_slot_counts"]) > 1:
+        launcher = "python3 -m determined.launch.torch_distributed"
+        raise ValueError(f"Determined starts one process a container, and this trial has containers of several slots: {launcher} SCRIPT")
+    if len(addresses) == 1:
+        return {}
+    return _world(told["container_rank"], str(len(addresses)), "0", addresses[0], port_of(int(environ["DET_TRIAL_ID"])) + 3)
 
 
 def _alone() -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -25,10 +25,11 @@ _A_DAY = 24 * 3600.0
 
 
 class StopFlag:
-    """While entered, SIGTERM sets `raised` and does nothing else; so does Ctrl-C, the first time."""
+    """While entered, SIGTERM raises it and does nothing else; so does Ctrl-C, the first time."""
 
-    def __init__(self) -> None:
-        self.raised = False
+    def __init__(self, asked: Callable[[], bool] = lambda: False) -> None:
+        """`asked`: says whether this rank has been asked to leave in some other way. Called at each step."""
+        self._asked, self._signalled = asked, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -39,8 +40,13 @@ class StopFlag:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def raised(self) -> bool:
+        """Whether this rank has been asked to leave."""
+        return self._signalled or self._asked()
+
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        self.raised = True
+        self._signalled = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 

@@ -13,6 +13,7 @@ from swarmtrain.trainer.checkpoint import Checkpoints, survive
 from swarmtrain.trainer.checkpoint.rhythm import Rhythm
 from swarmtrain.trainer.data import vocabulary
 from swarmtrain.trainer.data.samples import Samples
+from swarmtrain.trainer.determined import Trial
 from swarmtrain.trainer.guard import Patience, StopFlag
 from swarmtrain.trainer.metrics import Report
 from swarmtrain.trainer.metrics.files import AuditFile
@@ -39,13 +40,15 @@ def train(
 ) -> Result:
     """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
 
-    `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM), all save
-    the same step and raise SystemExit(EXIT_PLANNED). When a rank dies, the others save the last step that is whole among them.
+    `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM, or a trial's
+    master), all save the same step and raise SystemExit(EXIT_PLANNED). When a rank dies, the others save the last step that
+    is whole among them.
     Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
     """
     config, last = here.config.trainer, here.config.trainer.train_iterations
     patience = Patience(model.mesh.groups)
-    with Report(here) as report, StopFlag() as stop, Attended(here, model, optimizer, patience) as attended:
+    trial = Trial(here)
+    with Report(here, trial) as report, StopFlag(trial.asks) as stop, Attended(here, model, optimizer, patience) as attended:
         _check_same_data(here, data, held_out)
         checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
         progress, path = checkpoints.restore()

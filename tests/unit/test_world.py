@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from determined import RendezvousInfo
 
 from swarmtrain.world import find, first_host, hosts, port_of
 
@@ -65,6 +68,35 @@ def test_mpi() -> None:
         find(hydra)
     assert find({**hydra, "MASTER_ADDR": "b"})["MASTER_ADDR"] == "b"
     assert find({**hydra, "SLURM_JOB_NODELIST": "c[2-3]"})["MASTER_ADDR"] == "c2"
+
+
+def test_without_a_job_of_its_own_an_mpi_world_has_the_port_of_its_starter() -> None:
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    assert find(hydra)["MASTER_PORT"] != str(port_of(0) + 2)
+    assert find({**hydra, "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1"})["MASTER_PORT"] == str(port_of(41) + 2)
+
+
+TRIAL = {"DET_TASK_TYPE": "TRIAL", "DET_TRIAL_ID": "7"}
+
+
+def test_a_trial_of_determined(tmp_path: Path) -> None:
+    """The file is written by that project's own code, as in its containers."""
+    RendezvousInfo(["10.0.0.1", "10.0.0.2"], 1, [1, 1])._to_file(str(tmp_path / "rendezvous.json"))
+    found = find(TRIAL, tmp_path)
+    assert found == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(port_of(7) + 3)}
+    assert find({**TRIAL, "DET_TRIAL_ID": "8"}, tmp_path)["MASTER_PORT"] != found["MASTER_PORT"]
+    assert find({**TRIAL, **OPEN_MPI}, tmp_path)["MASTER_ADDR"] == "127.0.0.1"
+    assert find({**TRIAL, "DET_TASK_TYPE": "NOTEBOOK"}, tmp_path)["WORLD_SIZE"] == "1"
+
+
+def test_a_trial_of_one_container(tmp_path: Path) -> None:
+    path = tmp_path / "rendezvous.json"
+    RendezvousInfo(["10.0.0.1"], 0, [1])._to_file(str(path))
+    assert find(TRIAL, tmp_path) == find({})
+    RendezvousInfo(["10.0.0.1"], 0, [4])._to_file(str(path))
+    with pytest.raises(ValueError, match=r"several slots: python3 -m determined\.launch\.torch_distributed SCRIPT"):
+        find(TRIAL, tmp_path)
+    assert find({**TRIAL, "RANK": "3", "WORLD_SIZE": "4"}, tmp_path)["RANK"] == "3"
 
 
 def test_nothing_at_all() -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the world: log lines, events on the notice board, metrics.jsonl, W&B. On other ranks all of it is silent."""
+"""What rank 0 tells: log lines, events on the notice board, metrics.jsonl, W&B, a trial's master. On other ranks all of it is silent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from swarmtrain import wire
 from swarmtrain.trainer.checkpoint import Saved
+from swarmtrain.trainer.determined import Trial
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.board import Poster
 from swarmtrain.trainer.metrics.files import MetricsFile, add_missing, finite
@@ -29,11 +30,11 @@ _FLUSH = 10.0
 class Report:
     """One world's report. Use it as a context manager, so that what must not be lost is sent before the process ends."""
 
-    def __init__(self, here: Runtime) -> None:
-        self._here = here
+    def __init__(self, here: Runtime, trial: Trial) -> None:
+        self._here, self._trial = here, trial
         self._steps = here.config.trainer.train_iterations
         self._poster = Poster(here.board) if here.first and here.board else None
-        self._sinks: list[MetricsFile | WandbRun] = []
+        self._sinks: list[MetricsFile | WandbRun | Trial] = [trial]
         self._speed = Speed()
         self._stragglers = Stragglers()
         self._slowest: dict[str, Any] = {}
@@ -142,6 +143,7 @@ class Report:
 
     def leaves(self, step: int) -> None:
         """All ranks leave after `step`, as they were asked to."""
+        self._trial.leaves()
         if self._here.first:
             LOG.info("asked to leave: stops after step %d", step)
 
@@ -151,10 +153,7 @@ class Report:
 
     def _write(self, values: dict[str, Any]) -> None:
         for sink in self._sinks:
-            if isinstance(sink, MetricsFile):
-                sink.write(values)
-            else:
-                sink.log(values)
+            sink.write(values)
 
     def _post(self, kind: str, **data: Any) -> None:
         if self._poster:

@@ -59,7 +59,7 @@ class WandbRun:
             LOG.warning("wandb: not used, %s", str(error).replace(key, "***") if key else error)
             _end_service()
 
-    def log(self, values: dict[str, Any]) -> None:
+    def write(self, values: dict[str, Any]) -> None:
         """Report `values`, one of which is `step`."""
         self._try("log", values)
 

@@ -1,0 +1,125 @@
+"""A run inside a trial of Determined, with that project's own package: its master asks the run to make room, and hears its losses."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import World, audit, changed, losses, steps_saved
+
+from swarmtrain.wire import EXIT_PLANNED
+
+LONG = {"train_iterations": 60, "eval_interval": 30}
+TRIAL = {"DET_TASK_TYPE": "TRIAL"}
+
+
+class Master(ThreadingHTTPServer):
+    """What of Determined's master a trial talks to."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.preempts = threading.Event()
+        self.broken = False
+        self.answers = 0
+        """To the question whether to make room."""
+        self.acknowledged = 0
+        self.reported: list[dict[str, Any]] = []
+
+    @property
+    def environ(self) -> dict[str, str]:
+        address = f"http://127.0.0.1:{self.server_address[1]}"
+        return TRIAL | {"DET_MASTER": address, "DET_SESSION_TOKEN": "hush", "DET_USER": "me", "DET_ALLOCATION_ID": "7.1"}
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Master
+
+    def do_GET(self) -> None:
+        wait = re.fullmatch(r"/api/v1/allocations/7\.1/signals/preemption\?timeout_seconds=(\d+)", self.path)
+        assert wait, self.path
+        self.say({"preempt": self.server.preempts.wait(60 if self.server.broken else float(wait[1]))})
+        self.server.answers += 1
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        assert self.headers["Grpc-Metadata-x-allocation-token"] == "Bearer hush"
+        if self.path == "/api/v1/allocations/7.1/signals/ack_preemption":
+            self.server.acknowledged += 1
+        elif self.path == "/api/v1/trials/7/metrics":
+            self.server.reported.append({"group": body["group"], **body["metrics"]})
+        else:
+            assert self.path == "/api/v1/runs/start", self.path
+        self.say({}, 500 if self.server.broken and self.path.endswith("/metrics") else 200)
+
+    def say(self, answer: dict[str, Any], status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    with Master() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield server
+        server.preempts.set()
+        server.shutdown()
+
+
+def test_off_its_cluster_a_preempted_trial_saves_and_goes_on(tmp_path: Path, config: dict[str, Any]) -> None:
+    long = changed(config, trainer=LONG)
+    once, twice = World(tmp_path / "once", long, 2, TRIAL, script="trial"), World(tmp_path / "twice", long, 2, TRIAL, script="trial")
+    twice.until(lambda: len(audit(tmp_path / "twice")) > 10)
+    (tmp_path / "twice" / "make-room").touch()
+    assert twice.wait() == [EXIT_PLANNED] * 2, twice.log()
+    (step,) = steps_saved(tmp_path / "twice")
+    assert 5 <= step < 60
+    assert {max(line["step"] for line in audit(tmp_path / "twice") if line["rank"] == rank) for rank in range(2)} == {step}
+    assert (tmp_path / "twice" / "acknowledged").exists()
+    (tmp_path / "twice" / "make-room").unlink()
+    again = World(tmp_path / "twice", long, 2, TRIAL, script="trial")
+    assert (once.wait(), again.wait()) == ([0, 0], [0, 0]), once.log() + again.log()
+    assert not (tmp_path / "once" / "acknowledged").exists()
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+
+
+def test_a_trials_master_asks_and_hears(tmp_path: Path, config: dict[str, Any], master: Master) -> None:
+    """The package's own client, of which only the other end of the wire is ours."""
+    long = changed(config, trainer=LONG, logger={"log_interval": 3})
+    world = World(tmp_path, long, 2, master.environ, script="trial")
+    world.until(lambda: len(audit(tmp_path)) > 10)
+    master.preempts.set()
+    assert world.wait() == [EXIT_PLANNED] * 2, world.log()
+    (step,) = steps_saved(tmp_path)
+    assert master.acknowledged == 1
+    master.preempts.clear()
+    again = World(tmp_path, long, 2, master.environ, script="trial")
+    assert again.wait() == [0, 0], again.log()
+    assert master.acknowledged == 1
+    heard = {group: [each for each in master.reported if each["group"] == group] for group in ("training", "validation")}
+    steps = [each["stepsCompleted"] for each in heard["training"]]
+    assert steps == [*range(3, 61, 3)]
+    assert all(each["metrics"]["avgMetrics"]["loss"] == losses(tmp_path)[each["stepsCompleted"]] for each in heard["training"])
+    assert [each["stepsCompleted"] for each in heard["validation"]] == [0, 30, 60]
+    assert step
+
+
+def test_a_master_that_breaks_does_not_stop_training(tmp_path: Path, config: dict[str, Any], master: Master) -> None:
+    """It never says whether to make room, and takes no losses."""
+    master.broken = True
+    world = World(tmp_path, changed(config, trainer=LONG), 2, {**master.environ, "DET_RETRY_CONFIG": '{"total": 0}'}, script="trial")
+    assert world.wait() == [0, 0], world.log()
+    assert master.answers == 0
+    assert len(losses(tmp_path)) == 60
+    assert world.log().count("what the run has come to is no longer told") == 1
