@@ -42,8 +42,8 @@ def train(
     """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
 
     `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM, or a trial's
-    master), all save the same step and raise SystemExit(EXIT_PLANNED). When a rank dies, the others save the last step that
-    is whole among them.
+    master), all save the same step and raise SystemExit(EXIT_PLANNED); with 0 if the master has been told that there is more
+    to train. When a rank dies, the others save the last step that is whole among them.
     Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
     """
     config, last = here.config.trainer, here.config.trainer.train_iterations

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from processes import below
 
@@ -290,16 +291,30 @@ def test_inside_an_allocation_srun_takes_its_nodes(launcher: SlurmLauncher, tmp_
 
 
 def test_plain_srun_finds_its_world(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    (tmp_path / "config.yml").write_text("runner: {}\n")
+    """Two tasks on two nodes; the names of the lab's nodes lead nowhere, so that where rank 0 is must be told."""
+    from swarmtrain.trainer.data import memory_map
+
+    memory_map.write(tmp_path / "words", [np.arange(64)] * 20, "uint8")
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 16}
+    config = {
+        "topology": {"global_batch_size": 4, "micro_batch_size": 1},
+        "transformer_architecture": shape,
+        "data": {"data_prefixes": ["words"]},
+        "trainer": {"train_iterations": 3},
+        "logger": {"audit_dir": "audit"},
+    }
+    (tmp_path / "config.yml").write_text(json.dumps(config))
     (tmp_path / "script.py").write_text(
-        "import sys\nfrom swarmtrain.trainer import runtime, agreement\n"
-        "with runtime.start(runtime.read_config(['config.yml'])) as here:\n"
-        "    print('world', sorted(agreement.gather((here.rank, here.local_rank))), flush=True)\n"
+        "import training_code\nfrom swarmtrain.trainer import agreement, train\n"
+        "def shown(here, *rest, **facts):\n"
+        "    print('world', sorted(agreement.gather((here.rank, here.local_rank, here.node))), flush=True)\n"
+        "    return train(here, *rest, **facts)\n"
+        "training_code.train = shown\ntraining_code.main()\n"
     )
-    printed = run(
-        ["srun", "--nodes=1", "--ntasks=2", "--time=2", sys.executable, "script.py"], env={"MASTER_ADDR": "127.0.0.1"}, timeout=60
-    )
-    assert printed.splitlines().count("world [(0, 0), (1, 1)]") == 2
+    command = ["srun", "--nodes=2", "--ntasks=2", "--nodelist=n01,n02", "--time=2", sys.executable, "script.py", "config.yml"]
+    printed = run(command, env={"MASTER_ADDR": "127.0.0.1"}, timeout=60)
+    assert printed.splitlines().count("world [(0, 0, 'n01'), (1, 0, 'n02')]") == 2
+    assert [len(path.read_text().splitlines()) for path in (tmp_path / "audit").glob("world-*-rank-000[01].jsonl")] == [3, 3]
 
 
 def is_down(name: str) -> None:

@@ -173,11 +173,11 @@ class Report:
             LOG.warning("%s", message)
             self._post(wire.NOTE, node=self._here.node, message=message)
 
-    def leaves(self, step: int) -> None:
-        """All ranks leave after `step`, as they were asked to."""
-        self._trial.leaves()
+    def leaves(self, step: int) -> int:
+        """All ranks leave after `step`, as they were asked to. Return the exit code with which. Called by all ranks together."""
         if self._here.first:
             LOG.info("asked to leave: stops after step %d", step)
+        return self._trial.leaves()
 
     def finished(self, step: int, values: dict[str, Any]) -> None:
         """The last step is done and saved."""
