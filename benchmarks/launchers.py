@@ -5,7 +5,6 @@ what is left of starts that are interrupted.
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import shutil
 import signal
@@ -33,7 +32,10 @@ _NODES = ("node0", "node1", "node2")
 _RUN = "launch"
 _IMAGE = f"{REGISTRY}/swarmtrain:bench"
 _ON_NODES = Path("/mnt/shared") / _RUN
-_SCRIPT = "first_step.py"
+_SCRIPT, _STEPPED, _ENOUGH = "first_step.py", "stepped", "enough"
+_STATE = BUILD / "launchers-state"
+"""Where runs are kept: all nodes see it, as they see a home under Slurm."""
+_ENDS_WITHIN = 120.0
 _TRAIN = """
 import sys, time
 from pathlib import Path
@@ -54,16 +56,13 @@ while not (folder / "enough").exists():
 dist.barrier()
 dist.destroy_process_group()
 """
-_CONFIG = {
-    "runner": {
-        "hosts": [f"{node} slots=1" for node in _NODES],
-        "script": _SCRIPT,
-        "stop_grace": 10,
-        "env": {"OMP_NUM_THREADS": "1"},
-        "docker_config": {"docker_container": _IMAGE, "docker_mounts": [["/mnt/shared", "/mnt/shared"]]},
-        "slurm": {"time": "10", "cpus_per_node": 1},
-    },
-    "topology": {"global_batch_size": 12, "micro_batch_size": 1},
+_RUNNER = {
+    "hosts": [f"{node} slots=1" for node in _NODES],
+    "script": _SCRIPT,
+    "stop_grace": 10,
+    "env": {"OMP_NUM_THREADS": "1"},
+    "docker_config": {"docker_container": _IMAGE, "docker_mounts": [["/mnt/shared", "/mnt/shared"]]},
+    "slurm": {"time": "10", "cpus_per_node": 1},
 }
 _IN_CONTAINER = f"-e OMP_NUM_THREADS=1 -v /mnt/shared:/mnt/shared --entrypoint torchrun {_IMAGE}"
 _BY_HAND = {
@@ -118,56 +117,63 @@ def _place() -> Iterator[Lab]:
     """Give a lab in which every launcher works, and whose engines have the image."""
     with lab(len(_NODES), parts=("swarm", "ssh", "slurm")) as place:
         distribute(place)
-        _folder(place).mkdir()
         yield place
 
 
 def _ours(place: Lab, kind: str) -> float:
-    with _job(place, kind) as folder:
-        begun = time.time()
-        with _started([*SWARMTRAIN, "deploy", str(_config(place, kind)), "--name", _RUN], _env(place, kind)):
-            seconds = _stepped(folder) - begun
-            (folder / "enough").touch()
-        process.run([*SWARMTRAIN, "down", _RUN], env=_env(place, kind))
+    folder = _prepared(place, kind)
+    seconds = _to_first_step([*SWARMTRAIN, "deploy", "config.yml", "--name", _RUN], folder, _env(place))
+    process.run([*SWARMTRAIN, "down", _RUN], env=_env(place))
     return seconds
 
 
 def _by_hand(place: Lab, kind: str) -> float:
-    with _job(place, kind) as folder:
-        there = folder if kind == "local" else _ON_NODES
-        words = {
-            "python": f"{shlex.quote(sys.executable)} -m torch.distributed.run",
-            "torchrun": f"--nnodes={len(_NODES)} --nproc-per-node=1 --master-port=29511",
-            "script": f"{there / _SCRIPT} {there}",
-            "first": next(node.address for node in place.status()),
-            "stack": str(_stack(place) if kind == "swarm" else ""),
-        }
-        begun = time.time()
-        with _started(["sh", "-c", _BY_HAND[kind].format(**words)], _env(place, kind)):
-            seconds = _stepped(folder) - begun
-            (folder / "enough").touch()
-        if kind == "swarm":
-            env = _env(place, kind)
-            process.run(["docker", "stack", "rm", _RUN], env=env)
-            listed = ["docker", "network", "ls", "-q", "--filter", f"name={_RUN}_"]
-            until(lambda: not process.run(listed, env=env).strip(), "the stack's network stays")
+    folder, env = _prepared(place, kind), _env(place)
+    there = folder if kind == "local" else _ON_NODES
+    words = {
+        "python": f"{shlex.quote(sys.executable)} -m torch.distributed.run",
+        "torchrun": f"--nnodes={len(_NODES)} --nproc-per-node=1 --master-port=29511",
+        "script": f"{there / _SCRIPT} {there}",
+        "first": place.status()[0].address,
+        "stack": str(_stack() if kind == "swarm" else ""),
+    }
+    seconds = _to_first_step(["sh", "-c", _BY_HAND[kind].format(**words)], folder, env)
+    if kind == "swarm":
+        process.run(["docker", "stack", "rm", _RUN], env=env)
+        listed = ["docker", "network", "ls", "-q", "--filter", f"name={_RUN}_"]
+        until(lambda: not process.run(listed, env=env).strip(), "the stack's network stays")
     return seconds
+
+
+def _to_first_step(argv: list[str], folder: Path, env: dict[str, str]) -> float:
+    """Run a command, let the job end after its first step, and return how long that took. Raises ProcessError, Unavailable."""
+    begun = time.time()
+    program = process.start(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        until(lambda: (folder / _STEPPED).exists() or bool(program.poll()), "the first step", every=0.02)
+        (folder / _ENOUGH).touch()
+        _, said = program.communicate(timeout=_ENDS_WITHIN)
+    except BaseException:
+        program.terminate()
+        say(program.communicate()[1].decode())
+        raise
+    if program.returncode:
+        raise ProcessError(shlex.join(argv), program.returncode, said.decode())
+    return float((folder / _STEPPED).read_text()) - begun
 
 
 def _interrupt(place: Lab, kind: str, after: float) -> list[str]:
     """Interrupt a deploy after so many seconds, and return what is left of it."""
-    with _job(place, kind):
-        env = _env(place, kind)
-        deploy = process.start(
-            [*SWARMTRAIN, "deploy", str(_config(place, kind)), "--name", _RUN], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        time.sleep(after)
-        deploy.send_signal(signal.SIGINT)
-        _, said = deploy.communicate()
-        if b"nothing of it is left" not in said:
-            with contextlib.suppress(ProcessError):  # interrupted before it was anything
-                process.run([*SWARMTRAIN, "down", _RUN], env=env)
-        return [*_programs(), *_things(place)]
+    folder, env = _prepared(place, kind), _env(place)
+    argv = [*SWARMTRAIN, "deploy", "config.yml", "--name", _RUN]
+    deploy = process.start(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    time.sleep(after)
+    deploy.send_signal(signal.SIGINT)
+    _, said = deploy.communicate(timeout=_ENDS_WITHIN)
+    if b"nothing of it is left" not in said:
+        with contextlib.suppress(ProcessError):  # interrupted before it was anything
+            process.run([*SWARMTRAIN, "down", _RUN], env=env)
+    return [*_programs(), *_things(place)]
 
 
 def _programs() -> list[str]:
@@ -192,49 +198,21 @@ def _things(place: Lab) -> list[str]:
     return [*found, *services.splitlines()]
 
 
-@contextmanager
-def _job(place: Lab, kind: str) -> Iterator[Path]:
-    """Give the folder of a job's script, empty but for that, as this machine sees it."""
+def _prepared(place: Lab, kind: str) -> Path:
+    """Return the job's folder, as this machine sees it: in it are script and config, and nothing of an earlier job."""
     folder = _folder(place)
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(_STATE, ignore_errors=True)
     folder.mkdir()
-    folder.chmod(0o777)
+    folder.chmod(0o777)  # containers have a user of their own
     (folder / _SCRIPT).write_text(_TRAIN)
-    shutil.rmtree(_state(place), ignore_errors=True)
-    yield folder
+    there = folder if kind == "local" else _ON_NODES
+    runner = {**_RUNNER, "runner_type": kind, "script_args": [str(there)]}
+    (folder / "config.yml").write_text(yaml.safe_dump({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
+    return folder
 
 
-@contextmanager
-def _started(argv: list[str], env: dict[str, str]) -> Iterator[None]:
-    """Run a command beside the body, and see it end with 0 afterwards. Raises ProcessError."""
-    program = process.start(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        yield
-        _, said = program.communicate(timeout=120)
-    except BaseException:
-        program.terminate()
-        say(program.communicate()[1].decode())
-        raise
-    if program.returncode:
-        raise ProcessError(shlex.join(argv), program.returncode, said.decode())
-
-
-def _stepped(folder: Path) -> float:
-    """Wait for the first step, and return when it was made."""
-    until((folder / "stepped").exists, "the first step", every=0.02)
-    return float((folder / "stepped").read_text())
-
-
-def _config(place: Lab, kind: str) -> Path:
-    folder = _folder(place)
-    given = json.loads(json.dumps(_CONFIG))
-    given["runner"] |= {"runner_type": kind, "script_args": [str(folder if kind == "local" else _ON_NODES)]}
-    path = folder / "config.yml"
-    path.write_text(yaml.safe_dump(given))
-    return path
-
-
-def _stack(place: Lab) -> Path:
+def _stack() -> Path:
     """Write the stack of three services that a person would write, each with torchrun."""
     nodes = {
         node: {
@@ -261,13 +239,8 @@ def _stack(place: Lab) -> Path:
     return path
 
 
-def _env(place: Lab, kind: str) -> dict[str, str]:
-    return {**place.env(), "XDG_STATE_HOME": str(_state(place)), "OMP_NUM_THREADS": "1"}
-
-
-def _state(place: Lab) -> Path:
-    """Where runs are kept: on the disk that all nodes share, as a home is under Slurm."""
-    return BUILD / "launchers-state"
+def _env(place: Lab) -> dict[str, str]:
+    return {**place.env(), "XDG_STATE_HOME": str(_STATE), "OMP_NUM_THREADS": "1"}
 
 
 def _folder(place: Lab) -> Path:
