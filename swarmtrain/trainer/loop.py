@@ -20,7 +20,7 @@ from swarmtrain.trainer.metrics.files import AuditFile
 from swarmtrain.trainer.metrics.pace import Pace
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parts import CHECKPOINT, EVALUATION, Parts
+from swarmtrain.trainer.parts import CHECKPOINT, EVALUATION, LOGGING, Parts
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.saving import Saving
 from swarmtrain.trainer.soundness import Soundness
@@ -84,7 +84,9 @@ def train(
                     soundness.judge(made, position, data)
                 audit.write(made)  # what survivors save has been recorded
                 progress = progress.after(number, position + here.config.topology.global_batch)
-                report.step(made, parts.step())
+                taken = parts.step()
+                with parts.of(LOGGING):
+                    report.step(made, taken)
                 report.compared(pace.compared())
                 saving.tell()
                 if _due(number, config.check_replicas_interval):

@@ -10,6 +10,7 @@ backward        the backward pass, with what ranks exchange meanwhile; in a pipe
 communication   what ranks tell each other when passes are done: what takes longer elsewhere is waited for here
 optimizer       the norm of the gradient, and the update of parameters
 evaluation, checkpoint   while training stands still for them
+logging         telling how the step before went
 other           everything else
 """
 
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = "data", "forward", "backward", "communication", "optimizer"
-EVALUATION, CHECKPOINT, OTHER = "evaluation", "checkpoint", "other"
+EVALUATION, CHECKPOINT, LOGGING, OTHER = "evaluation", "checkpoint", "logging", "other"
 
 
 @dataclass
