@@ -101,6 +101,7 @@ def first_steps() -> Iterator[Row]:
 def interrupted() -> Iterator[Row]:
     """Starts that get a Ctrl-C in their first seconds, each at another moment: what is left, after `down` where it is asked for."""
     starts = _STARTS // len(_BY_HAND)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here, as in the background, is ignored by all it starts
     with _place() as place:
         for kind in _BY_HAND:
             left = 0
