@@ -178,12 +178,13 @@ def _interrupt(place: Lab, kind: str, after: float) -> list[str]:
 
 
 def _programs() -> list[str]:
-    """Return the command lines of all that a run may have on any machine of the lab."""
+    """Return the command lines of all that the run has, on whichever machine of the lab."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if any(part in line for part in ("swarmtrain.entrypoint", "swarmtrain.host", "swarmtrain.launchers", _SCRIPT)):
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            told = f"SWARMTRAIN_RUN={_RUN}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if told or f"/{_RUN}/" in line:
                 found.append(line)
     return found
 
