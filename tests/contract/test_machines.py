@@ -1,38 +1,23 @@
-"""The contract on everything that needs no engine: this machine, three hosts behind real sshds, a real Slurm."""
+"""The contract on everything that needs no engine: this machine, machines of a lab behind real sshds, a real Slurm."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from contract import ROOT, RUN, Contract, Place, entered
 from features import EVERYWHERE
-from processes import below
 
-from swarmtrain.errors import LabError
-from swarmtrain.lab import slurm
+from swarmtrain.lab import Lab
 
 sys.path.insert(0, str(ROOT / "tests" / "launchers"))
 
-from hosts import Hosts  # lies beside the launcher's tests
+from hosts import Hosts, hosts_up, machines  # lies beside the launcher's tests
 
 NODES = ("node0", "node1")
-CI = os.environ.get("CI") == "true"
-
-
-def needs(*lacking: str) -> None:
-    """Skip, or fail in CI, if this machine lacks something."""
-    if lacking:
-        assert not CI, f"this machine lacks {', '.join(lacking)}"
-        pytest.skip(f"this machine lacks {', '.join(lacking)}")
 
 
 class LocalPlace(Place):
@@ -63,11 +48,11 @@ class SshPlace(Place):
     def __init__(self, folder: Path, hosts: Hosts) -> None:
         super().__init__(folder)
         self.hosts = hosts
-        self.env |= {"PATH": f"{hosts.bin}:{os.environ['PATH']}"}
+        self.env |= hosts.lab.env()
 
     def left(self) -> list[str]:
         programs = [f"{name}: {program}" for name in self.hosts.names for program in self.hosts.programs(name)]
-        return [*programs, *(file for name in self.hosts.names for file in self.files(self.hosts.folder / name)), *super().left()]
+        return [*programs, *(file for name in self.hosts.names for file in self.files(self.hosts.state(name))), *super().left()]
 
     def kill_machine(self, node: str) -> None:
         self.hosts.kill(node)
@@ -82,24 +67,17 @@ class SshDockerPlace(SshPlace):
     kind = "pdsh_docker"
 
     def left(self) -> list[str]:
-        folders = [self.hosts.folder / name / "containers" for name in self.hosts.names]
+        folders = [self.hosts.state(name) / "containers" for name in self.hosts.names]
         return [*super().left(), *(str(path) for folder in folders for path in folder.glob("*-*"))]
 
     def in_container(self, node: str) -> bool:
-        return (self.hosts.folder / node / "containers" / f"{RUN}-{node}").exists()
+        return (self.hosts.state(node) / "containers" / f"{RUN}-{node}").exists()
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    needs(*(["root"] if os.geteuid() else []), *([] if shutil.which("sshd", path="/usr/sbin:/usr/bin") else ["openssh-server"]))
-    made = Hosts(tmp_path_factory.mktemp("hosts"), NODES)
-    try:
-        made.up()
+def hosts() -> Iterator[Hosts]:
+    with hosts_up(NODES) as made:
         yield made
-    except LabError as error:
-        needs(f"what hosts take: {error}")
-    finally:
-        made.down()
 
 
 class TestSsh(Contract):
@@ -134,24 +112,23 @@ class TestSshDocker(Contract):
 class SlurmPlace(Place):
     kind = "slurm"
 
-    def __init__(self, folder: Path, conf: Path) -> None:
+    def __init__(self, folder: Path, lab: Lab) -> None:
         super().__init__(folder)
-        self.env |= {"SLURM_CONF": str(conf)}
+        self.lab, self.dead = lab, ""
+        self.env |= lab.env()
 
     def left(self) -> list[str]:
         jobs = subprocess.run(["squeue", "--noheader"], check=True, capture_output=True, text=True).stdout.splitlines()
         return [*jobs, *super().left()]
 
     def kill_machine(self, node: str) -> None:
-        """What Slurm has of it dies too; it stays dead."""
-        tasks = [pid for pid in below(self.home) if f"SLURMD_NODENAME={node}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
-        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
-        stepds = [pid for pid in parents - {1} if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")]
-        wanted = f"-N\0{node}\0".encode()
-        slurmds = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in path.read_bytes()]
-        for pid in [*slurmds, *stepds, *tasks]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.lab.kill(node, say=print)
+        self.dead = node
+
+    def mend(self) -> None:
+        if self.dead:
+            self.lab.start(self.dead, say=print)
+            self.dead = ""
 
 
 class TestSlurm(Contract):
@@ -161,13 +138,8 @@ class TestSlurm(Contract):
     @pytest.fixture(scope="class")
     @classmethod
     def place(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-        needs(*slurm.missing(), *(["root"] if os.geteuid() else []))
-        folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short enough for a socket
-        try:
-            with slurm.cluster(folder, NODES) as conf, entered(SlurmPlace(tmp_path_factory.mktemp("slurm"), conf)) as place:
-                yield place
-        finally:
-            shutil.rmtree(folder)
+        with machines(NODES, part="slurm") as lab, entered(SlurmPlace(tmp_path_factory.mktemp("slurm"), lab)) as place:
+            yield place
 
     def test_in_apptainer_it_is_rendered(self, place: Place) -> None:
         place("generate", "contract.yml", "--name", "rendered", "-o", "runner.slurm.apptainer.image=/images/train.sif")

@@ -1,4 +1,4 @@
-"""The contract of all launchers (tests/contract) on a real swarm, and on one of its engines alone."""
+"""The contract of all launchers (tests/contract) on what needs engines: a swarm, one of its engines alone, and two of them behind SSH."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class SwarmPlace(Place):
 
     def mend(self) -> None:
         if self.dead:
-            with pytest.MonkeyPatch.context() as patch:  # the engine is not to be taken for a process of the run
-                patch.delenv("XDG_STATE_HOME")
-                self.lab.start(self.dead, say=say)
+            self.lab.start(self.dead, say=say)
             self.dead = ""
 
     def _docker(self, node: str, *argv: str) -> list[str]:
@@ -98,6 +96,51 @@ class TestDocker(Contract):
     @classmethod
     def place(cls, lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         with entered(DockerPlace(tmp_path_factory.mktemp("docker"), lab)) as place:
+            yield place
+        for path in lab.shared.glob(f"{RUN}.*"):
+            path.unlink()
+
+
+class SshDockerPlace(Place):
+    kind = "pdsh_docker"
+
+    def __init__(self, folder: Path, lab: Lab) -> None:
+        super().__init__(folder)
+        self.lab, self.shared, self.dead = lab, lab.shared, ""
+        self.env |= {"PATH": lab.env()["PATH"]}
+
+    def left(self) -> list[str]:
+        files = [file for node in ("node0", "node1") for file in self.files(self.lab.own_disk(node) / "state")]
+        containers = [each for node in ("node0", "node1") for each in self._docker(node, "ps", "-a", "--format", "{{.Names}}")]
+        return [*files, *containers, *super().left()]
+
+    def in_container(self, node: str) -> bool:
+        return f"{RUN}-{node}" in self._docker(node, "ps", "--format", "{{.Names}}")
+
+    def kill_node(self, node: str) -> None:
+        self._docker(node, "kill", f"{RUN}-{node}")
+
+    def kill_machine(self, node: str) -> None:
+        self.lab.kill(node, say=say)
+        self.dead = node
+
+    def mend(self) -> None:
+        if self.dead:
+            self.lab.start(self.dead, say=say)
+            self.dead = ""
+
+    def _docker(self, node: str, *argv: str) -> list[str]:
+        return process.run(["docker", "-H", self.lab.docker_host(node), *argv]).splitlines()
+
+
+class TestSshDocker(Contract):
+    kind = "pdsh_docker"
+    __test__ = EVERYWHERE
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def place(cls, lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+        with entered(SshDockerPlace(tmp_path_factory.mktemp("pdsh_docker"), lab)) as place:
             yield place
         for path in lab.shared.glob(f"{RUN}.*"):
             path.unlink()

@@ -1,25 +1,24 @@
-"""The Slurm launcher on a real Slurm: three slurmd on this machine, real jobs, the time limit, requeues, an allocation."""
+"""The Slurm launcher on a real Slurm: three machines of a lab, real jobs, the time limit, requeues, an allocation."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hosts import machines
 from processes import below
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
-from swarmtrain.lab import slurm as lab
+from swarmtrain.lab import Lab
 from swarmtrain.launchers import scaled_plan
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.slurm import SlurmLauncher, generate, job
@@ -63,23 +62,17 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def conf() -> Iterator[Path]:
-    lacking = lab.missing() or (["root"] if os.geteuid() else [])
-    if lacking and not os.environ.get("CI"):
-        pytest.skip(f"needs {', '.join(lacking)}")
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short enough for a socket
-    try:
-        with lab.cluster(folder) as made:
-            yield made
-    finally:
-        shutil.rmtree(folder)
+def lab() -> Iterator[Lab]:
+    with machines(("n01", "n02", "n03"), part="slurm") as made:
+        yield made
 
 
 @pytest.fixture
-def launcher(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
+def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_CONF", str(conf))
+    for name, value in lab.env().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -302,11 +295,10 @@ def test_plain_srun_finds_its_world(launcher: SlurmLauncher, tmp_path: Path) -> 
     assert printed.splitlines().count("world [(0, 0), (1, 1)]") == 2
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    """The last test: its node stays dead."""
+def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
     launcher.up(plan_of(nodes=2, least=1), print)
     in_world(launcher, "demo", 1)
-    kill_node(tmp_path, "n02")
+    lab.kill("n02", say=print)
     in_world(launcher, "demo", 2)
     end = time.monotonic() + 60
     while not starts(launcher, "demo")[-1].endswith("of world 1, hush"):  # its line may come after the board's
@@ -327,15 +319,4 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
-
-
-def kill_node(folder: Path, name: str) -> None:
-    """Kill all of a node's processes at once, its slurmd and the parents of its tasks among them."""
-    tasks = [pid for pid in ours(folder) if f"SLURMD_NODENAME={name}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
-    parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
-    stepds = [pid for pid in parents - {1} if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")]
-    wanted = f"-N\0{name}\0-f\0{os.environ['SLURM_CONF']}\0".encode()  # another lab may have a node of this name
-    slurmds = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in path.read_bytes()]
-    for pid in [*slurmds, *stepds, *tasks]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    lab.start("n02", say=print)
