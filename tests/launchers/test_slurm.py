@@ -29,13 +29,13 @@ from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
 
 ROOT = Path(__file__).parents[2]
 TRAIN = """
-import os, pathlib, signal, sys, time
+import datetime, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
 from swarmtrain.board import Board
 from swarmtrain.wire import Event
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))  # a peer without power does not even hang up
 name = os.environ["SWARMTRAIN_RUN"]
 state = pathlib.Path(name + ".state")
 step = int(state.read_text()) if state.exists() else 0
