@@ -148,7 +148,8 @@ class Lab:
             say(f"{node}: runs again, and joins when {'the manager' if description.swarm else description.nodes[0]} does")
             return
         if "slurm" in description.parts:
-            slurm.wait_until_ready(self.directory, description, [node])
+            there = [each.node for each in self.status() if each.state == "up"]
+            slurm.wait_until_ready(self.directory, description, there if node == description.nodes[0] else [node])
         if description.swarm:
             engines.wait_until_ready(self.directory, description, [node])
         say(f"{node}: runs again{' and is ready in the swarm' if description.swarm else ''}")
