@@ -179,6 +179,8 @@ class Lab:
         """
         description = self._description()
         found = {"DOCKER_HOST": self.docker_host(description.nodes[0])} if description.engines else {}
+        if "ssh" in description.parts:
+            found["PDSH_RCMD_TYPE"] = "ssh"  # Debian's takes rsh by itself
         if "slurm" in description.parts:
             found["SLURM_CONF"] = str(slurm.conf(self.directory))
         if {"ssh", "slurm"} & set(description.parts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -334,6 +335,8 @@ def test_a_lab_behind_ssh_and_with_a_slurm(new_lab: Callable[..., Lab]) -> None:
         return typed("ssh node1 hostname; ssh node0 ssh node1 hostname; srun -N2 hostname")
 
     assert both() == ["node0", "node1", "node1", "node1"]
+    if shutil.which("pdsh") or os.environ.get("CI") == "true":
+        assert typed("pdsh -N -w 'node[0-1]' hostname") == ["node0", "node1"]
     assert typed("ssh node1 'touch /mnt/own/mine; ls /mnt/own'; ssh node0 ls /mnt/own") == ["mine"]
     for node in ("node1", "node0"):
         lab.kill(node, say=say)
