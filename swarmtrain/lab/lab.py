@@ -131,7 +131,8 @@ class Lab:
         """Take the node's power: its services and containers are gone at once, no peer is told. Its disk stays."""
         description = self._living(node)
         machines.power_off(self.directory, description, node)
-        say(f"{node}: power off; a swarm notices in about 15 s. `{self._command('start', node)}` boots it again")
+        notice = "; a swarm notices in about 15 s" if description.engines else ""
+        say(f"{node}: power off{notice}. `{self._command('start', node)}` boots it again")
 
     def start(self, node: str, *, say: Say) -> None:
         """Boot a node that was killed, with its data. Returns when its services answer and, where the first node lives, it is ready."""
@@ -158,7 +159,7 @@ class Lab:
         """Cut the node's network: it lives on, alone."""
         self._living(node)
         fabric.cut(self.name, node)
-        say(f"{node}: cut off, its engine and containers run on. `{self._command('heal', node)}` brings the network back")
+        say(f"{node}: cut off, all that is on it runs on. `{self._command('heal', node)}` brings the network back")
 
     def heal(self, node: str, *, say: Say) -> None:
         """Bring the node's network back, at full speed."""
