@@ -41,24 +41,25 @@ class Lab:
         state.check_name(name)
         self.name = name
         self._base = state.base_directory()
-        self._directory = self._base / name
-        self._own_disk = self._directory / "shared"
+        self.directory = self._base / name
+        """Where the lab's own files are."""
+        self._own_disk = self.directory / "shared"
 
     @property
     def shared(self) -> Path:
         """The host's view of the disk that all nodes have at /mnt/shared."""
-        description = state.read(self._directory)
+        description = state.read(self.directory)
         return Path(description.shared) if description else self._own_disk
 
     def own_disk(self, node: str) -> Path:
         """Return the host's view of the disk that the node alone has, at /mnt/own."""
         self._known(node)
-        return machines.own_disk(self._directory, node)
+        return machines.own_disk(self.directory, node)
 
     def check(self, engine: Path | None = None, parts: Collection[str] = ("swarm",)) -> None:
         """Raise LabError, with the way out, if this machine cannot host a lab of these `parts`."""
         check_machine(engine, parts)
-        state.check_directory(self._directory)
+        state.check_directory(self.directory)
         fabric.check_kernel()
 
     def up(
@@ -93,7 +94,9 @@ class Lab:
             disk = (shared or self._own_disk).absolute()
             program = str(engine.absolute()) if engine else None
             subnet = state.choose_subnet(self.name, state.taken_subnets(self._base))
-            wanted = Description(self.name, subnet, names, str(disk), program, bare, gpus=gpus, parts=tuple(sorted(set(parts))))
+            wanted = Description(
+                self.name, subnet, names, str(disk), program, bare, gpus=gpus, parts=tuple(part for part in state.PARTS if part in parts)
+            )
             if gpus and not wanted.engines:
                 raise LabError("machines without an engine have none to declare GPUs", place="lab up --gpus")
             if self._runs_already(wanted, say):
@@ -111,7 +114,7 @@ class Lab:
         """Remove the lab and all its data; with the last lab of this machine go the images, unless they are to be kept."""
         check_root()
         with state.locked(self._base):
-            found = state.read(self._directory)
+            found = state.read(self.directory)
             self._remove()
             say(f"lab {self.name}: removed" if found else f"lab {self.name}: there is none")
             self._remove_images(keep_images, say)
@@ -127,34 +130,36 @@ class Lab:
     def kill(self, node: str, *, say: Say) -> None:
         """Take the node's power: its services and containers are gone at once, no peer is told. Its disk stays."""
         description = self._living(node)
-        machines.power_off(self._directory, description, node)
-        say(f"{node}: power off; a swarm notices in about 15 s. `{self._command('start', node)}` boots it again")
+        machines.power_off(self.directory, description, node)
+        notice = "; a swarm notices in about 15 s" if description.engines else ""
+        say(f"{node}: power off{notice}. `{self._command('start', node)}` boots it again")
 
     def start(self, node: str, *, say: Say) -> None:
         """Boot a node that was killed, with its data. Returns when its services answer and, where the first node lives, it is ready."""
         description = self._known(node)
         if self._pid(node) is not None:
             raise LabError("runs already", place=node, hint=self._command("status"))
-        machines.power_off(self._directory, description, node)  # what an engine that died by itself left behind
-        machines.boot(self._directory, description, node)
+        machines.power_off(self.directory, description, node)  # what an engine that died by itself left behind
+        machines.boot(self.directory, description, node)
         if description.engines:
-            engines.wait_until_up(self._directory, node)
+            engines.wait_until_up(self.directory, node)
         if "ssh" in description.parts:
-            ssh.wait_until_up(self._directory, node)
+            ssh.wait_until_up(self.directory, node)
         if (description.swarm or "slurm" in description.parts) and self._pid(description.nodes[0]) is None:
             say(f"{node}: runs again, and joins when {'the manager' if description.swarm else description.nodes[0]} does")
             return
         if "slurm" in description.parts:
-            slurm.wait_until_ready(self._directory, description, [node])
+            there = [each.node for each in self.status() if each.state == "up"]
+            slurm.wait_until_ready(self.directory, description, there if node == description.nodes[0] else [node])
         if description.swarm:
-            engines.wait_until_ready(self._directory, description, [node])
+            engines.wait_until_ready(self.directory, description, [node])
         say(f"{node}: runs again{' and is ready in the swarm' if description.swarm else ''}")
 
     def cut(self, node: str, *, say: Say) -> None:
         """Cut the node's network: it lives on, alone."""
         self._living(node)
         fabric.cut(self.name, node)
-        say(f"{node}: cut off, its engine and containers run on. `{self._command('heal', node)}` brings the network back")
+        say(f"{node}: cut off, all that is on it runs on. `{self._command('heal', node)}` brings the network back")
 
     def heal(self, node: str, *, say: Say) -> None:
         """Bring the node's network back, at full speed."""
@@ -168,25 +173,27 @@ class Lab:
         fabric.slow(self.name, node, rate)
         say(f"{node}: network at {rate} in both directions. `{self._command('heal', node)}` takes that off")
 
-    def env(self) -> dict[str, str]:
-        """Return the environment that points this machine's tools at the lab.
+    def env(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return what points this machine's tools at the lab, if it is added to `environ`.
 
         Docker's speak to the engine of node0, the manager; `ssh` knows the machines by their names, and Slurm is the lab's.
         """
         description = self._description()
         found = {"DOCKER_HOST": self.docker_host(description.nodes[0])} if description.engines else {}
+        if "ssh" in description.parts:
+            found["PDSH_RCMD_TYPE"] = "ssh"  # Debian's takes rsh by itself
         if "slurm" in description.parts:
-            found["SLURM_CONF"] = str(slurm.conf(self._directory))
+            found["SLURM_CONF"] = str(slurm.conf(self.directory))
         if {"ssh", "slurm"} & set(description.parts):
-            own = str(commands.folder(self._directory))
-            others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+            own = str(commands.folder(self.directory))
+            others = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
             found["PATH"] = os.pathsep.join([own, *others])
         return found
 
     def docker_host(self, node: str) -> str:
         """Return the address of the node's engine, in DOCKER_HOST's form."""
         self._known(node)
-        return f"unix://{engines.engine_socket(self._directory, node)}"
+        return f"unix://{engines.engine_socket(self.directory, node)}"
 
     def enter(self, node: str, *, folder: Path = Path("/")) -> list[str]:
         """Return the prefix that runs a command on the machine `node`, beside its services, in `folder` if the machine has that."""
@@ -199,46 +206,46 @@ class Lab:
         """Return `environ` as a command on the machine `node` is to have it: Docker's tools use its own engine, Slurm's the lab's."""
         parts = self._known(node).parts
         elsewhere = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
-        own = {"DOCKER_HOST": engines.OWN_SOCKET} | ({"SLURM_CONF": str(slurm.conf(self._directory))} if "slurm" in parts else {})
+        own = {"DOCKER_HOST": engines.OWN_SOCKET} | ({"SLURM_CONF": str(slurm.conf(self.directory))} if "slurm" in parts else {})
         return {**{name: value for name, value in environ.items() if name not in elsewhere}, **own}
 
     def _make(self, description: Description, say: Say) -> None:
-        self._directory.mkdir(parents=True)
-        state.write(self._directory, description)
+        self.directory.mkdir(parents=True)
+        state.write(self.directory, description)
         self.shared.mkdir(parents=True, exist_ok=True)
         self.shared.chmod(0o1777)
         say(f"lab {self.name}: {len(description.nodes)} {_kind(description)}")
-        commands.make(self._directory, description)
+        commands.make(self.directory, description)
         if "ssh" in description.parts:
-            ssh.make(self._directory, description)
+            ssh.make(self.directory, description)
         if "slurm" in description.parts:
-            slurm.make(self._directory, description)
+            slurm.make(self.directory, description)
         fabric.make(description)
         for node in description.nodes:
-            machines.prepare(self._directory, description, node)
-            machines.add(self._directory, node, self._services(description, node))
-            machines.boot(self._directory, description, node)
+            machines.prepare(self.directory, description, node)
+            machines.add(self.directory, node, self._services(description, node))
+            machines.boot(self.directory, description, node)
         if description.engines:
-            registry.start(description, self._directory)
-            engines.wait_until_all_up(self._directory, description)
+            registry.start(description, self.directory)
+            engines.wait_until_all_up(self.directory, description)
         if "ssh" in description.parts:
             for node in description.nodes:
-                ssh.wait_until_up(self._directory, node)
+                ssh.wait_until_up(self.directory, node)
         if "slurm" in description.parts:
-            slurm.wait_until_ready(self._directory, description, description.nodes)
+            slurm.wait_until_ready(self.directory, description, description.nodes)
         if description.swarm:
-            engines.form_swarm(self._directory, description)
-        state.write(self._directory, replace(description, ready=True))
+            engines.form_swarm(self.directory, description)
+        state.write(self.directory, replace(description, ready=True))
 
     def _services(self, description: Description, node: str) -> dict[str, str]:
-        found = {"engine": engines.service(self._directory, description, node)} if description.engines else {}
+        found = {"engine": engines.service(self.directory, description, node)} if description.engines else {}
         if "ssh" in description.parts:
-            found["sshd"] = ssh.service(self._directory, description, node)
-        return found | (slurm.services(self._directory, description, node) if "slurm" in description.parts else {})
+            found["sshd"] = ssh.service(self.directory, description, node)
+        return found | (slurm.services(self.directory, description, node) if "slurm" in description.parts else {})
 
     def _introduce(self, description: Description, say: Say) -> None:
         first = description.nodes[0]
-        if description.engines and engines.wait_until_up(self._directory, first)["Driver"] == "vfs":
+        if description.engines and engines.wait_until_up(self.directory, first)["Driver"] == "vfs":
             say("storage driver vfs, since overlay does not work on this disk: images take far more space and time")
         fate = ", and is deleted by `down`" if self.shared == self._own_disk else ""
         say(f"shared disk: {self.shared} here is /mnt/shared on every node{fate}")
@@ -264,7 +271,7 @@ class Lab:
         return " ".join(["swarmtrain", "lab", verb, *option, *arguments])
 
     def _runs_already(self, wanted: Description, say: Say) -> bool:
-        description = state.read(self._directory)
+        description = state.read(self.directory)
         if not description or not description.ready:
             return False
         kind = "engines" if description.engines else "machines"
@@ -288,15 +295,15 @@ class Lab:
         return True
 
     def _remove(self) -> None:
-        description = state.read(self._directory)
+        description = state.read(self.directory)
         if description:
             for node in description.nodes:
-                machines.power_off(self._directory, description, node)
-            registry.stop(self._directory)
+                machines.power_off(self.directory, description, node)
+            registry.stop(self.directory)
             fabric.remove(self.name, "fabric")
             machines.remove_cgroups(self.name)
-        if self._directory.exists():
-            shutil.rmtree(self._directory)
+        if self.directory.exists():
+            shutil.rmtree(self.directory)
 
     def _remove_images(self, keep: bool, say: Say) -> None:
         images = registry.store(self._base)
@@ -313,7 +320,7 @@ class Lab:
         version = ""
         if pid is not None and description.engines:
             try:
-                version = api.request(engines.engine_socket(self._directory, node), "GET", "/version", timeout=2)["Version"]
+                version = api.request(engines.engine_socket(self.directory, node), "GET", "/version", timeout=2)["Version"]
             except OSError:
                 version = "no answer"
         condition = "dead" if pid is None else "cut" if link == "cut" else "up"
@@ -323,10 +330,10 @@ class Lab:
         return NodeStatus(node, condition, role, link if pid is not None else "", version, services, description.address(node), pid)
 
     def _pid(self, node: str) -> int | None:
-        return machines.machine(self._directory, node).pid
+        return machines.machine(self.directory, node).pid
 
     def _description(self) -> Description:
-        description = state.read(self._directory)
+        description = state.read(self.directory)
         if description is None:
             others = ", ".join(found.name for found in state.all_labs(self._base))
             known = f"there is: {others}" if others else "there is none on this machine"
@@ -349,7 +356,7 @@ class Lab:
 
 def _kind(description: Description) -> str:
     """Say what the machines are, where, and what they have beside engines."""
-    others = [part for part in description.parts if part in ("ssh", "slurm")]
+    others = [part for part in description.parts if part not in ("swarm", "docker")]
     kind = "engines" if description.engines else "machines"
     lone = ", in no swarm" if description.engines and not description.swarm else ""
     more = f", with {', '.join(others)}" if others else ""

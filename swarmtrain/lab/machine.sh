@@ -28,10 +28,9 @@ mkdir /mnt/shared /mnt/own
 mount --bind "$shared" /mnt/shared
 mount --bind "$dir/own" /mnt/own
 
-# A clean environment: a proxy set for the user's shell would swallow the way to the lab's registry.
 engine=
 for service in "$dir"/services/*; do
-    env -i PATH="$PATH" HOME=/root sh "$service" >>"$dir/${service##*/}.log" 2>&1 &
+    sh "$service" >>"$dir/${service##*/}.log" 2>&1 &
     if [ "${service##*/}" = engine ]; then engine=$!; fi
 done
 

@@ -44,12 +44,13 @@ def add(directory: Path, node: str, services: Mapping[str, str]) -> None:
 def boot(directory: Path, description: Description, node: str) -> None:
     """Connect the node and power it on; returns as soon as its init runs. Raises LabError if it does not."""
     home = directory / node
+    # Nothing else of the user's shell: a proxy that is set there would swallow the way to the lab's registry.
+    path = search_path(Path(description.engine) if description.engine else None)
     fabric.connect(description, node)
     machine(directory, node).spawn(
         ["sh", str(Path(__file__).with_name("machine.sh")), str(home), node, description.shared],
-        enter=[*fabric.enter(description.name, node), *_NEW_NAMESPACES],
+        enter=[*fabric.enter(description.name, node), "env", "-i", f"PATH={path}", "HOME=/root", *_NEW_NAMESPACES],
         log=home / "init.log",
-        env={"PATH": search_path(Path(description.engine) if description.engine else None)},
     )
 
 

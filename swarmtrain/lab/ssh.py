@@ -10,9 +10,10 @@ from swarmtrain.lab import machines
 from swarmtrain.lab.state import Description
 
 PORT = 22
-_STATE = "/mnt/own/state"
+_OWN = "/mnt/own"
+_PATH = f"{_OWN}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Anybody's ssh on the machine uses the lab's key, as it does in a shell that `lab env` was for.
-_SERVICE = """mkdir -p -m 755 /run/sshd {state}
+_SERVICE = """mkdir -m 755 /run/sshd
 mount --bind {config} /etc/ssh/ssh_config
 exec "$(command -v sshd)" -D -e -f {settings}
 """
@@ -43,7 +44,10 @@ def make(directory: Path, description: Description) -> None:
 
 
 def service(directory: Path, description: Description, node: str) -> str:
-    """Write the settings of a node's sshd, and return the script that runs it. Whoever comes in has a state directory of the node's own."""
+    """Write the settings of a node's sshd, and return the script that runs it.
+
+    Who comes in has the node's own programs, settings and state: `bin`, `config` and `state` on its disk.
+    """
     lines = [
         f"ListenAddress {description.address(node)}",
         f"HostKey {directory / 'ssh' / 'host'}",
@@ -54,11 +58,10 @@ def service(directory: Path, description: Description, node: str) -> str:
         "UsePAM no",
         "StrictModes no",
         "PidFile none",
-        f"SetEnv XDG_STATE_HOME={_STATE}",
+        f"SetEnv PATH={_PATH} XDG_CONFIG_HOME={_OWN}/config XDG_STATE_HOME={_OWN}/state",
     ]
     settings(directory, node).write_text("".join(f"{line}\n" for line in lines))
-    paths = {"config": config(directory), "settings": settings(directory, node), "state": _STATE}
-    return _SERVICE.format(**{name: shlex.quote(str(path)) for name, path in paths.items()})
+    return _SERVICE.format(config=shlex.quote(str(config(directory))), settings=shlex.quote(str(settings(directory, node))))
 
 
 def wait_until_up(directory: Path, node: str) -> None:

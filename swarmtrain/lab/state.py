@@ -191,7 +191,7 @@ class Daemon:
         now = _stat(Path(f"/proc/{pid}/stat"))
         return pid if now and now[2] == started and now[1] not in "ZX" else None
 
-    def spawn(self, argv: list[str], *, enter: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def spawn(self, argv: list[str], *, enter: list[str], log: Path) -> None:
         """Start `argv` behind the prefix `enter`, detached, its output appended to `log`; return once it is written down.
 
         Raises LabError with the end of the log if that takes over 5 s.
@@ -199,7 +199,7 @@ class Daemon:
         self.record.unlink(missing_ok=True)
         recorder = ["sh", str(Path(__file__).with_name("daemon.sh")), str(self.record)]
         with log.open("ab") as output:
-            process.start(["setsid", "--fork", *enter, *recorder, *argv], env=env, stdout=output, stderr=output).wait()
+            process.start(["setsid", "--fork", *enter, *recorder, *argv], stdout=output, stderr=output).wait()
         deadline = time.monotonic() + 5
         while not self.record.exists():
             if time.monotonic() > deadline:

@@ -24,6 +24,9 @@ from features import IN_A_CONTAINER, LAUNCHERS, NODE_DIES, SCALE_DOWN, SCALE_UP,
 from interrupt import ROOT, at_line
 from processes import below
 
+from swarmtrain import process
+from swarmtrain.lab import Lab
+
 HERE = Path(__file__).parent
 CONFIG = HERE / "contract.yml"
 RUN = "life"
@@ -128,6 +131,27 @@ class Place:
             return len(of) >= worlds and status["world"]["nodes"] == nodes and status["progress"].get("time", 0.0) > of[-1]["time"]
 
         return self.until(trains)
+
+
+class LabPlace(Place):
+    """A place whose machines are those of a lab."""
+
+    def __init__(self, folder: Path, lab: Lab) -> None:
+        super().__init__(folder)
+        self.lab = lab
+        self.env |= lab.env()
+
+    def kill_machine(self, node: str) -> None:
+        self.lab.kill(node, say=print)
+
+    def mend(self) -> None:
+        for node in self.lab.status():
+            if node.state == "dead":
+                self.lab.start(node.node, say=print)
+
+    def docker(self, node: str, *argv: str) -> list[str]:
+        """Run a command of the node's own engine, and return the lines that it prints."""
+        return process.run(["docker", "-H", self.lab.docker_host(node), *argv]).splitlines()
 
 
 @contextlib.contextmanager
