@@ -180,7 +180,7 @@ class Contract:
     @pytest.fixture(scope="class")
     @classmethod
     def life(cls, place: Place) -> Iterator[Place]:
-        """The place, with the run that most of the tests are about."""
+        """The place, with the run that most of the tests are about. A node that comes late finds the other training already."""
         place.deploy("--name", RUN, "--detach")
         place.training(2)
         yield place
@@ -280,7 +280,7 @@ class Contract:
     def test_logs(self, life: Place) -> None:
         lines = life("logs", RUN).splitlines()
         for rank in (0, 1):
-            assert [line for line in lines if f" rank {rank} | rank {rank} of 2 starts at 0" in line and line.startswith("node")]
+            assert [line for line in lines if f" rank {rank} | rank {rank} of 2 starts at " in line and line.startswith("node")]
         assert {line.split(" | ")[0].split()[-1] for line in life("logs", RUN, "--rank", "1").splitlines()} == {"1"}
 
     @feature("A secret reaches the ranks as a file")
@@ -293,10 +293,10 @@ class Contract:
 
     @feature("Ctrl-C detaches who follows, and the run goes on")
     def test_detaching(self, life: Place) -> None:
+        worlds = life.status()["worlds"]
         ended = at_line("Ctrl-C detaches", "deploy", "contract.yml", "--name", RUN, cwd=life.project)
         assert (ended.code, f"detached; {RUN} goes on" in ended.err) == (130, True), ended.err
-        worlds = life.status()["worlds"]
-        assert len(life.training(2)["worlds"]) == len(worlds) == 1
+        assert life.training(2)["worlds"] == worlds
 
     @feature("A node's process that is killed is started again, and the run goes on")
     def test_a_node_is_killed(self, life: Place) -> None:
@@ -362,7 +362,7 @@ class Contract:
         assert life.left() == []
         life("status", RUN, code=1)
         kept = life("logs", RUN)
-        assert " of 2 starts at 0" in kept, kept
+        assert " of 2 starts at " in kept, kept
         assert "has formed" in life("history", RUN)
 
 
