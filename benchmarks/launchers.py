@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.labs import lab
-from benchmarks.measure import BUILD, SWARMTRAIN, Row, Sample, in_turns, say, until
+from benchmarks.measure import BUILD, SWARMTRAIN, Row, Sample, Unavailable, in_turns, say, until
 from benchmarks.runs import distribute
 from swarmtrain import process
 from swarmtrain.errors import ProcessError
@@ -36,6 +36,8 @@ _SCRIPT, _STEPPED, _ENOUGH = "first_step.py", "stepped", "enough"
 _STATE = BUILD / "launchers-state"
 """Where runs are kept: all nodes see it, as they see a home under Slurm."""
 _ENDS_WITHIN = 120.0
+_FORGOTTEN_WITHIN = 10.0
+"""An engine keeps the shell of a container that has ended for a moment."""
 _TRAIN = """
 import sys, time
 from pathlib import Path
@@ -174,6 +176,8 @@ def _interrupt(place: Lab, kind: str, after: float) -> list[str]:
     if b"nothing of it is left" not in said:
         with contextlib.suppress(ProcessError):  # interrupted before it was anything
             process.run([*SWARMTRAIN, "down", _RUN], env=env)
+    with contextlib.suppress(Unavailable):
+        until(lambda: not _programs() and not _things(place), "nothing", seconds=_FORGOTTEN_WITHIN)
     return [*_programs(), *_things(place)]
 
 

@@ -34,6 +34,7 @@ BENCHMARKS = (
     Benchmark("recovery", "a container is killed, to the next step, beside plain torchrun", recovery.killed_container),
     Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.planned_scale),
     Benchmark("checkpoint", "what a checkpoint in the background takes from training", training.background_checkpoint),
+    Benchmark("logging", "what metrics and log take of a step", training.logging),
     Benchmark("train", "the trainer beside a loop by hand", training.by_hand),
     Benchmark("train-ddp", "two processes of it beside DistributedDataParallel by hand", training.by_hand_ddp),
     Benchmark("train-hf", "the trainer beside Hugging Face's", training.hugging_face),
