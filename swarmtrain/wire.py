@@ -183,6 +183,7 @@ JOINED = "joined"  # node, host, address, interface, slots
 WORLD = "world"  # world, world_size, nodes, ranks: {node: [rank, …]}; printed once all nodes of the world are in it
 RETURNED = "returned"  # node, world: the script has returned there
 PROGRESS = "progress"  # step, steps, loss, tokens_per_second, eta_seconds, learning_rate
+REPORT = "report"  # node, and what it is made of: versions, devices, git …; text by name, or such mappings
 EVALUATION = "evaluation"  # step, loss
 CHECKPOINT = "checkpoint"  # step, path, seconds
 RESUMED = "resumed"  # step, path

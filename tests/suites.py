@@ -43,7 +43,7 @@ SUITES = {
     "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
-    "launchers": ["launchers", "interruption"],
+    "launchers": ["launchers", "interruption", "page"],
     "howto": ["howto"],
     "contract": ["contract", f"lab/{_CONTRACT}.py"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
