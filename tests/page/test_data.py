@@ -20,8 +20,9 @@ from swarmtrain.view.history import history
 from swarmtrain.view.page import files, prometheus
 from swarmtrain.view.page.curves import MOST, Curve, Curves
 from swarmtrain.view.page.data import Data, line_data, markers, page_of
+from swarmtrain.view.page.data import page as made_page
 from swarmtrain.view.page.source import source
-from swarmtrain.view.page.story import Story
+from swarmtrain.view.page.story import Story, Told
 from swarmtrain.view.status import status
 from swarmtrain.wire import Event
 
@@ -96,12 +97,11 @@ def test_a_long_curve_keeps_its_ends_and_every_peak_when_it_is_thinned() -> None
 def test_a_run_of_days_is_a_page_of_a_moment() -> None:
     """Two hundred thousand events: what the browser is sent does not grow with them."""
     events = [world(2, 1.0), *(progress(step, loss=2.0, tokens_per_second=1e5, steps=10**6) for step in range(200_000))]
-    data = page_of("days", events, [TaskState("node0", "a", "running")], (), 10**6)
-    assert len(json.dumps(data)) < 120_000
-    story = Story()
+    told = Told()
     for event in events:
-        story.add(event)
-    assert len(story.events) == 2
+        told.add(event)
+    assert len(told.story.events) == 2
+    assert len(json.dumps(made_page("days", told, [TaskState("node0", "a", "running")], (), 10**6))) < 120_000
 
 
 def test_the_story_tells_the_same_as_all_events() -> None:

@@ -271,12 +271,12 @@
     const made = [
       ["Loss", known(progress.loss) && progress.loss.toFixed(4), "", ""],
       ["Held-out loss", known(evaluation.loss) && evaluation.loss.toFixed(4), "", known(evaluation.step) ? `at step ${whole(evaluation.step)}` : ""],
-      ["Tokens per second", known(progress.tokens_per_second) && compact(progress.tokens_per_second), "", known(progress.tflops) ? `${compact(progress.tflops)} TFLOP/s` : ""],
+      ["Throughput", known(progress.tokens_per_second) && compact(progress.tokens_per_second), "", ["tokens/s", known(progress.tflops) && `${compact(progress.tflops)} TFLOP/s`].filter(Boolean).join(", ")],
       ["MFU", known(progress.mfu) && (100 * progress.mfu).toFixed(1), "%", ""],
       ["Learning rate", known(progress.learning_rate) && trim(progress.learning_rate), "", ""],
       ["Gradient norm", known(progress.gradient_norm) && trim(progress.gradient_norm), "", ""],
       ["World", known(world.world_size) && counted(world.world_size, "rank"), "", `${counted(world.nodes, "node")}${page.worlds > 1 ? `, world ${page.worlds}` : ""}`],
-      ["Checkpoint of step", last && whole(last.step), "", last && (page.ended ? `at ${clock(last.time)}` : `${duration(now - last.time)} ago`)],
+      ["Saved step", last && whole(last.step), "", last && (page.ended ? `at ${clock(last.time)}` : `${duration(now - last.time)} ago`)],
     ].filter(([, value]) => value);
     section("numbers", made.length > 0, ...made.map(([name, value, unit, more]) => el("div", { class: "tile" },
       el("div", { class: "name" }, name), el("div", { class: "value" }, value, unit ? el("span", { class: "unit" }, unit) : ""), el("div", { class: "more" }, more || "\u00a0"))));
