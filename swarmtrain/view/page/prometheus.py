@@ -68,8 +68,9 @@ def _samples(data: Data, now: float) -> Iterator[Sample]:
         yield "step_part_seconds", "gauge", "Seconds of a step by what they are spent on.", {"part": part}, seconds
     for name, value in (progress.get("metrics") or {}).items():
         yield "metric", "gauge", "What the script itself measures.", {"name": name}, value
-    if "time" in progress:
-        yield "since_last_step_seconds", "gauge", "Seconds since a step was last told of.", {}, max(0.0, now - progress["time"])
+    if (since := progress.get("time") or data["started"]) is not None:
+        yield "since_last_step_seconds", "gauge", "Seconds since a step was last told of, or since it began.", {}, max(0.0, now - since)
+    yield "reachable", "gauge", "1 if the run could be asked the last time.", {}, float(not data.get("lost"))
     yield "world_size", "gauge", "Ranks of the newest world.", {}, world.get("world_size")
     yield "worlds_total", "counter", "Worlds that have formed.", {}, data["worlds"]
     yield "failures_total", "counter", "Failures that ranks and supervisors told of.", {}, data["failures"]
