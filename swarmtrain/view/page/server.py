@@ -77,9 +77,10 @@ def application(source: Source, keeper: Guard) -> Starlette:
             return Response(json.dumps({"error": str(error)}), 503, media_type="application/json")
         body = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
         version = hashlib.sha256(body.encode()).hexdigest()[:16]
+        age = {"Swarmtrain-Age": f"{source.age():.0f}"}
         if request.query_params.get("have") == version:
-            return Response(status_code=204)
-        return Response(f'{{"version":"{version}","page":{body}}}', media_type="application/json")
+            return Response(status_code=204, headers=age)
+        return Response(f'{{"version":"{version}","page":{body}}}', headers=age, media_type="application/json")
 
     def lines(request: Request) -> Response:
         after = request.query_params.get("after", "0")

@@ -33,7 +33,9 @@ class Source:
     def __init__(self, run: str, place: Launcher | None) -> None:
         self.run = run
         self._place = place
+        self._looking = threading.Lock()
         self._lock = threading.Lock()
+        """Of the lines, which come while nobody looks."""
         self._told = Told()
         self._recent: dict[str, float] = {}
         self._newest = 0.0
@@ -41,7 +43,7 @@ class Source:
         self._lines: deque[LogLine] = deque(maxlen=LINES)
         self._said = 0
         self._lost = ""
-        self._asked = 0.0
+        self._asked = self._answered = 0.0
         self._made: Data = {}
         self._listener: threading.Thread | None = None
         self._add(event for event in kept.events(probe_name(run)) if event.kind == wire.LINK)
@@ -49,12 +51,22 @@ class Source:
         self._newest = 0.0
 
     def page(self) -> Data:
-        """Return what the page shows now; `lost` is why it is no longer new. Raises SwarmtrainError if there never was anything."""
-        with self._lock:
-            if not self._made or (self._place and time.monotonic() - self._asked > EVERY):
-                self._look()
-                self._asked = time.monotonic()
-            return self._made
+        """Return what the page shows now; `lost` is why it is no longer new. Raises SwarmtrainError if there never was anything.
+
+        While one asks a manager that takes its time, all others are shown what was there before.
+        """
+        if self._looking.acquire(blocking=not self._made):
+            try:
+                if not self._made or (self._place and time.monotonic() - self._asked > EVERY):
+                    self._look()
+                    self._asked = time.monotonic()
+            finally:
+                self._looking.release()
+        return self._made
+
+    def age(self) -> float:
+        """Return the seconds since the run last answered; 0 for one that is down, of which nothing new will come."""
+        return time.monotonic() - self._answered if self._place else 0.0
 
     def lines(self, after: int = 0) -> tuple[list[Data], int]:
         """Return the lines that came after number `after`, as far as they are still held, and the number of the last one."""
@@ -79,7 +91,7 @@ class Source:
         else:
             try:
                 self._ask(self._place)
-                self._lost = ""
+                self._lost, self._answered = "", time.monotonic()
             except RunNotFound:
                 if not self._made:
                     raise
@@ -89,8 +101,9 @@ class Source:
                 if not self._made:
                     raise
                 self._lost = str(error)
-        now = time.time()
-        self._made = {**page(self.run, self._told, self._tasks, list(self._lines), now), "lost": self._lost}
+        with self._lock:
+            lines = list(self._lines)
+        self._made = {**page(self.run, self._told, self._tasks, lines, time.time()), "lost": self._lost}
 
     def _ask(self, place: Launcher) -> None:
         self._add(place.events(self.run, self._newest - _OVERLAP) if self._newest else live_events(place, self.run))

@@ -105,7 +105,7 @@
     const data = joined(plot, curves);
     const sparse = (name) => curves[name].steps.length < 60;
     const chart = new uPlot({
-      width: Math.max(260, place.clientWidth), height: HEIGHT, padding: [8, 10, 0, 0],
+      width: Math.max(260, place.clientWidth), height: HEIGHT, padding: [8, 18, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "run", setSeries: false }, drag: { x: true, y: false }, points: { size: 7 } },
       scales: {
@@ -433,7 +433,7 @@
   // ---- from whom, and when
 
   const report = $("data").textContent.trim();
-  let version = "", last = 0, heard = 0, ahead = 0, away = 0;
+  let version = "", last = 0, heard = 0, ahead = 0, away = 0, silent = 0;
   const clockNow = () => report ? page.ended ?? page.written : Date.now() / 1000 - ahead;
 
   function show(data) {
@@ -443,7 +443,7 @@
 
   function freshness() {
     const place = $("fresh");
-    const lost = away ? `the dashboard does not answer since ${duration((Date.now() - away) / 1000)}; asked again every 2 s` : page?.lost ? `the run cannot be asked: ${page.lost}` : "";
+    const lost = away ? `the dashboard does not answer since ${duration((Date.now() - away) / 1000)}; asked again every 2 s` : page?.lost ? `the run cannot be asked: ${page.lost}` : silent > 15 ? `the run has not answered for ${duration(silent)}` : "";
     place.className = `fresh${lost ? " lost" : ""}`;
     place.textContent = lost || (page.state === "down" ? "what was kept of it" : page.ended ? "it has ended" : `live, ${counted(Math.round((Date.now() - heard) / 1000), "second")} ago`);
     if (page && !page.ended) { lineOfNow(); }
@@ -451,7 +451,8 @@
 
   async function ask() {
     try {
-      const answer = await fetch(`api/page?have=${version}`);
+      const answer = await fetch(`api/page?have=${version}`, { signal: AbortSignal.timeout(5 * EVERY) });
+      silent = Number(answer.headers.get("swarmtrain-age")) || 0;
       if (answer.status === 200) {
         const told = await answer.json();
         version = told.version;
@@ -461,7 +462,7 @@
       } else if (answer.status !== 204) {
         throw new Error((await answer.text()).slice(0, 200));
       }
-      const output = await (await fetch(`api/lines?after=${last}`)).json();
+      const output = await (await fetch(`api/lines?after=${last}`, { signal: AbortSignal.timeout(5 * EVERY) })).json();
       if (output.last < last) { lines = []; }
       last = output.last;
       hear(output.lines);
