@@ -141,10 +141,13 @@ class Flaky:
     """A place of a run whose manager goes away and comes back."""
 
     away = False
+    slow: threading.Event | None = None
 
     def events(self, run: str, since: float | None = None) -> list[wire.Event]:
         if self.away:
             raise EngineError("no answer")
+        if self.slow:
+            self.slow.wait(20)
         return [event for event in made.told() if event.time >= (since or 0)]
 
     def tasks(self, run: str) -> list[object]:
@@ -164,6 +167,26 @@ def test_a_manager_that_is_away_is_told_and_what_was_seen_stays(tmp_path: Path, 
     place.away = False
     again = source.page()
     assert (again["lost"], again["failures"], again["curves"]) == ("", 1, first["curves"])
+
+
+def test_a_manager_that_takes_its_time_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("swarmtrain.view.page.source.EVERY", -1.0)
+    place = Flaky()
+    source = Source("demo", place)  # type: ignore[arg-type]  # what a page asks of a place
+    first = source.page()
+    place.slow = threading.Event()
+    waits = threading.Thread(target=source.page)
+    waits.start()
+    time.sleep(0.2)
+    assert waits.is_alive()
+    began = time.monotonic()
+    assert source.page() is first
+    assert time.monotonic() - began < 1
+    assert source.age() >= 0.2
+    place.slow.set()
+    waits.join(10)
+    assert source.age() < 0.2
 
 
 def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: Source, tmp_path: Path) -> None:

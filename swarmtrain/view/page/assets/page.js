@@ -66,7 +66,6 @@
     { title: "Step time", unit: "s", prefix: "part.", zero: true },
     { title: "Device memory", unit: "GiB, rank 0", prefix: "memory.", only: ["allocated", "reserved", "peak", "total"], scale: 1 / GIB, zero: true },
   ];
-  const sync = uPlot.sync("run");
   let drawn = [], page = null, drawnAs = "", zoom = null;
 
   function layout(curves) {
@@ -128,7 +127,6 @@
     }, data, place);
     const made = { plot, chart, place, keys, marks: [] };
     chart.made = made;
-    sync.sub(chart);
     drawn.push(made);
     mark(chart);
     tell(chart);
@@ -194,7 +192,7 @@
     $("plots").hidden = !wanted.length;
     const holder = $("plots").querySelector(".body");
     if (anew || as !== drawnAs) {
-      for (const { chart } of drawn) { sync.unsub(chart); chart.destroy(); }
+      for (const { chart } of drawn) chart.destroy();
       drawn = [];
       holder.replaceChildren();
       wanted.forEach((plot) => build(plot, page.curves, holder));
@@ -339,7 +337,7 @@
     };
     const last = Math.max(0, ...page.links.map((link) => link.time));
     section("links", names.length > 1,
-      el("div", { class: "scroll", tabindex: 0 }, el("table", { class: "matrix" },
+      el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "links between nodes" }, el("table", { class: "matrix" },
         el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "from \\ to"), ...names.map((name) => el("th", { scope: "col" }, name)))),
         el("tbody", {}, ...names.map((a) => el("tr", {}, el("th", { scope: "row" }, a), ...names.map((b) => cell(a, b))))))),
       el("p", { class: "quiet" }, `One TCP stream, the round trip, and the largest packet that arrives; as swarmtrain doctor measured it, ${date(last)}.`));
@@ -349,18 +347,18 @@
     const rows = [...page.checkpoints].reverse().map((saved) => el("tr", {}, el("td", { class: "number" }, whole(saved.step)), el("td", {}, moment(saved.time)),
       el("td", { class: "number" }, known(saved.seconds) ? short(saved.seconds) : ""), el("td", { class: "path" }, saved.path)));
     section("checkpoints", rows.length > 0,
-      el("div", { class: "tall scroll", tabindex: 0 }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { class: "number", scope: "col" }, "step"), el("th", { scope: "col" }, "saved at"), el("th", { class: "number", scope: "col" }, "took"), el("th", { scope: "col" }, "path"))), el("tbody", {}, ...rows))),
+      el("div", { class: "tall scroll", tabindex: 0, role: "region", "aria-label": "checkpoints" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { class: "number", scope: "col" }, "step"), el("th", { scope: "col" }, "saved at"), el("th", { class: "number", scope: "col" }, "took"), el("th", { scope: "col" }, "path"))), el("tbody", {}, ...rows))),
       page.checkpoints_made > rows.length ? el("p", { class: "quiet" }, `the newest ${rows.length} of ${page.checkpoints_made}`) : "");
   }
 
   function story() {
     const rows = [...page.history].reverse().map((entry) => el("tr", { class: entry.kind === "verdict" ? `verdict-${page.state}` : entry.kind }, el("td", {}, moment(entry.time)), el("td", {}, entry.text)));
-    section("history", rows.length > 0, el("div", { class: "tall", tabindex: 0 }, el("table", {}, el("tbody", {}, ...rows))));
+    section("history", rows.length > 0, el("div", { class: "tall", tabindex: 0, role: "region", "aria-label": "history" }, el("table", {}, el("tbody", {}, ...rows))));
   }
 
   function facts() {
     const all = new Set(page.facts.flatMap((fact) => fact.values.flatMap((each) => each.nodes)));
-    section("facts", page.facts.length > 0, el("div", { class: "scroll tall", tabindex: 0 }, el("table", {}, el("tbody", {}, ...page.facts.map((fact) => el("tr", {},
+    section("facts", page.facts.length > 0, el("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": "what runs" }, el("table", {}, el("tbody", {}, ...page.facts.map((fact) => el("tr", {},
       el("th", { scope: "row" }, fact.name), el("td", {}, ...fact.values.map((each) => el("div", {}, each.value, each.nodes.length < all.size ? el("span", { class: "quiet" }, ` ${each.nodes.join(", ")}`) : "")))))))));
   }
 
