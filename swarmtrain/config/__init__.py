@@ -76,6 +76,9 @@ class Config(Section):
         for name, size in (("model_parallel_size", tensor), ("context_parallel_size", self.topology.context_parallel_size)):
             if self.trainer.compile and size > 1:
                 raise wrong("trainer.compile", f"is not for ranks that share a layer or a sequence, and topology.{name} is {size}")
+        for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
+            if getattr(self.logger, name) and not (self.logger.log_dir or self.trainer.save_dir):
+                raise wrong(f"logger.{name}", "has no folder to write to", "logger.log_dir: logs")
         cuts(self.topology, shape)
         _check_float8(shape, self.topology)
         if shape.umup.enable:

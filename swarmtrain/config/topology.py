@@ -144,6 +144,16 @@ class TopologyConfig(Section):
         divided = zero or self.data_parallel_type is DataParallelType.fsdp
         return self.data_parallel_shard_size or (replicas * self.context_parallel_size if divided else 1)
 
+    def place(self, rank: int, world_size: int) -> dict[str, int]:
+        """Return where `rank` stands in a world of that size: its stage (pipe), its replica (data), its place in each layer (model).
+
+        Neighbours share layers first, then a sequence, then come the replicas of a stage, then the stages. In a world that
+        does not fit the topology, numbers are as near as can be.
+        """
+        stage = max(1, world_size // self.pipeline)
+        data = rank % stage // self.tensor // self.context_parallel_size
+        return {"pipe": rank // stage, "data": data, "model": rank % self.tensor}
+
     def deal(self, world_size: int) -> tuple[int, ...]:
         """Return how many micro batches each replica takes in one step, largest first; they add up to the global batch.
 

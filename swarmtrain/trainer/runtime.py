@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import random
 import sys
@@ -35,10 +34,9 @@ from swarmtrain.config.files import reason
 from swarmtrain.config.load import load
 from swarmtrain.config.trainer import Deterministic
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
-from swarmtrain.trainer import agreement, shortage
+from swarmtrain.trainer import agreement, shortage, spoken
 from swarmtrain.trainer.model import float8
 
-LOG = logging.getLogger("swarmtrain")
 _PATIENCE = timedelta(minutes=30)
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -128,7 +126,7 @@ def start(config: Config) -> Iterator[Runtime]:
     except ValueError as error:
         raise TrainingError(str(error), place="this process's environment") from None
     rank, size, local_rank = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    _log(config, rank)
+    spoken.begin(config, rank, size)
     device = _device(local_rank)
     _be_deterministic(device, config.trainer.deterministic)
     torch.autograd.set_detect_anomaly(config.trainer.detect_anomaly)
@@ -240,14 +238,6 @@ def _be_deterministic(device: torch.device, kind: Deterministic) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrices are multiplied
         torch.use_deterministic_algorithms(True, warn_only=kind is Deterministic.prefer)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module property unknown to its stub
-
-
-def _log(config: Config, rank: int) -> None:
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
-    LOG.handlers[:] = [handler]
-    LOG.propagate = False
-    LOG.setLevel(config.logger.log_level.upper() if rank == 0 else logging.WARNING)
 
 
 def _be_brief() -> None:

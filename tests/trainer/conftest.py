@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="the trainer needs torch")
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+import master as of_determined  # noqa: E402  # lies there
 import worlds  # noqa: E402  # needs the path above
 
 from swarmtrain.trainer.data import memory_map  # noqa: E402
@@ -32,6 +33,13 @@ def _preloaded() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def master() -> Iterator[of_determined.Master]:
+    """A master of Determined."""
+    with of_determined.answering() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

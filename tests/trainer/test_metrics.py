@@ -18,7 +18,7 @@ from swarmtrain import wire
 from swarmtrain.entrypoint.notices import Notices
 from swarmtrain.entrypoint.rendezvous import BoardServer
 from swarmtrain.trainer.metrics.board import Poster
-from swarmtrain.trainer.metrics.files import MetricsFile, add_missing
+from swarmtrain.trainer.metrics.sinks.lines import MetricsFile, add_missing
 from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.wire import Event
 
@@ -130,15 +130,15 @@ def test_metrics_file_drops_what_will_be_made_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "held_out_loss": 2.5}, {"step": 3, "loss": 1.0}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1, "lo')
-    file = MetricsFile(tmp_path, resumed_at=2)
+    file = MetricsFile(tmp_path, step=2)
     file.write({"step": 3, "loss": 1.5})
     file.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [*rows[:2], {"step": 3, "loss": 1.5}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*rows[:3], {"step": 3, "loss": 1.5}]
 
 
 def test_a_cut_off_worlds_metrics_are_not_seen(tmp_path: Path) -> None:
-    old = MetricsFile(tmp_path, resumed_at=0)
-    new = MetricsFile(tmp_path, resumed_at=0)
+    old = MetricsFile(tmp_path, step=0)
+    new = MetricsFile(tmp_path, step=0)
     new.write({"step": 1, "loss": 1.0})
     old.write({"step": 1, "loss": 9.0})
     assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1.0]

@@ -1,4 +1,4 @@
-"""What rank 0 tells: log lines, events on the notice board, metrics.jsonl, W&B, a trial's master. On other ranks all of it is silent."""
+"""What a run tells: log lines, events on the notice board, numbers for its sinks. The last two are rank 0's alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from swarmtrain.trainer.checkpoint import Saved
 from swarmtrain.trainer.determined import Trial
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.board import Poster
-from swarmtrain.trainer.metrics.files import MetricsFile, add_missing, finite
+from swarmtrain.trainer.metrics.files import finite
 from swarmtrain.trainer.metrics.pace import Work
 from swarmtrain.trainer.metrics.room import used_memory
+from swarmtrain.trainer.metrics.sinks import Sinks, folder_of
+from swarmtrain.trainer.metrics.sinks.lines import add_missing
 from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.trainer.metrics.stragglers import Stragglers, slower
-from swarmtrain.trainer.metrics.wandb_run import WandbRun
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import Step
@@ -38,7 +39,7 @@ class Report:
         self._here, self._trial = here, trial
         self._steps = here.config.trainer.train_iterations
         self._poster = Poster(here.board) if here.first and here.board else None
-        self._sinks: list[MetricsFile | WandbRun | Trial] = [trial]
+        self._sinks = Sinks(trial)
         self._speed = Speed()
         self._stragglers = Stragglers()
         self._slowest: dict[str, Any] = {}
@@ -54,8 +55,7 @@ class Report:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sink in self._sinks:
-            sink.close()
+        self._sinks.close()
         if self._poster:
             self._poster.close(_FLUSH)
 
@@ -64,8 +64,6 @@ class Report:
 
         Raises TrainingError if a sink cannot be opened.
         """
-        if not self._here.first:
-            return
         mesh = model.mesh
         LOG.info("world %d: ranks %d, replicas %d, parameters %s", token, self._here.size, mesh.data_size, f"{model.size:,}")
         if path:
@@ -75,17 +73,11 @@ class Report:
         self._flops, self._replicas = flops.per_token(config.transformer_architecture, model.size), mesh.data_size
         if self._here.device.type == "cuda":
             self._peak = flops.peak(torch.cuda.get_device_name(self._here.device), config.transformer_architecture.precision)
-        folder = config.logger.log_dir or config.trainer.save_dir
-        if folder:
-            self._sinks.append(MetricsFile(folder, step))
-        if config.logger.use_wandb:
-            self._sinks.append(WandbRun(self._here, folder or Path.cwd()))
+        self._sinks.open(self._here, step)
         self._speed = Speed()
 
     def step(self, made: Step, parts: Mapping[str, float]) -> None:
         """An optimizer step is done, or has been skipped. `parts`: seconds that each part of a step took, of the last that is known."""
-        if not self._here.first:
-            return
         step, update = made.number, made.update
         self._speed.step(made.tokens)
         speed, eta = self._speed.tokens_per_second, self._speed.eta(self._steps - step)
@@ -94,7 +86,9 @@ class Report:
         shown = step % self._here.config.logger.log_interval == 0 or step == self._steps
         memory = used_memory(self._here.device) if shown else {}
         times = {f"{part}_seconds": round(seconds, 6) for part, seconds in {"step": sum(parts.values()), **parts}.items() if parts}
-        self._write({"step": step, **values, **more, **times, **{f"memory_{kind}": size for kind, size in memory.items()}, **self._slowest})
+        self._sinks.write(
+            {"step": step, **values, **more, **times, **{f"memory_{kind}": size for kind, size in memory.items()}, **self._slowest}
+        )
         self._slowest = {}
         if self._poster:
             self._memory = memory or self._memory
@@ -145,8 +139,7 @@ class Report:
 
     def catches_up(self, step: int, made: Step | None) -> None:
         """This rank has saved `step` for all. Rank 0 may have died before it wrote that step's line; `made` has it, if it is that step."""
-        config = self._here.config
-        folder = config.logger.log_dir or config.trainer.save_dir
+        folder = folder_of(self._here)
         if folder and made and made.number == step:
             update = made.update
             values = {"loss": finite(made.loss), "learning_rate": update.learning_rate, "gradient_norm": finite(update.gradient_norm)}
@@ -154,10 +147,9 @@ class Report:
 
     def evaluated(self, step: int, loss: float) -> None:
         """The held-out loss after `step` has been measured, in nats per token."""
-        if self._here.first:
-            LOG.info("step %*d/%d  held-out loss %.4f", len(str(self._steps)), step, self._steps, loss)
-            self._write({"step": step, "held_out_loss": loss})
-            self._post(wire.EVALUATION, step=step, loss=loss)
+        LOG.info("step %*d/%d  held-out loss %.4f", len(str(self._steps)), step, self._steps, loss)
+        self._sinks.write({"step": step, "held_out_loss": loss})
+        self._post(wire.EVALUATION, step=step, loss=loss)
 
     def saved(self, checkpoint: Saved) -> None:
         """A checkpoint stands."""
@@ -175,17 +167,12 @@ class Report:
 
     def leaves(self, step: int) -> int:
         """All ranks leave after `step`, as they were asked to. Return the exit code with which. Called by all ranks together."""
-        if self._here.first:
-            LOG.info("asked to leave: stops after step %d", step)
+        LOG.info("asked to leave: stops after step %d", step)
         return self._trial.leaves()
 
     def finished(self, step: int, values: dict[str, Any]) -> None:
         """The last step is done and saved."""
         self._post(wire.FINISHED, step=step, **values)
-
-    def _write(self, values: dict[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.write(values)
 
     def _post(self, kind: str, **data: Any) -> None:
         if self._poster:

@@ -15,7 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from swarmtrain.config import Config
+from swarmtrain.config.files import reason
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.metrics.sinks import offline_files
+from swarmtrain.trainer.metrics.sinks.past import Past
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
@@ -24,12 +27,16 @@ _PATIENCE, _LEAVE = 10, 30
 
 
 class WandbRun:
-    """One run at W&B, the same over every restart."""
+    """One run at W&B, the same over every restart, whose step is ours.
 
-    def __init__(self, here: Runtime, folder: Path) -> None:
+    Its service forgets nothing and takes steps in their order alone: those that it has from an earlier world stand. The
+    files of a run that is offline are cut off instead.
+    """
+
+    def __init__(self, here: Runtime, folder: Path, past: Past) -> None:
         """Start it, or take it up again. Its files are kept in `folder`.
 
-        Raises TrainingError if wandb is not installed, or if it is to be online and has no key.
+        Raises TrainingError if wandb is not installed, if it is to be online and has no key, or if `folder` cannot be written.
         """
         try:
             import wandb
@@ -45,23 +52,34 @@ class WandbRun:
                 place="config logger.use_wandb",
                 hint=f"runner.secrets: {{{KEY}: path/of/a/file}}, or logger.wandb_offline: true",
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        name = _id(here.config, here.run, folder)
         self._run: Any = None
+        self._step = 0
+        """The earliest that is still taken."""
         if not offline and not _answers(here.config.logger.wandb_host):
             LOG.warning(
                 "wandb: %s does not answer, so its files stay in %s; `wandb sync` sends them", here.config.logger.wandb_host, folder
             )
             offline = True
         try:
-            self._run = wandb.init(**_options(wandb, here, folder, "offline" if offline else "online", key))
-            self._run.define_metric("*", step_metric="step")
+            told = offline_files.cut_off(folder / "wandb", name, past.step) if offline else None
+            self._run = wandb.init(id=name, **_options(wandb, here, folder, "offline" if offline else "online", key))
+            if told is not None:
+                self._step = told + 1
+            else:  # a run that was online until now has told of the past
+                self._step = past.step + 1 if offline and past.step else self._run.step
         except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
             LOG.warning("wandb: not used, %s", str(error).replace(key, "***") if key else error)
             _end_service()
+        # What its own process had not brought away yet when a world was killed.
+        for line in past.lines:
+            self.write(line)
 
     def write(self, values: dict[str, Any]) -> None:
         """Report `values`, one of which is `step`."""
-        self._try("log", values)
+        if values["step"] >= self._step:
+            self._step = values["step"]
+            self._try("log", values, self._step)
 
     def close(self) -> None:
         """Send what is left, for at most half a minute; the rest is on disk."""
@@ -90,7 +108,7 @@ def _options(wandb: Any, here: Runtime, folder: Path, mode: str, key: str | None
         "entity": logger.wandb_team,
         "group": logger.wandb_group,
         "name": here.run,
-        "id": _id(here.config, here.run, folder),
+        "tags": logger.wandb_tags,
         "resume": "allow",
         "dir": str(folder),
         "config": here.config.model_dump(mode="json"),
@@ -128,11 +146,14 @@ def _answers(url: str) -> bool:
 
 
 def _id(config: Config, run: str, folder: Path) -> str:
-    """Return the run's id, made at its first start and kept beside its checkpoints."""
+    """Return the run's id, made at its first start and kept beside its checkpoints. Raises TrainingError."""
     path = (config.trainer.save_dir or folder) / "wandb-id"
     try:
+        for each in (folder, path.parent):
+            each.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(f"{re.sub(r'[^A-Za-z0-9-]+', '-', run)[:40]}-{secrets.token_hex(4)}\n")
         return path.read_text().strip()
-    except FileNotFoundError:
-        name = f"{re.sub(r'[^A-Za-z0-9-]+', '-', run)[:40]}-{secrets.token_hex(4)}"
-        path.write_text(name + "\n")
-        return name
+    except OSError as error:
+        hint = "the user that trains needs write access to it"
+        raise TrainingError(f"{error.filename}: {reason(error)}", place="config logger.use_wandb", hint=hint) from None

@@ -1,0 +1,141 @@
+"""What every sink keeps: each step once, over a crash too, and a place that is full or away never stops training."""
+
+from __future__ import annotations
+
+import csv
+import json
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import master as of_determined
+import pytest
+from test_metrics import files_with_the_key, wandb_config
+from worlds import World, changed
+
+from swarmtrain.trainer.metrics.sinks import Sink
+from swarmtrain.trainer.metrics.sinks.lines import MetricsFile
+from swarmtrain.trainer.metrics.sinks.past import Past
+from swarmtrain.trainer.metrics.sinks.table import Table
+from swarmtrain.trainer.metrics.sinks.tensorboard import EventFile
+
+Points = list[tuple[int, str, float]]
+"""Step, name, value; a point that is there twice is there twice."""
+
+FIRST = [{"step": step, "loss": step + 0.25} for step in range(1, 8)]
+EVALUATED = {"step": 7, "held_out_loss": 7.75}
+LOST = [{"step": step, "loss": 0.0} for step in range(8, 11)]
+AGAIN = [{"step": step, "loss": step + 0.5, "late": step} for step in range(8, 13)]
+EXPECTED = [(line["step"], name, line[name]) for line in (*FIRST, EVALUATED, *AGAIN) for name in line if name != "step"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> Iterator[tuple[Path, of_determined.Master]]:
+    """A run that told all sinks at once of 10 steps, was killed, went on after the seventh, and ended."""
+    folder = tmp_path_factory.mktemp("told")
+    logger = {"use_csv": True, "use_tensorboard": True, "wandb_offline": True, "log_interval": 1, "log_ranks": [0]}
+    asked, environ = wandb_config(config, folder, **logger)
+    with of_determined.answering() as master:
+        for after, lines, dies in ((0, [*FIRST, EVALUATED, *LOST], True), (7, [{**EVALUATED, "held_out_loss": 0.0}, *AGAIN], False)):
+            script = {"after": after, "lines": lines, "dies": dies}
+            world = World(folder / "job", changed(asked, script=script), 1, {**environ, **master.environ}, script="sinking")
+            assert world.wait() == [-signal.SIGKILL if dies else 0], world.log()
+        yield folder, master
+
+
+def lines(folder: Path, _: of_determined.Master) -> Points:
+    read = [json.loads(line) for line in (folder / "job" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], name, value) for line in read for name, value in line.items() if name != "step"]
+
+
+def table(folder: Path, _: of_determined.Master) -> Points:
+    with (folder / "job" / "logs" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [*range(1, 13)]
+    return [(int(row["step"]), name, float(value)) for row in rows for name, value in row.items() if name != "step" and value]
+
+
+def tensorboard(folder: Path, _: of_determined.Master) -> Points:
+    """As TensorBoard's own reader has it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder / "job" / "logs" / "tensorboard"))
+    read.Reload()
+    return [(point.step, name, point.value) for name in read.Tags()["scalars"] for point in read.Scalars(name)]
+
+
+def wandb(folder: Path, _: of_determined.Master) -> Points:
+    """What `wandb sync --append` sends of one file after the other."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    points = []
+    for path in sorted((folder / "job" / "logs" / "wandb").glob("offline-run-*/*.wandb")):
+        store = DataStore()
+        store.open_for_scan(str(path))
+        while (data := store.scan_data()) is not None:
+            record = Record.FromString(data)
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            points += [(row["_step"], name, value) for name, value in row.items() if name[0] != "_" and name != "step"]
+        store.close()
+    return points
+
+
+def determined(folder: Path, master: of_determined.Master) -> Points:
+    """What a master has that keeps of each step what it has heard last."""
+    heard = {(line["stepsCompleted"], name): value for line in master.reported for name, value in line["metrics"]["avgMetrics"].items()}
+    return [(step, name, value) for (step, name), value in heard.items()]
+
+
+@pytest.mark.parametrize("read", [lines, table, tensorboard, wandb, determined])
+def test_each_step_once(told: tuple[Path, of_determined.Master], read: Callable[[Path, of_determined.Master], Points]) -> None:
+    assert sorted(read(*told)) == sorted(EXPECTED)
+
+
+def test_the_key_is_in_no_file(told: tuple[Path, of_determined.Master]) -> None:
+    assert files_with_the_key(told[0]) == []
+
+
+OPENED: dict[str, Callable[[Path], Sink]] = {
+    "metrics.jsonl": lambda folder: MetricsFile(folder, 0),
+    "metrics.csv": lambda folder: Table(None, folder, Past(0, ())),  # type: ignore[arg-type]  # files need no surroundings
+    "tensorboard/*": lambda folder: EventFile(None, folder, Past(0, ())),  # type: ignore[arg-type]  # as above
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_disk_that_is_full_is_told_once(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Files cannot grow for a while. What did not fit is lost, and neither what was before nor what comes after is torn."""
+    sink = OPENED[name](tmp_path)
+    (path,) = tmp_path.glob(name)
+    for step in (1, 2):
+        sink.write({"step": step, "loss": 1.5})
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    try:
+        for step in (3, 4):
+            sink.write({"step": step, "loss": 1.5, "longer": 0.123456789})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert [record.message.count("no more metrics") for record in caplog.records] == [1]
+    sink.write({"step": 5, "loss": 2.5, "longer": 3.0})
+    sink.close()
+    after = path.read_bytes()
+    assert len(after) > len(before)
+    if name == "metrics.csv":
+        assert after == b"step,loss,longer\n1,1.5,\n2,1.5,\n5,2.5,3.0\n"
+    else:
+        assert after.startswith(before)
+
+
+def test_a_table_gets_columns_as_they_come_up(tmp_path: Path) -> None:
+    table = Table(None, tmp_path, Past(2, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None}]))  # type: ignore[arg-type]  # as above
+    table.write({"step": 2, "held_out_loss": 2.5})
+    table.write({"step": 3, "loss": 1.0, "skipped": True, "node": 'a "b", c'})
+    table.close()
+    assert (tmp_path / "metrics.csv").read_text() == (
+        'step,loss,held_out_loss,skipped,node\n1,3.0,,,\n2,,2.5,,\n3,1.0,,true,"a ""b"", c"\n'
+    )
