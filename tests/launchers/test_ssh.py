@@ -313,7 +313,7 @@ def test_a_container_that_is_being_made_when_a_deploy_is_interrupted_is_not_left
     (tmp_path / "config.yml").write_text(f"runner: {runner}\n")
     (tmp_path / "training_code.py").write_text("")
     engine = hosts.state("gpu-1") / "containers"
-    engine.mkdir(exist_ok=True)
+    engine.mkdir(parents=True, exist_ok=True)
     (engine / "asked").unlink(missing_ok=True)
     (engine / "slow").touch()
     try:
