@@ -66,10 +66,11 @@ $(VENV)/.installed-train: $(VENV)/.installed
 	$(PIP) install $(PINS) -e .[train]
 	@touch $@
 
+# determined comes alone, into a folder of its own: it asks for an older requests, which pip would tell of ever after, and for 30
+# packages of which we need three, which the extra `test` names.
 $(VENV)/.installed-test: $(VENV)/.installed-train
 	$(PIP) install $(PINS) -e .[train,test]
-	# Alone: it asks for an older requests, and for 30 packages of which the part that is tested uses three, named in the extra.
-	$(PIP) install $(PINS) --no-deps determined
+	$(PIP) install $(PINS) --no-deps --upgrade --target $(VENV)/determined determined
 	@touch $@
 
 clean:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.measure import SWARMTRAIN, Row, in_turns, say, until
@@ -16,12 +16,12 @@ _NODES = 4
 
 
 @contextmanager
-def lab(nodes: int) -> Iterator[Lab]:
+def lab(nodes: int, parts: Sequence[str] = ("swarm",)) -> Iterator[Lab]:
     """Give a lab of this process alone, and remove it however the body ends. Raises LabError where there can be none."""
     made = Lab(f"bench-{os.getpid()}")
-    made.check()
+    made.check(parts=parts)
     try:
-        made.up(nodes, say=say)
+        made.up(nodes, parts=parts, say=say)
         yield made
     finally:
         made.down(say=say)

@@ -25,6 +25,7 @@ _SECONDS = 60.0
 _BATCH, _LENGTH = 8, 256
 _WHOLE = 30
 _SAVED = 10
+_LOGGED, _INTERVAL = 62, 10
 _LLAMA = {
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -105,6 +106,22 @@ def background_checkpoint() -> Iterator[Row]:
     share = Sample.of([100 * cpu / rhythm.auto(stood, cpu) for stood, cpu in measured])
     what = f"CPU time of a checkpoint in the background {model}, of that between two by `save_interval: auto`"
     yield Row("checkpoint", what, "%", share, limit=1)
+
+
+def logging() -> Iterator[Row]:
+    """What telling of steps takes of them, with the metrics on disk: by the trainer's own clock."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=BUILD) as folder:
+        config = _config(_LLAMA, "float32", train_iterations=_LOGGED, save_dir=folder, save_interval=None)
+        process.run([sys.executable, "-m", "benchmarks.loops.whole", config], env={"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    told = [(line["logging_seconds"], line["step_seconds"]) for line in lines if "logging_seconds" in line][1:]
+    spans = [told[first : first + _INTERVAL] for first in range(0, len(told) - _INTERVAL + 1, _INTERVAL)]
+    share = Sample.of([100 * sum(logged for logged, _ in span) / sum(step for _, step in span) for span in spans])
+    each = Sample.of([1e3 * logged for logged, _ in told])
+    what = "of the time of a step of a model of 9M parameters, one process: telling of it, on disk, in the log and to sinks"
+    yield Row("logging", what, "%", share, limit=0.5, note=f"a line is logged every {_INTERVAL} steps, metrics are written at each")
+    yield Row("logging/step", "the same, after one step", "ms", each)
 
 
 def _row(benchmark: str, precision: str, other_is: str, goal: float | None = None, where: str = "one process") -> Row:

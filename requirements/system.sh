@@ -4,7 +4,8 @@ set -eu
 PATH="$PATH:/usr/sbin:/sbin"
 missing=""
 for pair in dockerd:docker.io docker-registry:docker-registry mmdebstrap:mmdebstrap ip:iproute2 iptables:iptables sshd:openssh-server \
-    slurmctld:slurmctld slurmd:slurmd munged:munge sbatch:slurm-client faketime:faketime gcc:build-essential; do
+    pdsh:pdsh slurmctld:slurmctld slurmd:slurmd munged:munge sbatch:slurm-client faketime:faketime gcc:build-essential \
+    mpirun.openmpi:openmpi-bin mpiexec.mpich:mpich chromium:chromium; do
     command -v "${pair%%:*}" >/dev/null 2>&1 || missing="$missing ${pair##*:}"
 done
 [ -n "$missing" ] || exit 0

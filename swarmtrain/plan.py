@@ -28,6 +28,7 @@ _RUN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _NODE_ID = re.compile(r"[a-z0-9]{25}")
 # Swarm takes 64 characters for the name of a config, and the longest that cannot be shortened is "<run>_config-<digest>".
 LONGEST_RUN = 64 - len("_config-") - 10
+_PROBE = "-probe"
 _USUAL_PORT = 29500
 # Below those that kernels deal out by themselves; a run has one for the store, the board and the probe, and one to spare.
 _FIRST_PORT, _PORTS_EACH, _PORT_SETS = 20000, 4, 2500
@@ -174,6 +175,11 @@ class Plan:
                 *(f"  {note}" for note in self.notes),
             ]
         )
+
+
+def probe_name(run: str) -> str:
+    """Name the run of the doctor's probes, which is beside the one that may be up; cut where names have their end."""
+    return run[: LONGEST_RUN - len(_PROBE)].rstrip("-") + _PROBE
 
 
 def make_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, nodes: int | None = None) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def find(environ: Mapping[str, str], determined: Path = _DETERMINED) -> dict[str
         found = {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
         return {"LOCAL_RANK": environ.get("LOCAL_RANK", "0"), **found, **_kept(environ)}
     return {**(_slurm(environ) or _mpi(environ) or _trial(environ, determined) or _alone()), **_kept(environ)}
+
+
+def node(environ: Mapping[str, str]) -> str:
+    """Return the name of the node that this process is on: our launcher's, else Slurm's, else the host's."""
+    return environ.get("SWARMTRAIN_NODE") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _kept(environ: Mapping[str, str]) -> dict[str, str]:

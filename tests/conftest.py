@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from answers import ROOT, Answer, cases
 from hypothesis import settings
+
+sys.path.append(str(Path(sys.prefix) / "determined"))  # where the Makefile has put it
 
 # How long an example takes says nothing on a machine that is busy with other suites.
 settings.register_profile("untimed", deadline=None)

@@ -40,10 +40,10 @@ _NEWER = [
 # In the order in which they are taken up, such that the last ones are done at about the same time, and the image is built once.
 SUITES = {
     "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS, _CONTRACT)],
-    "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes"],
+    "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
     "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
-    "launchers": ["launchers", "interruption"],
+    "launchers": ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
     "howto": ["howto"],
     "contract": ["contract", f"lab/{_CONTRACT}.py"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],

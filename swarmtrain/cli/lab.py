@@ -27,9 +27,12 @@ def _say(line: str) -> None:
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="How many engines.")] = 3,
+    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="How many machines.")] = 3,
     name: Name = DEFAULT_NAME,
     *,
+    parts: Annotated[
+        str, typer.Option("--with", metavar="LIST", help="What the machines have: swarm (engines in one), docker (in none), ssh, slurm.")
+    ] = "swarm",
     bare: Annotated[bool, typer.Option("--bare", help="Form no swarm: machines with an engine each, as a shop delivers them.")] = False,
     shared: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Without it: the lab's own.")] = None,
     gpus: Annotated[
@@ -37,8 +40,8 @@ def up(
     ] = 0,
     engine: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
 ) -> None:
-    """Bring up engines, a swarm of them unless --bare, and a registry."""
-    _lab(name).up(nodes, bare=bare, gpus=gpus, engine=engine, shared=shared, say=_say)
+    """Bring up machines: a swarm of engines with a registry, unless --with or --bare says otherwise."""
+    _lab(name).up(nodes, parts=[part.strip() for part in parts.split(",")], bare=bare, gpus=gpus, engine=engine, shared=shared, say=_say)
 
 
 @app.command()
@@ -59,7 +62,7 @@ def status(name: Name = DEFAULT_NAME, as_json: Annotated[bool, typer.Option("--j
 
 @app.command()
 def kill(node: Node, name: Name = DEFAULT_NAME) -> None:
-    """Take a node's power: its engine and containers are gone, its disk stays."""
+    """Take a node's power: its services and containers are gone, its disk stays."""
     _lab(name).kill(node, say=_say)
 
 
@@ -103,7 +106,7 @@ def enter(
 
 @app.command()
 def env(name: Name = DEFAULT_NAME) -> None:
-    """Print what points docker and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
+    """Print what points docker, ssh, Slurm and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
     for key, value in _lab(name).env().items():
         typer.echo(f"export {key}={shlex.quote(value)}")
 
@@ -115,10 +118,11 @@ def _lab(name: str) -> "Lab":
 
 
 def _table(found: "list[NodeStatus]") -> str:
-    rows = [("NODE", "STATE", "ROLE", "LINK", "ENGINE", "ADDRESS", "PID")]
-    rows += [
-        (node.node, node.state, node.role or "-", node.link or "-", node.engine or "-", node.address, str(node.pid or "-"))
-        for node in found
-    ]
+    rows = [("NODE", "STATE", "ROLE", "LINK", "ENGINE", "SERVICES", "ADDRESS", "PID")]
+    for node in found:
+        services = ",".join(node.services) or "-"
+        rows.append(
+            (node.node, node.state, node.role or "-", node.link or "-", node.engine or "-", services, node.address, str(node.pid or "-"))
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,4 +1,4 @@
-"""deploy, status, logs, history, why, scale, stop, down: the commands that touch a run."""
+"""deploy, status, dashboard, report, logs, history, why, scale, stop, down: the commands that touch a run."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from swarmtrain.cli.options import DEBUG, HERE, ConfigFile, Debug, Json, Name, O
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for command in (deploy, status, logs, history, why, scale, stop, down):
+    for command in (deploy, status, dashboard, report, logs, history, why, scale, stop, down):
         app.command()(command)
 
 
@@ -67,6 +67,45 @@ def status(
         show_watched(place, found)
     else:
         show(look(place, found), as_json=json)
+
+
+def dashboard(
+    run: Run = None,
+    *,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Another than this machine's own loopback asks for a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8265,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File with the token to ask for. Without it one is drawn where one is needed.", show_default=False
+        ),
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")] = False,
+) -> None:
+    """Serve one page of a run, live, and its numbers for Prometheus at /metrics; of a run that is down, what was kept of it here."""
+    from swarmtrain.view.page.server import serve
+    from swarmtrain.view.page.source import source
+
+    serve(source(run), host=host, port=port, token_file=token_file, open_it=open_it)
+
+
+def report(
+    run: Run = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Without it: RUN.html.", show_default=False)
+    ] = None,
+) -> None:
+    """Write the dashboard's page of a run as one HTML file, which needs no server and no network."""
+    from swarmtrain.view.console import say
+    from swarmtrain.view.page.files import write
+    from swarmtrain.view.page.source import source
+
+    found = source(run)
+    file = output or Path(f"{found.run}.html")
+    write(found, file)
+    say(f"wrote {file}")
 
 
 def logs(

@@ -13,10 +13,9 @@ from swarmtrain.config.runner import GpuMode
 from swarmtrain.doctor.probed import Probed
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.base import Launcher, Say, TaskState
-from swarmtrain.plan import LONGEST_RUN, Plan
+from swarmtrain.plan import Plan, probe_name
 from swarmtrain.wire import Event
 
-_SUFFIX = "-probe"
 _PATIENCE = 300.0
 
 
@@ -26,7 +25,7 @@ def run_probe(place: Launcher, plan: Plan, say: Say, *, reserve: bool = True) ->
     What the plan reserves is held by another run unless `reserve`: the probe then looks on without, and does not wait for it.
     Raises StackError if it cannot be started.
     """
-    probe = replace(plan, run=_name(plan.run), probe=True, config=plan.config if reserve else _onlooker(plan.config))
+    probe = replace(plan, run=probe_name(plan.run), probe=True, config=plan.config if reserve else _onlooker(plan.config))
     if not reserve:
         say("the GPUs are held by a run: the probe looks at the nodes without reserving any")
     if plan.run in place.runs():
@@ -44,11 +43,6 @@ def _onlooker(config: Config) -> Config:
     """Return the config of a run that sees the GPUs and reserves none."""
     swarm = config.runner.swarm.model_copy(update={"gpu": GpuMode.visible})
     return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
-
-
-def _name(run: str) -> str:
-    """Return the probe's own name: a run of its own beside the one that may be up; cut where names have their end."""
-    return run[: LONGEST_RUN - len(_SUFFIX)].rstrip("-") + _SUFFIX
 
 
 def _collect(place: Launcher, plan: Plan, probe: str, say: Say) -> Probed:

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,12 @@ from swarmtrain.process import run
 from swarmtrain.wire import USAGE, Event
 
 _EVERY = 10.0
-_GPUS = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
+_TOOL = "nvidia-smi"
+_ASKED = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
+_ALWAYS = 3
+"""So many of these every driver knows."""
+_THROTTLED = 0xE8
+"""Of the bits by which a driver says why clocks are low, those for heat and want of power: not 0x4, its own cap, which full load meets."""
 _GPUS_WITHIN = 5.0
 _MIB = 2**20
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -77,19 +82,24 @@ class Meter:
 
     def __init__(self, cgroup: Cgroup | None) -> None:
         self._cgroup = cgroup
-        self._before = time.monotonic(), self._cpu_seconds()
+        self._before = time.monotonic(), self._cpu_seconds(), *network_bytes()
 
     def read(self) -> dict[str, Any]:
-        """Return cpu (CPUs in use since the last call) of cpus, memory of memory_limit in bytes, and gpus if there are any."""
-        now, used = time.monotonic(), self._cpu_seconds()
-        then, before = self._before
-        self._before = now, used
+        """Return what is used: cpu of cpus, memory of memory_limit in bytes, received and sent in bytes a second, gpus if there are any.
+
+        What is counted is an average since the last call.
+        """
+        now = time.monotonic(), self._cpu_seconds(), *network_bytes()
+        seconds, used, received, sent = (after - before for after, before in zip(now, self._before, strict=True))
+        self._before, seconds = now, max(1e-3, seconds)
         here = float(len(os.sched_getaffinity(0)))
         found = {
-            "cpu": round(max(0.0, used - before) / max(1e-3, now - then), 2),
+            "cpu": round(max(0.0, used) / seconds, 2),
             "cpus": (self._cgroup.cpus() if self._cgroup else None) or here,
             "memory": (self._cgroup.memory() if self._cgroup else None) or sum(_resident(pid) for pid in _family()),
             "memory_limit": (self._cgroup.memory_limit() if self._cgroup else None) or machine_memory(),
+            "received": round(max(0, received) / seconds),
+            "sent": round(max(0, sent) / seconds),
         }
         gpus = read_gpus()
         return {**found, "gpus": gpus} if gpus else found
@@ -120,20 +130,45 @@ def own_cgroup() -> Cgroup | None:
     return Cgroup() if 1 in (os.getpid(), os.getppid()) or _in_container() else None
 
 
-def read_gpus() -> list[dict[str, int]]:
-    """Return what each GPU does: use in percent, memory and memory_total in bytes; nothing where the driver's tool is not there."""
-    if shutil.which(_GPUS[0]) is None:
-        return []
-    try:
-        lines = run(_GPUS, timeout=_GPUS_WITHIN).splitlines()
-    except ProcessError:
+def read_gpus() -> list[dict[str, Any]]:
+    """Return what each GPU does; nothing where the driver's tool is not there.
+
+    use in percent, memory and memory_total in bytes; where the driver says so, temperature in degrees Celsius, power in watts, and
+    throttled: whether clocks are low for heat or want of power.
+    """
+    if shutil.which(_TOOL) is None:
         return []
     found = []
-    for line in lines:
+    for line in _ask(_ASKED) or _ask(_ASKED[:_ALWAYS]):
+        use, memory, total, *more = (cell.strip() for cell in line.split(","))
         with contextlib.suppress(ValueError):  # [N/A], as of a GPU that is cut up
-            use, memory, total = (int(cell) for cell in line.split(","))
-            found.append({"use": use, "memory": memory * _MIB, "memory_total": total * _MIB})
+            found.append({"use": int(use), "memory": int(memory) * _MIB, "memory_total": int(total) * _MIB, **_heat(*more)})
     return found
+
+
+def _ask(what: Sequence[str]) -> list[str]:
+    try:
+        return run([_TOOL, f"--query-gpu={','.join(what)}", "--format=csv,noheader,nounits"], timeout=_GPUS_WITHIN).splitlines()
+    except ProcessError:
+        return []
+
+
+def _heat(temperature: str = "", power: str = "", reasons: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        found["temperature"] = int(temperature)
+    with contextlib.suppress(ValueError):
+        found["power"] = round(float(power))
+    with contextlib.suppress(ValueError):
+        found["throttled"] = bool(int(reasons, 16) & _THROTTLED)
+    return found
+
+
+def network_bytes() -> tuple[int, int]:
+    """Return the bytes received and sent by this network namespace's interfaces, loopback left out."""
+    lines = (_text(Path("/proc/net/dev")) or "").splitlines()[2:]
+    counts = [line.partition(":")[2].split() for line in lines if line.split(":")[0].strip() != "lo"]
+    return sum(int(fields[0]) for fields in counts), sum(int(fields[8]) for fields in counts)
 
 
 def machine_memory() -> int:

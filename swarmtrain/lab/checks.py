@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from swarmtrain.errors import LabError
 
-_PROGRAMS = {
+_ENGINE = {
     "dockerd": "docker.io",
     "containerd": "docker.io",
     "runc": "docker.io",
     "docker-registry": "docker-registry",
+    "iptables": "iptables",
+}
+_PROGRAMS = {
+    "swarm": _ENGINE,
+    "docker": _ENGINE,
+    "ssh": {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"},
+    "slurm": {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"},
+}
+_ALWAYS = {
     "ip": "iproute2",
     "tc": "iproute2",
-    "iptables": "iptables",
     "nsenter": "util-linux",
     "unshare": "util-linux",
     "setsid": "util-linux",
@@ -32,8 +41,8 @@ def search_path(engine: Path | None) -> str:
     return os.pathsep.join([*own, os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def check_machine(engine: Path | None) -> None:
-    """Raise LabError unless this is Linux, we are root, and every program is there."""
+def check_machine(engine: Path | None, parts: Collection[str]) -> None:
+    """Raise LabError unless this is Linux, we are root, and every program that a lab of these `parts` takes is there."""
     if sys.platform != "linux":
         raise LabError("a lab needs Linux's namespaces, and this is not Linux", place="lab", hint="run it in a Linux virtual machine")
     check_root()
@@ -41,10 +50,12 @@ def check_machine(engine: Path | None) -> None:
         raise LabError(
             f"{engine} holds no program dockerd", place="lab --engine", hint="give the directory that holds dockerd and containerd"
         )
-    missing = [program for program in _PROGRAMS if not shutil.which(program, path=search_path(engine))]
+    wanted = {program: package for part in parts for program, package in _PROGRAMS[part].items()} | _ALWAYS
+    missing = [program for program in wanted if not shutil.which(program, path=search_path(engine))]
     if missing:
-        packages = ", ".join(sorted({_PROGRAMS[program] for program in missing}))
-        raise LabError(f"missing: {', '.join(missing)} (Debian packages: {packages})", place="lab", hint=_APT)
+        packages = sorted({wanted[program] for program in missing})
+        hint = _APT if "docker.io" in packages else f"apt-get install -y {' '.join(packages)}"
+        raise LabError(f"missing: {', '.join(missing)} (Debian packages: {', '.join(packages)})", place="lab", hint=hint)
 
 
 def check_root() -> None:

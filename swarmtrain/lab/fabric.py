@@ -15,6 +15,8 @@ from swarmtrain import process
 from swarmtrain.errors import LabError, ProcessError
 from swarmtrain.lab.state import Description
 
+REGISTRY_HOST = "registry.lab"
+"""What the machines call the bridge's address."""
 _BRIDGE = "bridge"
 _CONFINED = "inside a container this takes docker run --privileged"
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
@@ -26,12 +28,17 @@ def namespace(lab: str, part: str) -> str:
     return f"st-{lab}-{part}"
 
 
+def path(lab: str, part: str) -> Path:
+    """Return the file that is that namespace, on this machine."""
+    return Path("/run/netns") / namespace(lab, part)
+
+
 def enter(lab: str, part: str) -> list[str]:
     """Return the prefix that runs a command in that network namespace.
 
     Not `ip netns exec`: that mounts /sys anew, and dockerd then finds no devices cgroup.
     """
-    return ["nsenter", f"--net=/run/netns/{namespace(lab, part)}"]
+    return ["nsenter", f"--net={path(lab, part)}"]
 
 
 def check_kernel() -> None:

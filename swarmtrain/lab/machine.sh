@@ -1,33 +1,39 @@
 #!/bin/sh
-# The init process (pid 1) of one lab machine: gives it a name, a hosts file and disks of its own, then runs the engine.
-# usage: machine.sh DIR HOSTNAME SHARED FLAG…    the flags are the engine's; its file /etc/docker/daemon.json is the machine's own
+# The init process (pid 1) of one lab machine: gives it a name, a hosts file and disks of its own, then runs its services.
+# usage: machine.sh DIR HOSTNAME SHARED    DIR/services holds a script for each service, which writes to DIR/SERVICE.log
 #
 # Started in fresh mount, UTS, IPC and PID namespaces, and in the machine's network namespace. When this process is
-# killed, the kernel kills all that runs in the machine: engine, containerd, shims and containers.
+# killed, the kernel kills all that runs in the machine: engine, containerd, shims and containers, daemons and what they started.
 set -eu
 dir=$1 name=$2 shared=$3
-shift 3
 mount -t proc proc /proc
 hostname "$name"
 mount --bind "$dir/hosts" /etc/hosts
 
-# Hides the host's own dockerd and containerd, and is empty after every boot: no stale pid files.
+# Hides the host's own daemons, and is empty after every boot: no stale pid files.
 mount -t tmpfs -o mode=755 tmpfs /run
 
-# The engine's settings, key and certificates survive a reboot, and are not the host's.
-mkdir -p /etc/docker
-mount --bind "$dir/etc" /etc/docker
+if [ -e "$dir/services/engine" ]; then
+    # The engine's settings, key and certificates survive a reboot, and are not the host's.
+    mkdir -p /etc/docker
+    mount --bind "$dir/etc" /etc/docker
 
-# containerd insists on making /opt/containerd. Where the kernel has no overlay, one empty folder stays behind.
-mkdir -p /run/opt/upper /run/opt/work
-mount -t overlay -o lowerdir=/opt,upperdir=/run/opt/upper,workdir=/run/opt/work overlay /opt 2>/dev/null || :
+    # containerd insists on making /opt/containerd. Where the kernel has no overlay, one empty folder stays behind.
+    mkdir -p /run/opt/upper /run/opt/work
+    mount -t overlay -o lowerdir=/opt,upperdir=/run/opt/upper,workdir=/run/opt/work overlay /opt 2>/dev/null || :
+fi
 
 mount -t tmpfs -o mode=755 tmpfs /mnt
-mkdir /mnt/shared
+mkdir /mnt/shared /mnt/own
 mount --bind "$shared" /mnt/shared
+mount --bind "$dir/own" /mnt/own
 
-# A clean environment: a proxy set for the user's shell would swallow the way to the lab's registry.
-env -i PATH="$PATH" HOME=/root dockerd "$@" &
+engine=
+for service in "$dir"/services/*; do
+    sh "$service" >>"$dir/${service##*/}.log" 2>&1 &
+    if [ "${service##*/}" = engine ]; then engine=$!; fi
+done
 
-# Not `exec`: pid 1 must also reap the orphans that containers and shims leave.
-wait $!
+# Not `exec`: pid 1 must also reap the orphans that containers and shims leave. A machine ends with its engine; without one, with
+# the last of its services.
+wait $engine

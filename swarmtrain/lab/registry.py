@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import fabric
+from swarmtrain.lab import fabric, machines
 from swarmtrain.lab.state import Daemon, Description, tail
 
-HOST = "registry.lab"
 PORT = 5000
-REGISTRY = f"{HOST}:{PORT}"
+REGISTRY = f"{fabric.REGISTRY_HOST}:{PORT}"
 
 
 def store(base: Path) -> Path:
@@ -39,7 +38,7 @@ def start(description: Description, directory: Path) -> None:
     daemon, log = Daemon(directory / "registry.pid"), directory / "registry.log"
     daemon.spawn(["docker-registry", "serve", str(directory / "registry.json")], enter=fabric.enter(description.name, "fabric"), log=log)
     deadline = time.monotonic() + 60  # a disk that is busy takes long to read the program
-    while not _listens(daemon.pid):
+    while PORT not in machines.listening(daemon.pid):
         if daemon.pid is None or time.monotonic() > deadline:
             raise LabError(f"the registry does not start:\n{tail(log)}", place="lab")
         time.sleep(0.01)
@@ -48,12 +47,3 @@ def start(description: Description, directory: Path) -> None:
 def stop(directory: Path) -> None:
     """Stop the lab's registry, if it runs."""
     Daemon(directory / "registry.pid").kill()
-
-
-def _listens(pid: int | None) -> bool:
-    """Whether anything listens on the registry's port in the network namespace of process `pid`."""
-    try:
-        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    except OSError:
-        return False
-    return any(row[1].endswith(f":{PORT:04X}") and row[3] == "0A" for row in rows)

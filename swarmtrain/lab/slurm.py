@@ -1,42 +1,32 @@
-"""A real Slurm on this machine: munged, slurmctld and a slurmd for each node, with keys, sockets and state in a folder of their own.
-
-    with cluster(folder) as conf:
-        sbatch, srun, squeue … with SLURM_CONF=conf
+"""The Slurm of the lab's machines: munged and slurmctld on the first, a slurmd on each, with key, socket and state in the lab's directory.
 
 Jobs of the partition `urgent` preempt those of `main`, which have 20 seconds to leave.
-All nodes are this machine, each on a port of its own; their names lead nowhere, and Slurm knows that they are at 127.0.0.1.
-Needs root, and Debian's packages slurmctld, slurmd, munge and slurm-client.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import shutil
-import socket
-import subprocess
+import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
+from swarmtrain import process
 from swarmtrain.errors import LabError, ProcessError
-from swarmtrain.process import run, start
+from swarmtrain.lab import fabric, machines
+from swarmtrain.lab.state import Description
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-_SYSTEM = "/usr/sbin:/sbin"
-_READY_WITHIN = 30.0
-_END_WITHIN = 10.0
-_JOB_NUMBERS = 50_000  # ports follow from them, and there may be another lab on this machine
+PORTS = {"slurmctld": 6817, "slurmd": 6818}
 _CPUS = 8  # of each node, whatever the machine has: two jobs are to share them
+_READY = ("idle", "mixed", "allocated", "completing")
 
 _CONF = """ClusterName=lab
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldHost={first}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -49,98 +39,69 @@ AccountingStorageType=accounting_storage/none
 SchedulerParameters=sched_min_interval=0
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
 ReturnToService=2
 KillWait=10
 SlurmdTimeout=10
-FirstJobId={first_job}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
-_NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cpus} SocketsPerBoard=1 CoresPerSocket={cpus}\n"
+_NODE = "NodeName={name} NodeAddr={address} CPUs={cpus} SocketsPerBoard=1 CoresPerSocket={cpus}\n"
+# --force: the folder may be below one that others can write to, as /tmp is. A socket that is there may be that of a node0 that was killed.
+_MUNGED = "munged --foreground --force --socket={0}/munge.socket --key-file={0}/munge.key --pid-file=/run/munge.pid {1}"
+_MUNGED_FILES = "--log-file={0}/munge.log --seed-file={0}/munge.seed"
 
 
-def missing() -> list[str]:
-    """Return the programs that this machine lacks."""
-    return [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
+def conf(directory: Path) -> Path:
+    """Return the slurm.conf of the lab."""
+    return directory / "slurm" / "slurm.conf"
 
 
-@contextlib.contextmanager
-def cluster(folder: Path, names: Sequence[str] = ("n01", "n02", "n03")) -> Iterator[Path]:
-    """Run a cluster of the nodes `names` in `folder` (a short path: it holds a socket), and yield its slurm.conf.
-
-    Raises LabError if it does not come up.
-    """
-    conf = _write(folder, names)
-    with contextlib.ExitStack() as stack:
-        munge = folder / "munge"
-        files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
-        # --force: the folder may be below one that others can write to, as /tmp is.
-        _daemon(stack, folder, "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
-        _until(folder, "munged", (munge / "socket").exists)
-        _daemon(stack, folder, "slurmctld", "-D", "-c", "-f", str(conf))
-        for name in names:
-            _daemon(stack, folder, "slurmd", "-D", "-N", name, "-f", str(conf), log=name)
-        _until(folder, "slurmctld", lambda: _idle(conf) == len(names))
-        yield conf
-
-
-def _write(folder: Path, names: Sequence[str]) -> Path:
-    for each in ("munge", "state", *(f"spool-{name}" for name in names)):
+def make(directory: Path, description: Description) -> None:
+    """Write the lab's slurm.conf and munge's key, and make the folders of the daemons."""
+    folder = conf(directory).parent
+    for each in ("state", *(f"spool-{node}" for node in description.nodes)):
         (folder / each).mkdir(parents=True, mode=0o700)
-    key = folder / "munge" / "key"
+    key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
-    ports = _free_ports(len(names) + 1)
-    lines = [_NODE.format(name=name, port=port, cpus=_CPUS) for name, port in zip(names, ports[1:], strict=True)]
-    conf = folder / "slurm.conf"
-    conf.write_text(
-        "".join([*lines, _CONF.format(folder=folder, ports=ports, first_job=1 + secrets.randbelow(_JOB_NUMBERS))]), encoding="utf-8"
-    )
-    return conf
+    first = description.nodes[0]
+    nodes = [_NODE.format(name=node, address=description.address(node), cpus=_CPUS) for node in description.nodes]
+    cluster = _CONF.format(folder=folder, first=first, address=description.address(first))
+    conf(directory).write_text("".join([*nodes, cluster]), encoding="utf-8")
 
 
-def _daemon(stack: contextlib.ExitStack, folder: Path, *argv: str, log: str = "") -> None:
-    with (folder / f"{log or argv[0]}.out").open("ab") as out:
-        stack.callback(_end, start([shutil.which(argv[0], path=_path()) or argv[0], *argv[1:]], stdout=out, stderr=out, new_session=True))
+def services(directory: Path, description: Description, node: str) -> dict[str, str]:
+    """Return the scripts that run the node's part of the Slurm: its slurmd, and on the first node the rest."""
+    folder, file = shlex.quote(str(conf(directory).parent)), shlex.quote(str(conf(directory)))
+    wait = f"until [ -S {folder}/munge.socket ]; do sleep 0.02; done\n"
+    found = {"slurmd": f"{wait}exec slurmd -D -f {file}\n"}
+    if node == description.nodes[0]:
+        munged = f"rm -f {folder}/munge.socket\nexec {_MUNGED.format(folder, _MUNGED_FILES.format(folder))}\n"
+        found |= {"munged": munged, "slurmctld": f"{wait}exec slurmctld -D -f {file}\n"}
+    return found
 
 
-def _end(daemon: subprocess.Popen[bytes]) -> None:
-    daemon.terminate()
-    try:
-        daemon.wait(_END_WITHIN)
-    except subprocess.TimeoutExpired:
-        daemon.kill()
-        daemon.wait()
-
-
-def _until(folder: Path, what: str, ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + _READY_WITHIN
-    while not ready():
-        if time.monotonic() > end:
-            tail = (folder / f"{what}.out").read_text(encoding="utf-8", errors="replace")[-1000:]
-            raise LabError(f"not ready after {_READY_WITHIN:g} s\n{tail}", place=what)
+def wait_until_ready(directory: Path, description: Description, nodes: Iterable[str], *, seconds: float = 60) -> None:
+    """Return once slurmctld counts all `nodes` as fit for jobs. Raises LabError naming those that it does not within `seconds`."""
+    first = description.nodes[0]
+    machines.wait_until_listening(directory, first, "slurmctld", PORTS["slurmctld"], seconds=seconds)
+    for node in nodes:
+        machines.wait_until_listening(directory, node, "slurmd", PORTS["slurmd"], seconds=seconds)
+    deadline = time.monotonic() + seconds
+    while missing := set(nodes) - _ready(directory, description):
+        if time.monotonic() > deadline:
+            told = machines.said(directory, first, "slurmctld")
+            raise LabError(f"not ready in Slurm after {seconds:g} s\n{told}", place=", ".join(sorted(missing)))
         time.sleep(0.05)
 
 
-def _idle(conf: Path) -> int:
+def _ready(directory: Path, description: Description) -> set[str]:
+    argv = [*fabric.enter(description.name, "fabric"), "sinfo", "--noheader", "--Node", "--format=%N %T"]
     with contextlib.suppress(ProcessError):
-        return len(set(run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"], env={"SLURM_CONF": str(conf)}, timeout=5.0).split()))
-    return 0
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def _path() -> str:
-    return f"{os.environ.get('PATH', '')}:{_SYSTEM}"
+        rows = [line.split() for line in process.run(argv, env={"SLURM_CONF": str(conf(directory))}, timeout=5.0).splitlines()]
+        return {name for name, condition in rows if condition in _READY}
+    return set()

@@ -19,6 +19,7 @@ from swarmtrain import process
 from swarmtrain.errors import LabError
 
 MAX_NODES = 200
+PARTS = ("swarm", "docker", "ssh", "slurm")
 _DEFAULT_BASE = Path("/var/lib/swarmtrain/lab")
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,29}")
 _SOCKET_PATH_LIMIT = 107
@@ -29,7 +30,8 @@ _HIDDEN_IN_MACHINES = ("/run", "/mnt", "/proc")
 class Description:
     """What a lab is, as its lab.json says. `engine` is the directory of its dockerd, None for the one in PATH.
 
-    `shared` is the directory that all nodes share; the engines of a `bare` lab are in no swarm, and trust no registry.
+    `shared` is the directory that all nodes share. `parts` says what the machines have, of PARTS: engines in a swarm or, as
+    `docker`, in none; an sshd; a Slurm. The engines of a `bare` lab are in no swarm whatever it has, and trust no registry.
     Each engine says that it has `gpus` GPUs, which it has not.
     """
 
@@ -41,6 +43,17 @@ class Description:
     bare: bool = False
     ready: bool = False
     gpus: int = 0
+    parts: tuple[str, ...] = ("swarm",)
+
+    @property
+    def swarm(self) -> bool:
+        """Whether the machines form a swarm."""
+        return "swarm" in self.parts and not self.bare
+
+    @property
+    def engines(self) -> bool:
+        """Whether each machine has a Docker engine."""
+        return self.bare or "swarm" in self.parts or "docker" in self.parts
 
     def address(self, node: str) -> str:
         """Return the node's IPv4 address: .10 for node0, .11 for node1, and so on."""
@@ -76,6 +89,13 @@ def check_name(name: str) -> None:
             f"{name!r} cannot name a lab: up to 30 lower-case letters, digits and dashes, a letter or digit first",
             place="lab --name",
         )
+
+
+def check_parts(parts: Collection[str]) -> None:
+    """Raise LabError unless a lab's machines can have these `parts`, and are to have any."""
+    for part in parts or [""]:
+        if part not in PARTS:
+            raise LabError(f"{part!r} is nothing that machines can have; there is: {', '.join(PARTS)}", place="lab up --with")
 
 
 def check_directory(directory: Path) -> None:
@@ -128,7 +148,8 @@ def read(directory: Path) -> Description | None:
     """Return the lab written down in `directory`, None if there is none."""
     try:
         fields = json.loads((directory / "lab.json").read_text())
-        return Description(**{**fields, "nodes": tuple(fields["nodes"])})
+        lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        return Description(**{**fields, **lists})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, KeyError) as error:
@@ -170,7 +191,7 @@ class Daemon:
         now = _stat(Path(f"/proc/{pid}/stat"))
         return pid if now and now[2] == started and now[1] not in "ZX" else None
 
-    def spawn(self, argv: list[str], *, enter: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def spawn(self, argv: list[str], *, enter: list[str], log: Path) -> None:
         """Start `argv` behind the prefix `enter`, detached, its output appended to `log`; return once it is written down.
 
         Raises LabError with the end of the log if that takes over 5 s.
@@ -178,7 +199,7 @@ class Daemon:
         self.record.unlink(missing_ok=True)
         recorder = ["sh", str(Path(__file__).with_name("daemon.sh")), str(self.record)]
         with log.open("ab") as output:
-            process.start(["setsid", "--fork", *enter, *recorder, *argv], env=env, stdout=output, stderr=output).wait()
+            process.start(["setsid", "--fork", *enter, *recorder, *argv], stdout=output, stderr=output).wait()
         deadline = time.monotonic() + 5
         while not self.record.exists():
             if time.monotonic() > deadline:

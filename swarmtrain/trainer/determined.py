@@ -16,6 +16,7 @@ from swarmtrain import world
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement
 from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.wire import EXIT_PLANNED
 
 LOG = logging.getLogger("swarmtrain")
 _EVERY, _LEAVE = 0.2, 30.0
@@ -37,10 +38,12 @@ class Trial:
         """Return whether the master wants the run to make room."""
         return self._asked
 
-    def leaves(self) -> None:
-        """The run leaves with all saved. If that was the master's wish, it is told to start the trial again, whatever the exit code."""
-        if self._asked:
-            self._in_time(self._context.preempt.acknowledge_preemption_signal)
+    def leaves(self) -> int:
+        """The run leaves with all saved. Return the exit code that says so. Called by all ranks together.
+
+        If that was the master's wish it is told to start the trial again, and the code is 0: any other looks like a failure there.
+        """
+        return EXIT_PLANNED if not world.in_trial(os.environ) or not agreement.by_first_rank(self._acknowledged) else 0
 
     def write(self, values: dict[str, Any]) -> None:
         """Report `values`, one of which is `step`: held-out losses as validation, of the steps those that are logged."""
@@ -53,7 +56,7 @@ class Trial:
             self._try(lambda: self._context.train.report_training_metrics(step, metrics))
 
     def close(self) -> None:
-        """Send what is left, for at most half a minute."""
+        """Send what is left."""
         if self._context is not None:
             self._in_time(self._context.close)
 
@@ -80,14 +83,22 @@ class Trial:
             time.sleep(_EVERY)
         self._asked = True
 
-    def _in_time(self, act: Callable[[], object]) -> None:
-        acting = threading.Thread(target=self._try, args=(act,), daemon=True)
+    def _acknowledged(self) -> bool:
+        return self._asked and self._in_time(self._context.preempt.acknowledge_preemption_signal)
+
+    def _in_time(self, act: Callable[[], object]) -> bool:
+        """Run `act`, for at most half a minute. Return whether it is done."""
+        done: list[bool] = []
+        acting = threading.Thread(target=lambda: done.append(self._try(act)), daemon=True)
         acting.start()
         acting.join(_LEAVE)
+        return done == [True]
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def _try(self, act: Callable[[], object]) -> bool:
         try:
             act()
         except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
             LOG.warning("Determined: what the run has come to is no longer told: %s", error)
             self._deaf = True
+            return False
+        return True

@@ -20,6 +20,7 @@ from swarmtrain.trainer.metrics.files import AuditFile
 from swarmtrain.trainer.metrics.pace import Pace
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parts import CHECKPOINT, EVALUATION, LOGGING, Parts
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.saving import Saving
 from swarmtrain.trainer.soundness import Soundness
@@ -41,8 +42,8 @@ def train(
     """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
 
     `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM, or a trial's
-    master), all save the same step and raise SystemExit(EXIT_PLANNED). When a rank dies, the others save the last step that
-    is whole among them.
+    master), all save the same step and raise SystemExit(EXIT_PLANNED); with 0 if the master has been told that there is more
+    to train. When a rank dies, the others save the last step that is whole among them.
     Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
     """
     config, last = here.config.trainer, here.config.trainer.train_iterations
@@ -56,7 +57,7 @@ def train(
         report.begins(progress.step, path, checkpoints.token, model)
         saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)
         soundness = Soundness(here)
-        pace = Pace(here, model, data)
+        pace, parts = Pace(here, model, data), Parts(here.device)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         made: Step | None = None
         loss = None
@@ -66,22 +67,26 @@ def train(
             while True:
                 done = progress.step >= last
                 if held_out and (done or progress.loss_before is None or _due(progress.step, config.eval_interval)):
-                    loss = held_out_loss(here, model, held_out, None if done else stop)
+                    with parts.of(EVALUATION):
+                        loss = held_out_loss(here, model, held_out, None if done else stop)
                     if loss is None:
                         saving.leave(progress)
                     progress = progress.measured(loss)
                     report.evaluated(progress.step, loss)
                 if done:
                     break
-                saving.save_if_due(progress, wished=made is not None and made.to_be_saved)
+                with parts.of(CHECKPOINT):
+                    saving.save_if_due(progress, wished=made is not None and made.to_be_saved)
                 progress = soundness.past(progress)
                 position, number, wish = progress.consumed_samples, progress.step + 1, here.first and saving.wished
                 with attended.step(number), pace.step():
-                    made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish)
+                    made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish, parts=parts)
                     soundness.judge(made, position, data)
                 audit.write(made)  # what survivors save has been recorded
                 progress = progress.after(number, position + here.config.topology.global_batch)
-                report.step(made)
+                taken = parts.step()
+                with parts.of(LOGGING):
+                    report.step(made, taken)
                 report.compared(pace.compared())
                 saving.tell()
                 if _due(number, config.check_replicas_interval):

@@ -140,7 +140,7 @@ def start(config: Config) -> Iterator[Runtime]:
         local_rank,
         device,
         run=environ.get("SWARMTRAIN_RUN", "local"),
-        node=environ.get("SWARMTRAIN_NODE", "node0"),
+        node=world.node(environ),
         board=environ.get("SWARMTRAIN_BOARD") or None,
         secrets=json.loads(environ.get("SWARMTRAIN_SECRETS") or "{}"),
     )

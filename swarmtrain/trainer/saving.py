@@ -9,7 +9,6 @@ from swarmtrain.trainer.checkpoint import Checkpoints, Progress
 from swarmtrain.trainer.checkpoint.rhythm import Rhythm
 from swarmtrain.trainer.guard import Patience
 from swarmtrain.trainer.metrics import Report
-from swarmtrain.wire import EXIT_PLANNED
 
 
 class Saving:
@@ -53,5 +52,6 @@ class Saving:
         """Save what there is, and end this rank as planned."""
         if progress.step:
             self.stand(progress)
-        self._report.leaves(progress.step)
-        raise SystemExit(EXIT_PLANNED)
+        with self._patience.suspended():
+            code = self._report.leaves(progress.step)
+        raise SystemExit(code)

@@ -18,12 +18,10 @@ from swarmtrain.trainer.data.rows import Rows
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import StopFlag
 from swarmtrain.trainer.model import dropout
-from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer, Update
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parallel.data import Alone, Replicas
 from swarmtrain.trainer.parallel.pipeline import Pipeline, Scaled
-from swarmtrain.trainer.parallel.sharded import ShardedReplicas
+from swarmtrain.trainer.parts import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER, Parts
 from swarmtrain.trainer.runtime import Runtime, derived_seed, seed
 
 _NARROW = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
@@ -43,18 +41,21 @@ class Step:
     """Tokens that counted, all replicas together."""
     loss: float
     """Mean over these tokens, in nats."""
-    gradient_norm: float
-    learning_rate: float
+    highest_loss: float
+    """That of the replica whose tokens have the highest, in nats."""
+    update: Update
+    """What was made of the gradients."""
     asked_to_leave: bool
     """True if any rank has been."""
     to_be_saved: bool = False
     """True if any rank wished so."""
-    loss_scale: float | None = None
-    """What the loss was multiplied by; None without loss scaling."""
-    skipped: bool = False
-    """True if gradients overflowed at that scale, so that nothing was changed."""
     unsound: str = ""
-    """What of it was no number, if anything was: then it was skipped too."""
+    """What of it was no number, if anything was: then it was skipped."""
+
+    @property
+    def skipped(self) -> bool:
+        """True if nothing was changed: gradients overflowed at the loss scale, or something was no number."""
+        return self.update.skipped
 
 
 def make_step(
@@ -67,29 +68,37 @@ def make_step(
     number: int,
     stop: StopFlag,
     save: bool = False,
+    parts: Parts | None = None,
 ) -> Step:
     """Make optimizer step `number` with the global batch that begins at `position`. `save`: this rank wishes it to be saved.
 
-    A step whose loss or gradient is no number changes nothing.
+    A step whose loss or gradient is no number changes nothing. `parts` is told what begins.
     """
     topology, mesh = here.config.topology, model.mesh
+    parts = parts or Parts(here.device)
+    parts.begins(DATA)
     batch, following = (data.batch(first, topology.global_batch) for first in (position, position + topology.global_batch))
     mine, ahead = (each.dealt(mesh.shares, mesh.data_rank, topology.micro_batch) for each in (batch, following))
     for _, ids in ahead:
         data.expect(ids)  # read from the disk while this step is computed
-    summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens))
+    summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens), parts=parts)
+    parts.begins(OPTIMIZER)
     update = optimizer.prepare(number, summed)
     # The last thing for which ranks need each other comes before the first that is changed: who gets through it completes
     # the step, and a peer that dies before leaves the last step whole.
-    (loss_sum,), (asked, to_be_saved) = _exchange(model, update.beside, stop.raised, save)
+    parts.begins(COMMUNICATION)
+    (loss_sum,) = update.beside
+    (loss_sum, *means), (asked, to_be_saved) = _exchange(model, [loss_sum, *_in_its_place(model, data, mine, loss_sum)], stop.raised, save)
     mean = loss_sum / batch.tokens
+    parts.begins(OPTIMIZER)
     unsound = "" if update.skipped else _unsound(mean, update)
     if unsound:
         update = optimizer.skip()
+    parts.begins(OPTIMIZER)
     optimizer.step(number)
+    parts.begins(OTHER)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
-    told = update.gradient_norm, update.learning_rate
-    return Step(number, samples, batch.tokens, mean, *told, asked, to_be_saved, update.loss_scale, update.skipped, unsound)
+    return Step(number, samples, batch.tokens, mean, max(means), update, asked_to_leave=asked, to_be_saved=to_be_saved, unsound=unsound)
 
 
 @torch.no_grad()
@@ -132,17 +141,28 @@ def _exchange(model: ParallelModel, values: Sequence[float], *flags: bool) -> tu
     return sums[: len(values)], [flag > 0 for flag in sums[len(values) :]]
 
 
-def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, number: int, scaled: Scaled) -> Tensor:
+def _in_its_place(model: ParallelModel, data: Samples, mine: Dealt, loss: float) -> list[float]:
+    """Return for each replica a number: of this rank's the mean of its `loss`, a sum, and zero of the others."""
+    found = [0.0] * model.mesh.data_size
+    if tokens := sum(data.targets(ids) for _, ids in mine):
+        found[model.mesh.data_rank] = loss / tokens
+    return found
+
+
+def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, number: int, scaled: Scaled, parts: Parts) -> Tensor:
     """Make this rank's passes of step `number`: gradients of the loss, `scaled`. Return the loss, a sum."""
     if isinstance(model.replicas, Pipeline):
         first = dealt[0][0] if dealt else 0
-        return model.replicas.step(_together(here, data, dealt), scaled, lambda index: _micro_batch(here, number, first + index))
+        rows = _together(here, data, dealt)
+        return model.replicas.step(rows, scaled, lambda index: _micro_batch(here, number, first + index, parts))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     passes = _filled(dealt, model.replicas.passes)
     for index, (micro, ids) in enumerate(passes):
         with model.replicas.micro_batch(last=index == len(passes) - 1):
-            with _micro_batch(here, number, micro):
-                loss = _loss(here, model.replicas, data, ids)
+            parts.begins(DATA)
+            rows = _rows(here, data, ids)
+            with _micro_batch(here, number, micro, parts):
+                loss: Tensor = model.replicas(*rows)
             torch.autograd.backward(scaled(loss))
         summed += loss.detach()
     return summed
@@ -153,8 +173,9 @@ def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: 
         return model.replicas.evaluate(_together(here, data, dealt), lambda _: _autocast(here))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     for _, ids in _filled(dealt, model.replicas.passes):
+        rows = _rows(here, data, ids)
         with _autocast(here):
-            summed += _loss(here, model.local, data, ids)
+            summed += model.local(*rows)
     return summed
 
 
@@ -167,9 +188,8 @@ def _together(here: Runtime, data: Samples, dealt: Dealt) -> Rows:
     return _sent(here, data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in dealt)])))
 
 
-def _loss(here: Runtime, model: Alone | Replicas | ShardedReplicas | Transformer, data: Samples, ids: Ids | None) -> Tensor:
-    loss: Tensor = model(*_sent(here, data.empty() if ids is None else data.load(ids)))
-    return loss
+def _rows(here: Runtime, data: Samples, ids: Ids | None) -> Rows:
+    return _sent(here, data.empty() if ids is None else data.load(ids))
 
 
 def _sent(here: Runtime, rows: Rows) -> Rows:
@@ -179,11 +199,13 @@ def _sent(here: Runtime, rows: Rows) -> Rows:
 
 
 @contextmanager
-def _micro_batch(here: Runtime, number: int, micro: int) -> Iterator[None]:
-    """The forward pass of micro batch `micro` of step `number` goes in the body."""
+def _micro_batch(here: Runtime, number: int, micro: int, parts: Parts) -> Iterator[None]:
+    """The forward pass of micro batch `micro` of step `number` goes in the body; what comes after it is a backward pass."""
+    parts.begins(FORWARD)
     seed(here.config.trainer.seed, number, micro)
     with _autocast(here), dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch):
         yield
+    parts.begins(BACKWARD)
 
 
 def _autocast(here: Runtime) -> AbstractContextManager[object]:

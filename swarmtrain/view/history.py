@@ -80,7 +80,7 @@ def history(run: str, events: Sequence[Event]) -> History:
     """Return what befell `run`: all events but what its nodes used, and of its progress what was said last before something else."""
     why = {world.time: world for world in worlds(events)}
     entries: list[Entry] = []
-    for event, after in zip(events, [*events[1:], None], strict=True):
+    for event, after in zip(events, [*events[1:], None], strict=False):
         if event.kind == wire.PROGRESS and after is not None and after.kind in (wire.PROGRESS, wire.USAGE):
             continue
         text = _line(event)

@@ -1,4 +1,4 @@
-"""A status that is looked at again and again: one screen on a terminal, the changes one below the other elsewhere."""
+"""A status that is looked at again and again: one screen with a bar on a terminal, the changes one below the other elsewhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.view.status import Status
 from swarmtrain.view.times import duration
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _EVERY = 2.0
 _SILENCE = 5.0
@@ -78,7 +82,7 @@ def _watch(looker: Looker) -> Status | None:
         raise looker.error or looker.lost  # type: ignore[misc]  # one of them is an error
     with _shown() as show:
         while True:
-            show(looker.screen())
+            show(looker.screen(), looker.seen)
             if isinstance(looker.error, RunNotFound):
                 return None
             if looker.error:
@@ -89,23 +93,43 @@ def _watch(looker: Looker) -> Status | None:
             looker.news.clear()
 
 
+Show = Callable[[str, Status | None], None]
+
+
 @contextmanager
-def _shown() -> Iterator[Callable[[str], None]]:
+def _shown() -> Iterator[Show]:
     """Give what puts a text on the screen in place of the one before; where there is none, it is printed if it is another."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.live import Live
-        from rich.text import Text
 
         with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop") as live:
-            yield lambda text: live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            yield lambda text, seen: live.update(_with_bar(text, seen), refresh=True)
         return
     last = ""
 
-    def print_new(text: str) -> None:
+    def print_new(text: str, _: Status | None) -> None:
         nonlocal last
         if text != last:
             print(f"{text}\n", flush=True)  # noqa: T201  # this is the place that prints
             last = text
 
     yield print_new
+
+
+def _with_bar(text: str, seen: Status | None) -> RenderableType:
+    """Return the text with a bar below its first line: how much of the steps is done, and how long the rest takes."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    title, _, rest = text.partition("\n")
+    step, steps = (seen.progress.get(key) for key in ("step", "steps")) if seen else (None, None)
+    if not seen or not steps or step is None:
+        return Text(text, no_wrap=True, overflow="ellipsis")
+    left = seen.progress.get("eta_seconds") if seen.state == "training" else None
+    said = f"{100 * step // steps:3} %{f'  {duration(left)} left' if left is not None else ''}"
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row("", ProgressBar(total=steps, completed=step, width=40), said)
+    return Group(Text(title, no_wrap=True, overflow="ellipsis"), bar, Text(rest, no_wrap=True, overflow="ellipsis"))

@@ -24,6 +24,9 @@ from features import IN_A_CONTAINER, LAUNCHERS, NODE_DIES, SCALE_DOWN, SCALE_UP,
 from interrupt import ROOT, at_line
 from processes import below
 
+from swarmtrain import process
+from swarmtrain.lab import Lab
+
 HERE = Path(__file__).parent
 CONFIG = HERE / "contract.yml"
 RUN = "life"
@@ -130,6 +133,27 @@ class Place:
         return self.until(trains)
 
 
+class LabPlace(Place):
+    """A place whose machines are those of a lab."""
+
+    def __init__(self, folder: Path, lab: Lab) -> None:
+        super().__init__(folder)
+        self.lab = lab
+        self.env |= lab.env()
+
+    def kill_machine(self, node: str) -> None:
+        self.lab.kill(node, say=print)
+
+    def mend(self) -> None:
+        for node in self.lab.status():
+            if node.state == "dead":
+                self.lab.start(node.node, say=print)
+
+    def docker(self, node: str, *argv: str) -> list[str]:
+        """Run a command of the node's own engine, and return the lines that it prints."""
+        return process.run(["docker", "-H", self.lab.docker_host(node), *argv]).splitlines()
+
+
 @contextlib.contextmanager
 def entered(place: Place) -> Iterator[Place]:
     """Make a place that of all commands; what is left of it afterwards is killed."""
@@ -156,7 +180,7 @@ class Contract:
     @pytest.fixture(scope="class")
     @classmethod
     def life(cls, place: Place) -> Iterator[Place]:
-        """The place, with the run that most of the tests are about."""
+        """The place, with the run that most of the tests are about. A node that comes late finds the other training already."""
         place.deploy("--name", RUN, "--detach")
         place.training(2)
         yield place
@@ -256,7 +280,7 @@ class Contract:
     def test_logs(self, life: Place) -> None:
         lines = life("logs", RUN).splitlines()
         for rank in (0, 1):
-            assert [line for line in lines if f" rank {rank} | rank {rank} of 2 starts at 0" in line and line.startswith("node")]
+            assert [line for line in lines if f" rank {rank} | rank {rank} of 2 starts at " in line and line.startswith("node")]
         assert {line.split(" | ")[0].split()[-1] for line in life("logs", RUN, "--rank", "1").splitlines()} == {"1"}
 
     @feature("A secret reaches the ranks as a file")
@@ -269,10 +293,10 @@ class Contract:
 
     @feature("Ctrl-C detaches who follows, and the run goes on")
     def test_detaching(self, life: Place) -> None:
+        worlds = life.status()["worlds"]
         ended = at_line("Ctrl-C detaches", "deploy", "contract.yml", "--name", RUN, cwd=life.project)
         assert (ended.code, f"detached; {RUN} goes on" in ended.err) == (130, True), ended.err
-        worlds = life.status()["worlds"]
-        assert len(life.training(2)["worlds"]) == len(worlds) == 1
+        assert life.training(2)["worlds"] == worlds
 
     @feature("A node's process that is killed is started again, and the run goes on")
     def test_a_node_is_killed(self, life: Place) -> None:
@@ -338,7 +362,7 @@ class Contract:
         assert life.left() == []
         life("status", RUN, code=1)
         kept = life("logs", RUN)
-        assert " of 2 starts at 0" in kept, kept
+        assert " of 2 starts at " in kept, kept
         assert "has formed" in life("history", RUN)
 
 

@@ -30,8 +30,7 @@ What a run can be brought to, by `runner.runner_type`, and what is the same ever
 `tests/contract`; `REFRESH=1 pytest tests/docs` writes it, and `make contract` runs them all.
 
 Each `yes` is asserted by a test that runs these commands on the real thing: a swarm of real engines, this machine, hosts behind real
-sshds, a real Slurm. The one thing that is not real is `docker` on the hosts of `pdsh_docker`: a stand-in takes its commands
-and starts processes; beside the contract it has run on real engines (`tests/lab/test_ssh_containers.py`). All run one config,
+sshds, with real engines for `pdsh_docker`, a real Slurm. The machines are those of [a lab](../how-to/lab.md). All run one config,
 `tests/contract/contract.yml`, in which a test changes the word after `runner_type` and nothing else; it names two machines,
 of which one is enough for the run to go on.
 

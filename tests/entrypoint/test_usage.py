@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
 import pytest
 
-from swarmtrain.entrypoint.usage import Cgroup, Meter, machine_memory, read_gpus
+from swarmtrain.entrypoint.usage import Cgroup, Meter, machine_memory, network_bytes, read_gpus
 
 MIB = 2**20
 ONE = {
@@ -67,12 +68,39 @@ def test_where_there_is_no_control_group_the_processes_are_added_up(tmp_path: Pa
         assert len(held) < read["memory"] < machine_memory()
 
 
+def test_what_goes_over_the_network_is_counted_and_loopback_is_not() -> None:
+    meter = Meter(None)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        sender.sendall(bytes(2**20))
+        assert len(receiver.recv(2**20, socket.MSG_WAITALL)) == 2**20
+        receiver.close()
+    read = meter.read()
+    assert read["received"] >= 0
+    assert read["sent"] < 2**20
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    before = sum(int(line.partition(":")[2].split()[0]) for line in lines if not line.strip().startswith("lo:"))
+    assert network_bytes()[0] >= before
+
+
 def test_gpus_are_what_the_drivers_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_gpus() == []
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '93, 60000, 81559'\necho '[N/A], [N/A], 81559'\n")
+    rows = [
+        "93, 60000, 81559, 71, 642.31, 0x0000000000000004",
+        "5, 1, 81559, 90, 80.00, 0x0000000000000048",
+        "0, 1, 81559, [N/A], [N/A], [N/A]",
+    ]
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in [*rows, "[N/A], [N/A], 81559, 40, 70.00, 0x0"]))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    assert read_gpus() == [
+        {"use": 93, "memory": 60000 * MIB, "memory_total": 81559 * MIB, "temperature": 71, "power": 642, "throttled": False},
+        {"use": 5, "memory": MIB, "memory_total": 81559 * MIB, "temperature": 90, "power": 80, "throttled": True},
+        {"use": 0, "memory": MIB, "memory_total": 81559 * MIB},
+    ]
+    old = 'case "$1" in *throttle*) echo "not a valid field to query"; exit 2 ;; esac'
+    tool.write_text(f"#!/bin/sh\n{old}\necho '93, 60000, 81559'\n")
     assert read_gpus() == [{"use": 93, "memory": 60000 * MIB, "memory_total": 81559 * MIB}]
     tool.write_text("#!/bin/sh\necho 'no devices were found'\nexit 6\n")
     assert read_gpus() == []

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
 
 import page
-import pytest
-from reader import Reader, Shell
+from conftest import OpenShell
+from reader import Reader
 
-from swarmtrain.errors import LabError
+sys.path.insert(0, str(page.ROOT / "tests" / "launchers"))
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "launchers"))
-
-from hosts import NAMES, Hosts  # noqa: E402  # lies beside the launcher's tests
+from hosts import NAMES, hosts_up  # lies beside the launcher's tests
 
 
-def test_over_ssh(tmp_path: Path) -> None:
-    if os.geteuid() or not shutil.which("sshd", path="/usr/sbin:/usr/bin"):
-        assert os.environ.get("CI") != "true", "hosts need root and openssh-server"
-        pytest.skip("hosts need root and openssh-server")
-    (tmp_path / "hosts").mkdir()
-    hosts = Hosts(tmp_path / "hosts")
-    path = f"{hosts.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    folder = tmp_path / "project"
-    folder.mkdir()
-    try:
-        hosts.up()
-        shell = Shell(folder, tmp_path / "shell" / "transcript", env)
-        try:
-            Reader([shell]).follow(page.read("docs/how-to/over-ssh.md"))
-        finally:
-            shell.close()
+def test_over_ssh(installed: dict[str, str], open_shell: OpenShell, tmp_path: Path) -> None:
+    with hosts_up() as hosts:
+        env = {**installed, **hosts.lab.env(installed), "PYTHONPATH": str(page.ROOT), "OMP_NUM_THREADS": "1"}
+        Reader([open_shell(tmp_path, env)]).follow(page.read("docs/how-to/over-ssh.md"))
         assert {name: hosts.programs(name) for name in NAMES} == {name: [] for name in NAMES}
-    except LabError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"this machine can host no hosts: {error}")
-    finally:
-        hosts.down()

@@ -6,7 +6,7 @@ Where this machine can host no lab, the tests skip and say why; with CI=true the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from swarmtrain.launchers.engine import Engine
 from swarmtrain.launchers.swarm import SwarmLauncher, observe, removal
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 
+PARTS = ("swarm", "ssh")
 IMAGE = f"{REGISTRY}/swarmtrain:test"
 ROOT = Path(__file__).parents[2]
 # The directory of the engine to test with; without it the system's own.
@@ -31,16 +32,16 @@ ENGINE = Path(os.environ["SWARMTRAIN_TEST_ENGINE"]) if "SWARMTRAIN_TEST_ENGINE" 
 
 
 @pytest.fixture(scope="session")
-def new_lab(request: pytest.FixtureRequest) -> Callable[[str], Lab]:
-    """Return a function that makes labs of this test run alone; what is left of one is removed at the end.
+def new_lab(request: pytest.FixtureRequest) -> Callable[..., Lab]:
+    """Return a function that makes labs of this test run alone, for machines of some parts; what is left of one is removed at the end.
 
     The process id in the name keeps runs side by side apart.
     """
 
-    def make(name: str) -> Lab:
+    def make(name: str, parts: Sequence[str] = ("swarm",)) -> Lab:
         lab = Lab(f"{name}-{os.getpid()}")
         try:
-            lab.check(ENGINE)
+            lab.check(ENGINE, parts)
         except LabError as error:
             if os.environ.get("CI") == "true":
                 raise
@@ -54,8 +55,8 @@ def new_lab(request: pytest.FixtureRequest) -> Callable[[str], Lab]:
 @pytest.fixture(scope="session")
 def lab(new_lab: Callable[[str], Lab]) -> Lab:
     """A lab of three nodes that all tests share: leave it as you found it."""
-    lab = new_lab("test")
-    lab.up(3, engine=ENGINE, say=say)
+    lab = new_lab("test", PARTS)
+    lab.up(3, parts=PARTS, engine=ENGINE, say=say)
     if ENGINE is None:
         built.give_registry(built.shared())
         built.give(lab, ["node0", "node1", "node2"], built.shared())

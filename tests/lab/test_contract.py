@@ -1,4 +1,4 @@
-"""The contract of all launchers (tests/contract) on a real swarm, and on one of its engines alone."""
+"""The contract of all launchers (tests/contract) on what needs engines: a swarm, one of its engines alone, and two of them behind SSH."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stand_in import say
 
-from swarmtrain import process
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
-from contract import RUN, Contract, Place, entered  # lies beside the contract's own tests
+from contract import RUN, Contract, LabPlace, Place, entered  # lies beside the contract's own tests
 from features import EVERYWHERE
 
 
-class SwarmPlace(Place):
+class SwarmPlace(LabPlace):
     kind = "swarm"
 
     def __init__(self, folder: Path, lab: Lab) -> None:
-        super().__init__(folder)
-        self.lab, self.shared, self.dead = lab, lab.shared, ""
-        self.env |= {"DOCKER_HOST": lab.docker_host("node0")}
+        super().__init__(folder, lab)
+        self.shared = lab.shared
 
     def left(self) -> list[str]:
         engine = Engine(self.lab.docker_host("node0"))
@@ -33,28 +30,14 @@ class SwarmPlace(Place):
         named += [
             f"network {item['Name']}" for item in engine.listing("/networks") if item["Name"].startswith((RUN, "bad", "brief", "never"))
         ]
-        containers = [each for node in ("node0", "node1") for each in self._docker(node, "ps", "--format", "container {{.Names}}")]
+        containers = [each for node in ("node0", "node1") for each in self.docker(node, "ps", "--format", "container {{.Names}}")]
         return [*named, *containers, *super().left()]
 
     def in_container(self, node: str) -> bool:
-        return len(self._docker(node, "ps", "-q", "--filter", f"name={RUN}_{node}.")) == 1
+        return len(self.docker(node, "ps", "-q", "--filter", f"name={RUN}_{node}.")) == 1
 
     def kill_node(self, node: str) -> None:
-        self._docker(node, "kill", *self._docker(node, "ps", "-q", "--filter", f"name={RUN}_{node}."))
-
-    def kill_machine(self, node: str) -> None:
-        self.lab.kill(node, say=say)
-        self.dead = node
-
-    def mend(self) -> None:
-        if self.dead:
-            with pytest.MonkeyPatch.context() as patch:  # the engine is not to be taken for a process of the run
-                patch.delenv("XDG_STATE_HOME")
-                self.lab.start(self.dead, say=say)
-            self.dead = ""
-
-    def _docker(self, node: str, *argv: str) -> list[str]:
-        return process.run(["docker", "-H", self.lab.docker_host(node), *argv]).splitlines()
+        self.docker(node, "kill", *self.docker(node, "ps", "-q", "--filter", f"name={RUN}_{node}."))
 
 
 class TestSwarm(Contract):
@@ -70,23 +53,23 @@ class TestSwarm(Contract):
             path.unlink()
 
 
-class DockerPlace(Place):
+class DockerPlace(LabPlace):
     kind = "docker"
     missing = ("-o", "runner.docker_config.docker_container=registry.lab:5000/no-such:1")
 
     def __init__(self, folder: Path, lab: Lab) -> None:
-        super().__init__(folder)
-        self.engine, self.shared = lab.docker_host("node2"), lab.shared
-        self.env |= {"DOCKER_HOST": self.engine}
+        super().__init__(folder, lab)
+        self.shared = lab.shared
+        self.env |= {"DOCKER_HOST": lab.docker_host("node2")}
 
     def left(self) -> list[str]:
         names = (RUN, "bad", "brief", "never")
         kinds = (("ps", "-a", "--format", "{{.Names}}"), ("network", "ls", "--format", "{{.Name}}"))
-        found = [name for kind in kinds for name in process.run(["docker", "-H", self.engine, *kind]).splitlines()]
+        found = [name for kind in kinds for name in self.docker("node2", *kind)]
         return [*(name for name in found if name.startswith(names)), *super().left()]
 
     def in_container(self, node: str) -> bool:
-        return len(process.run(["docker", "-H", self.engine, "ps", "-q", "--filter", f"name={RUN}-{node}"]).splitlines()) == 1
+        return len(self.docker("node2", "ps", "-q", "--filter", f"name={RUN}-{node}")) == 1
 
 
 class TestDocker(Contract):
@@ -98,6 +81,39 @@ class TestDocker(Contract):
     @classmethod
     def place(cls, lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         with entered(DockerPlace(tmp_path_factory.mktemp("docker"), lab)) as place:
+            yield place
+        for path in lab.shared.glob(f"{RUN}.*"):
+            path.unlink()
+
+
+class SshDockerPlace(LabPlace):
+    kind = "pdsh_docker"
+
+    def __init__(self, folder: Path, lab: Lab) -> None:
+        super().__init__(folder, lab)
+        self.shared = lab.shared
+        self.env |= {"DOCKER_HOST": f"unix://{folder}/no.sock"}  # where one deploys, no engine is needed
+
+    def left(self) -> list[str]:
+        files = [file for node in ("node0", "node1") for file in self.files(self.lab.own_disk(node) / "state")]
+        containers = [each for node in ("node0", "node1") for each in self.docker(node, "ps", "-a", "--format", "{{.Names}}")]
+        return [*files, *containers, *super().left()]
+
+    def in_container(self, node: str) -> bool:
+        return f"{RUN}-{node}" in self.docker(node, "ps", "--format", "{{.Names}}")
+
+    def kill_node(self, node: str) -> None:
+        self.docker(node, "kill", f"{RUN}-{node}")
+
+
+class TestSshDocker(Contract):
+    kind = "pdsh_docker"
+    __test__ = EVERYWHERE
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def place(cls, lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+        with entered(SshDockerPlace(tmp_path_factory.mktemp("pdsh_docker"), lab)) as place:
             yield place
         for path in lab.shared.glob(f"{RUN}.*"):
             path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, say
+from conftest import PARTS, ROOT, say
 
 from swarmtrain.errors import LabError
 from swarmtrain.lab import Lab
@@ -258,10 +259,10 @@ def test_an_unknown_node_is_refused_with_the_known_ones(lab: Lab) -> None:
 def test_up_beside_a_live_lab_leaves_it_alone(lab: Lab) -> None:
     pids = [node.pid for node in lab.status()]
     said: list[str] = []
-    Lab(lab.name).up(3, say=said.append)
+    Lab(lab.name).up(3, parts=PARTS, say=said.append)
     assert said == [f"lab {lab.name}: 3 of its 3 engines run already (node0, node1, node2); left as it is"]
     with pytest.raises(LabError, match="up already"):
-        Lab(lab.name).up(2, say=say)
+        Lab(lab.name).up(2, parts=PARTS, say=say)
     assert [node.pid for node in lab.status()] == pids
 
 
@@ -315,6 +316,48 @@ def test_a_bare_lab_is_machines_that_nobody_has_set_up(new_lab: Callable[[str], 
     lab.start("node1", say=say)
     wait_for("node1 is back in the swarm that was made by hand", lambda: node_states(first)["node1"] == "ready", 40)
     lab.down(say=say)
+
+
+def test_a_lab_behind_ssh_and_with_a_slurm(new_lab: Callable[..., Lab]) -> None:
+    """By what `lab env` prints; a machine that was killed comes back with both."""
+    lab = new_lab("reached", ("ssh", "slurm"))
+    lab.up(2, parts=("ssh", "slurm"), say=say)
+    assert [node.services for node in lab.status()] == [("sshd", "slurmctld", "slurmd"), ("sshd", "slurmd")]
+
+    def typed(line: str) -> list[str]:
+        """Return what a line prints in a user's shell."""
+        shell = f'eval "$({sys.executable} -m swarmtrain lab env --name {lab.name})"; {line}'
+        done = subprocess.run(["sh", "-ec", shell], cwd=ROOT, check=False, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return sorted(done.stdout.split())
+
+    def both() -> list[str]:
+        return typed("ssh node1 hostname; ssh node0 ssh node1 hostname; srun -N2 hostname")
+
+    assert both() == ["node0", "node1", "node1", "node1"]
+    if shutil.which("pdsh") or os.environ.get("CI") == "true":
+        assert typed("pdsh -N -w 'node[0-1]' hostname") == ["node0", "node1"]
+    assert typed("ssh node1 'touch /mnt/own/mine; ls /mnt/own'; ssh node0 ls /mnt/own") == ["mine"]
+    for node in ("node1", "node0"):
+        lab.kill(node, say=say)
+        with pytest.raises(AssertionError, match=r"timed out|refused|No route"):
+            typed(f"ssh -o ConnectTimeout=1 {node} hostname")
+        lab.start(node, say=say)
+        assert both() == ["node0", "node1", "node1", "node1"]
+    lab.cut("node1", say=say)
+    with pytest.raises(AssertionError, match=r"timed out|No route"):
+        typed("ssh -o ConnectTimeout=1 node1 hostname")
+    lab.heal("node1", say=say)
+    assert typed("ssh node1 ls /mnt/own") == ["mine"]
+    with pytest.raises(LabError, match="up already, and its machines have ssh, slurm"):
+        lab.up(2, say=say)
+    lab.down(say=say)
+    assert traces(lab.name) == []
+
+
+def test_what_machines_cannot_have_is_refused(new_lab: Callable[[str], Lab]) -> None:
+    with pytest.raises(LabError, match="'slrum' is nothing that machines can have; there is: swarm, docker, ssh, slurm"):
+        new_lab("wrong").up(2, parts=("ssh", "slrum"), say=say)
 
 
 def test_up_replaces_a_lab_whose_engines_are_dead(new_lab: Callable[[str], Lab]) -> None:

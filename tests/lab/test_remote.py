@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import certificates
-import pytest
-from doors import open_to_ssh
 from stand_in import say
 
 from swarmtrain.lab import Lab
@@ -35,22 +33,15 @@ def swarmtrain(lab: Lab, node: str, *words: str, env: dict[str, str] | None = No
     return done
 
 
-@pytest.fixture
-def ssh(lab: Lab, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An sshd on node0 that lets us in, and the environment in which `ssh` goes there."""
-    with open_to_ssh(lab, ["node0"], tmp_path) as environ:
-        yield environ
-
-
-def test_a_manager_behind_ssh(lab: Lab, ssh: dict[str, str], tmp_path: Path) -> None:
+def test_a_manager_behind_ssh(lab: Lab, tmp_path: Path) -> None:
     """The plan is told where it goes, and the tunnel is gone afterwards."""
-    environ = {**ssh, "DOCKER_HOST": "ssh://root@node0:2222", "TMPDIR": str(tmp_path)}  # too long for a socket in it
+    environ = {"DOCKER_HOST": "ssh://root@node0:22", "TMPDIR": str(tmp_path)}  # too long for a socket in it
     before = set(Path("/tmp").glob("swarmtrain-ssh-*"))  # looked at, not written to
     shown = swarmtrain(lab, "node1", "plan", "examples/quickstart.yml", env=environ).stdout
-    assert shown.startswith("run quickstart by swarm on the swarm of 3 nodes at ssh://root@node0:2222\n")
+    assert shown.startswith("run quickstart by swarm on the swarm of 3 nodes at ssh://root@node0:22\n")
     assert set(Path("/tmp").glob("swarmtrain-ssh-*")) <= before  # as above
-    refused = swarmtrain(lab, "node1", "plan", "examples/quickstart.yml", env={**environ, "DOCKER_HOST": "ssh://nobody@node0:2222"}, code=1)
-    assert "error: Docker engine at ssh://nobody@node0:2222: " in refused.stderr
+    refused = swarmtrain(lab, "node1", "plan", "examples/quickstart.yml", env={**environ, "DOCKER_HOST": "ssh://nobody@node0:22"}, code=1)
+    assert "error: Docker engine at ssh://nobody@node0:22: " in refused.stderr
     assert "Permission denied" in refused.stderr
 
 

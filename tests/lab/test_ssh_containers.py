@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doors import open_to_ssh
 from stand_in import docker
 
 from swarmtrain.lab import Lab
@@ -54,9 +53,9 @@ dist.destroy_process_group()
 class User:
     """Somebody at node0, whose ssh leads to the others."""
 
-    def __init__(self, lab: Lab, image: str, folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, lab: Lab, image: str, folder: Path) -> None:
         self.lab, self.folder = lab, folder
-        self.env = {**os.environ, **env, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state")}
+        self.env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state")}
         self.data = lab.shared / RUN
         self.data.mkdir(exist_ok=True)
         (folder / "training_code.py").write_text(TRAIN)
@@ -99,12 +98,10 @@ class User:
 
 @pytest.fixture
 def user(lab: Lab, image: str, tmp_path: Path) -> Iterator[User]:
-    with open_to_ssh(lab, NODES, tmp_path) as env:
-        (tmp_path / "ssh").write_text((tmp_path / "ssh").read_text().replace("-F none", "-F none -p 2222 -l root -o LogLevel=ERROR"))
-        made = User(lab, image, tmp_path, env)
-        yield made
-        if made.containers():
-            made.swarmtrain("down", RUN)
+    made = User(lab, image, tmp_path)
+    yield made
+    if made.containers():
+        made.swarmtrain("down", RUN)
     for path in made.data.iterdir():
         path.unlink()
 

@@ -19,7 +19,7 @@ FLAGS = {"--rm", "--privileged"}
 
 
 def main(argv: list[str]) -> int:
-    STATE.mkdir(exist_ok=True)
+    STATE.mkdir(parents=True, exist_ok=True)
     with (STATE / "asked").open("a") as asked:
         asked.write(" ".join(argv) + "\n")
     match argv:

@@ -1,105 +1,64 @@
-"""Three hosts behind real sshds, each in a network namespace of its own on one bridge; the launcher's ssh has one too."""
+"""Hosts behind real sshds: a lab of machines without engines, which is up in less than a second."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from swarmtrain import process
-from swarmtrain.lab import fabric
-from swarmtrain.lab.state import Description, choose_subnet, taken_subnets
+from swarmtrain.errors import LabError
+from swarmtrain.lab import Lab, fabric
 
 NAMES = ("gpu-0", "gpu-1", "gpu-2")
-_LAUNCHER = "launcher"
-_SSHD = "/usr/sbin/sshd"
-# A disk of its own, and the folder that sshd wants: tests beside these would take one that all share away.
-_MOUNTED = 'mount --bind "$0" "$1" && shift && mount -t tmpfs run /run && mkdir -m 755 /run/sshd && exec "$@"'
+DISK = Path("/mnt/own")
+"""A folder that is another one on each host."""
+
+
+@contextlib.contextmanager
+def machines(names: Sequence[str] = NAMES, *, part: str = "ssh") -> Iterator[Lab]:
+    """Bring up a lab without engines for as long as a test takes; without what that needs the test is skipped, or fails in CI."""
+    lab = Lab(f"{part}-{os.getpid()}")
+    try:
+        lab.check(parts=[part])
+    except LabError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"this machine can host no lab: {error}")
+    try:
+        lab.up(names, parts=[part], say=print)
+        yield lab
+    finally:
+        lab.down(say=print)
 
 
 class Hosts:
-    """The hosts, as long as a test runs."""
+    """The hosts, as long as a test runs. There is a stand-in for docker on each, and `stranger` does not let us in."""
 
-    def __init__(self, folder: Path, names: tuple[str, ...] = NAMES) -> None:
-        lab = f"ssh-{os.getpid()}"
-        self.folder, self.names = folder, names
-        self.lab = Description(lab, choose_subnet(lab, taken_subnets(folder)), (*names, _LAUNCHER), str(folder))
-        self.bin = folder / "bin"
-        self.disk = folder / "disk"
-        """A folder that is another one on each host: its `own` one."""
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-
-    def up(self) -> None:
-        """Make the network, the keys and the daemons."""
-        fabric.check_kernel()
-        self.bin.mkdir()
-        self.disk.mkdir()
+    def __init__(self, lab: Lab, names: Sequence[str]) -> None:
+        self.lab, self.names = lab, names
+        self.bin = lab.directory / "bin"
+        address = lab.status()[0].address
+        with (lab.directory / "ssh" / "config").open("a") as config:
+            config.write(f"Host stranger\n  HostName {address}\n  IdentityFile {lab.directory / 'ssh' / 'host'}\n")
         stand_in = Path(__file__).with_name("docker_stand_in.py")
-        (self.bin / "docker").write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
-        (self.bin / "docker").chmod(0o755)
-        for name in ("host", "user"):
-            process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)])
-        fabric.make(self.lab)
-        known = (self.folder / "host.pub").read_text().split()[:2]
-        settings = [
-            "User root",
-            "IdentitiesOnly yes",
-            f"UserKnownHostsFile {self.folder / 'known_hosts'}",
-            "StrictHostKeyChecking yes",
-        ]
-        lines = [f"Host {name}\n  HostName {self.lab.address(name)}\n  IdentityFile {self.folder / 'user'}" for name in self.names]
-        lines += [f"Host stranger\n  HostName {self.lab.address(self.names[0])}\n  IdentityFile {self.folder / 'host'}"]
-        (self.folder / "ssh_config").write_text("\n".join([*lines, "Host *", *(f"  {line}" for line in settings), ""]))
-        (self.folder / "known_hosts").write_text("".join(f"{self.lab.address(name)} {' '.join(known)}\n" for name in self.names))
-        for name in self.lab.nodes:
-            fabric.connect(self.lab, name)
-        for name in self.names:
-            self.start(name)
-        within = " ".join(fabric.enter(self.lab.name, _LAUNCHER))
-        (self.bin / "ssh").write_text(f'#!/bin/sh\nexec {within} /usr/bin/ssh -F {self.folder / "ssh_config"} "$@"\n')
-        (self.bin / "ssh").chmod(0o755)
-
-    def start(self, name: str) -> None:
-        """Start a host's sshd, as after a boot, and wait until it listens."""
-        own = self.folder / name
-        self.own(name).mkdir(parents=True, exist_ok=True)
-        (own / "sshd_config").write_text(
-            "\n".join(
-                [
-                    f"ListenAddress {self.lab.address(name)}",
-                    f"HostKey {self.folder / 'host'}",
-                    f"AuthorizedKeysFile {self.folder / 'user.pub'}",
-                    "PidFile none",
-                    "StrictModes no",
-                    "UsePAM no",
-                    "PasswordAuthentication no",
-                    "PermitRootLogin prohibit-password",
-                    f"SetEnv XDG_STATE_HOME={own} PIP_CONFIG_FILE={own}/pip.conf PATH={self.bin}:/usr/sbin:/usr/bin:/sbin:/bin",
-                    "",
-                ]
-            )
-        )
-        within = ["unshare", "--mount", "sh", "-c", _MOUNTED, str(self.own(name)), str(self.disk)]
-        argv = [*fabric.enter(self.lab.name, name), *within, _SSHD, "-D", "-e", "-f", str(own / "sshd_config")]
-        with (own / "sshd.log").open("ab") as log:
-            self._daemons[name] = process.start(argv, stdout=log, stderr=log, new_session=True)
-        probe = f"import socket; socket.create_connection(('{self.lab.address(name)}', 22), 5)"
-        end = time.monotonic() + 20
-        while True:
-            try:
-                process.run([*fabric.enter(self.lab.name, name), "python3", "-c", probe])
-                return
-            except process.ProcessError:
-                assert time.monotonic() < end, (own / "sshd.log").read_text()
-                time.sleep(0.05)
+        for name in names:
+            docker = self.own(name) / "bin" / "docker"
+            docker.parent.mkdir()
+            docker.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+            docker.chmod(0o755)
 
     def own(self, name: str) -> Path:
-        """Return where this machine finds the disk of a host."""
-        return self.folder / name / "disk"
+        """Return where this machine finds a host's DISK."""
+        return self.lab.own_disk(name)
+
+    def state(self, name: str) -> Path:
+        """Return where this machine finds the state directory of a host."""
+        return self.own(name) / "state"
 
     def pids(self, name: str) -> list[int]:
         """Return all that lives on a host."""
@@ -111,34 +70,28 @@ class Hosts:
         for pid in self.pids(name):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-                found += [line] if line and "sshd" not in line and "serve(" not in line else []
+                found += [line] if line and not any(word in line for word in ("machine.sh", "sshd", "serve(")) else []
         return found
 
     def kill(self, name: str) -> None:
-        """Kill everything on a host, sshd too."""
-        for pid in self.pids(name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._daemons.pop(name).wait()
+        """Take a host's power."""
+        self.lab.kill(name, say=print)
 
     def cut(self, name: str) -> None:
         """Take a host's wire out."""
-        fabric.cut(self.lab.name, name)
+        self.lab.cut(name, say=print)
 
     def mend(self) -> None:
-        """Put all wires in again, and start the hosts that were killed."""
-        for name in self.names:
-            fabric.heal(self.lab.name, name)
-            if name not in self._daemons:
-                self.start(name)
+        """Start the hosts that were killed, and put all wires in again."""
+        for node in self.lab.status():
+            if node.state == "dead":
+                self.lab.start(node.node, say=print)
+            else:
+                self.lab.heal(node.node, say=print)
 
-    def down(self) -> None:
-        """End and remove everything."""
-        for name in self._daemons:
-            for pid in self.pids(name):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        for daemon in self._daemons.values():
-            daemon.wait()
-        for part in (*self.lab.nodes, "fabric"):
-            fabric.remove(self.lab.name, part)
+
+@contextlib.contextmanager
+def hosts_up(names: Sequence[str] = NAMES) -> Iterator[Hosts]:
+    """Bring hosts up for as long as a test takes."""
+    with machines(names) as lab:
+        yield Hosts(lab, names)

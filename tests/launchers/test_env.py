@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import site
 import subprocess
@@ -18,30 +17,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import NAMES, Hosts
+from hosts import DISK, NAMES, Hosts, hosts_up
 
 from swarmtrain import __version__
-from swarmtrain.errors import LabError
 from swarmtrain.launchers.ssh.environment import installed, read
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    made = Hosts(tmp_path_factory.mktemp("hosts"))
-    if os.geteuid() or not shutil.which("sshd", path="/usr/sbin:/usr/bin"):
-        assert os.environ.get("CI") != "true", "hosts need root and openssh-server"
-        pytest.skip("hosts need root and openssh-server")
-    try:
-        made.up()
+def hosts() -> Iterator[Hosts]:
+    with hosts_up() as made:
         yield made
-    except LabError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"this machine can host no hosts: {error}")
-    finally:
-        made.down()
 
 
 class User:
@@ -49,7 +36,7 @@ class User:
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
-        self.path = hosts.disk / folder.name
+        self.path = DISK / folder.name
         self.env = {
             **os.environ,
             "PATH": f"{hosts.bin}:{os.environ['PATH']}",
@@ -60,7 +47,8 @@ class User:
         (folder / "config.yml").write_text('runner: {runner_type: pdsh, hosts: ["gpu-[0-2] slots=1"]}\n')
         for name in NAMES:
             self.links(name).mkdir()
-            (hosts.folder / name / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {self.links(name)}\n")
+            (hosts.own(name) / "config" / "pip").mkdir(parents=True, exist_ok=True)
+            (hosts.own(name) / "config" / "pip" / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {self.links(name)}\n")
             wheel(self.links(name), "borrowed", "1.0", {"borrowed.pth": f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n"})
 
     def links(self, name: str) -> Path:

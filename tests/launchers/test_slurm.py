@@ -1,25 +1,25 @@
-"""The Slurm launcher on a real Slurm: three slurmd on this machine, real jobs, the time limit, requeues, an allocation."""
+"""The Slurm launcher on a real Slurm: three machines of a lab, real jobs, the time limit, requeues, an allocation."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hosts import machines
 from processes import below
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
-from swarmtrain.lab import slurm as lab
+from swarmtrain.lab import Lab
 from swarmtrain.launchers import scaled_plan
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.slurm import SlurmLauncher, generate, job
@@ -30,13 +30,13 @@ from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
 
 ROOT = Path(__file__).parents[2]
 TRAIN = """
-import os, pathlib, signal, sys, time
+import datetime, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
 from swarmtrain.board import Board
 from swarmtrain.wire import Event
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))  # a peer without power does not even hang up
 name = os.environ["SWARMTRAIN_RUN"]
 state = pathlib.Path(name + ".state")
 step = int(state.read_text()) if state.exists() else 0
@@ -63,23 +63,17 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def conf() -> Iterator[Path]:
-    lacking = lab.missing() or (["root"] if os.geteuid() else [])
-    if lacking and not os.environ.get("CI"):
-        pytest.skip(f"needs {', '.join(lacking)}")
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short enough for a socket
-    try:
-        with lab.cluster(folder, ("n01", "n02", "n03", "n04")) as made:
-            yield made
-    finally:
-        shutil.rmtree(folder)
+def lab() -> Iterator[Lab]:
+    with machines(("n01", "n02", "n03", "n04"), part="slurm") as made:
+        yield made
 
 
 @pytest.fixture
-def launcher(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
+def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_CONF", str(conf))
+    for name, value in lab.env().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -289,17 +283,31 @@ def test_inside_an_allocation_srun_takes_its_nodes(launcher: SlurmLauncher, tmp_
     assert job.state(number).state == "RUNNING"
 
 
-def test_plain_srun_finds_its_world(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    (tmp_path / "config.yml").write_text("runner: {}\n")
+def test_plain_srun_finds_its_world(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
+    """Two tasks on two nodes; the names of the lab's nodes lead nowhere, so that where rank 0 is must be told."""
+    from swarmtrain.trainer.data import memory_map
+
+    memory_map.write(tmp_path / "words", [np.arange(64)] * 20, "uint8")
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 16}
+    config = {
+        "topology": {"global_batch_size": 4, "micro_batch_size": 1},
+        "transformer_architecture": shape,
+        "data": {"data_prefixes": ["words"]},
+        "trainer": {"train_iterations": 3},
+        "logger": {"audit_dir": "audit"},
+    }
+    (tmp_path / "config.yml").write_text(json.dumps(config))
     (tmp_path / "script.py").write_text(
-        "import sys\nfrom swarmtrain.trainer import runtime, agreement\n"
-        "with runtime.start(runtime.read_config(['config.yml'])) as here:\n"
-        "    print('world', sorted(agreement.gather((here.rank, here.local_rank))), flush=True)\n"
+        "import training_code\nfrom swarmtrain.trainer import agreement, train\n"
+        "def shown(here, *rest, **facts):\n"
+        "    print('world', sorted(agreement.gather((here.rank, here.local_rank, here.node))), flush=True)\n"
+        "    return train(here, *rest, **facts)\n"
+        "training_code.train = shown\ntraining_code.main()\n"
     )
-    printed = run(
-        ["srun", "--nodes=1", "--ntasks=2", "--time=2", sys.executable, "script.py"], env={"MASTER_ADDR": "127.0.0.1"}, timeout=60
-    )
-    assert printed.splitlines().count("world [(0, 0), (1, 1)]") == 2
+    command = ["srun", "--nodes=2", "--ntasks=2", "--nodelist=n01,n02", "--time=2", sys.executable, "script.py", "config.yml"]
+    printed = run(command, env={"MASTER_ADDR": lab.status()[0].address}, timeout=60)
+    assert printed.splitlines().count("world [(0, 0, 'n01'), (1, 0, 'n02')]") == 2
+    assert [len(path.read_text().splitlines()) for path in (tmp_path / "audit").glob("world-*-rank-000[01].jsonl")] == [3, 3]
 
 
 def is_down(name: str) -> None:
@@ -310,12 +318,11 @@ def is_down(name: str) -> None:
         time.sleep(0.1)
 
 
-def test_a_job_whose_first_node_dies_is_queued_again_by_the_others(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    """The last test but one: its node stays dead."""
-    launcher.up(plan_of(nodes=2, least=1), print)
+def test_a_job_whose_first_node_dies_is_queued_again_by_the_others(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
+    launcher.up(plan_of(nodes=2, least=1, exclude="n01"), print)  # which has slurmctld
     in_world(launcher, "demo", 1)
-    kill_node(tmp_path, "n01")
-    is_down("n01")
+    lab.kill("n02", say=print)
+    is_down("n02")
     release(number_of(launcher, "demo"))
     saved = int((tmp_path / "demo.state").read_text())
     assert saved > 0
@@ -324,20 +331,20 @@ def test_a_job_whose_first_node_dies_is_queued_again_by_the_others(launcher: Slu
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
+    lab.start("n02", say=print)
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    """The last test: its node stays dead."""
+def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
     launcher.up(plan_of(nodes=2, least=1), print)
     in_world(launcher, "demo", 1)
-    kill_node(tmp_path, "n03")
+    lab.kill("n02", say=print)
     in_world(launcher, "demo", 2)
     end = time.monotonic() + 60
     while not starts(launcher, "demo")[-1].endswith("of world 1, hush"):  # its line may come after the board's
         assert time.monotonic() < end
         time.sleep(0.1)
     number = number_of(launcher, "demo")
-    is_down("n03")
+    is_down("n02")
     assert job.state(number).state == "RUNNING"
     # Near its time limit it is queued again all the same, and gets another node.
     run(["scancel", "--batch", "--signal=USR1", number])
@@ -348,15 +355,4 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, tmp
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
-
-
-def kill_node(folder: Path, name: str) -> None:
-    """Kill all of a node's processes at once, its slurmd and the parents of its tasks among them."""
-    tasks = [pid for pid in ours(folder) if f"SLURMD_NODENAME={name}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
-    parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
-    stepds = [pid for pid in parents - {1} if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")]
-    wanted = f"-N\0{name}\0-f\0{os.environ['SLURM_CONF']}\0".encode()  # another lab may have a node of this name
-    slurmds = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in path.read_bytes()]
-    for pid in [*slurmds, *stepds, *tasks]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    lab.start("n02", say=print)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import NAMES, Hosts
+from hosts import NAMES, Hosts, hosts_up
 from processes import below
 
 from swarmtrain.config import Config
 from swarmtrain.config.hosts import settled
-from swarmtrain.errors import HostError, LabError, RunNotFound, StackError
+from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.launchers import kept, scaled_plan, ssh
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
@@ -64,20 +63,9 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    made = Hosts(tmp_path_factory.mktemp("hosts"))
-    if os.geteuid() or not shutil.which("sshd", path="/usr/sbin:/usr/bin"):
-        assert os.environ.get("CI") != "true", "hosts need root and openssh-server"
-        pytest.skip("hosts need root and openssh-server")
-    try:
-        made.up()
+def hosts() -> Iterator[Hosts]:
+    with hosts_up() as made:
         yield made
-    except LabError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"this machine can host no hosts: {error}")
-    finally:
-        made.down()
 
 
 @pytest.fixture
@@ -174,7 +162,7 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     }
     launcher.up(scaled_plan(launcher, "demo", 2), print)
     assert hosts.programs("gpu-2") == []
-    assert not (hosts.folder / "gpu-2/swarmtrain/.hosts/gpu-2").exists()
+    assert not (hosts.state("gpu-2") / "swarmtrain/.hosts/gpu-2").exists()
     launcher.stop("demo", print)
     saved = (tmp_path / "state").read_text()
     launcher.up(scaled_plan(launcher, "demo", 2), print)
@@ -192,7 +180,7 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
         assert [line for by, line in said if by == node and text in line], (node, text)
     assert [line for _, line in said if f"start at {saved} of world 2" in line]
     assert kept.events("demo")
-    assert not [path for name in NAMES for path in (hosts.folder / name).rglob("*") if path.name in ("TOKEN", "node0.spec", "local.json")]
+    assert not [path for name in NAMES for path in hosts.state(name).rglob("*") if path.name in ("TOKEN", "node0.spec", "local.json")]
     with pytest.raises(RunNotFound):
         launcher.tasks("demo")
 
@@ -286,19 +274,19 @@ def test_containers_have_names_of_their_run_and_none_is_left(
     assert [finding for finding in containers.check(plan) if finding.fatal] == []
     containers.up(plan, print)
     until(containers, "progress")
-    asked = (hosts.folder / "gpu-1/containers/asked").read_text()
+    asked = (hosts.state("gpu-1") / "containers/asked").read_text()
     assert "pull --quiet registry.lab/train:1" in asked
     assert HUSH not in asked
     assert "our-login" not in asked
-    assert not list((hosts.folder / "gpu-1").rglob("docker/config.json"))
+    assert not list(hosts.state("gpu-1").rglob("docker/config.json"))
     assert (containers.runs(), launcher.runs()) == (["demo"], [])
-    first = int((hosts.folder / "gpu-1/containers/demo-node1").read_text())
+    first = int((hosts.state("gpu-1") / "containers/demo-node1").read_text())
     client = next(pid for pid in hosts.pids("gpu-1") if b"--name\0demo-node1" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(client, signal.SIGKILL)  # its container lives on, and must make room for the next
     until(containers, "world", lambda event: len([1 for each in containers.events("demo") if each.kind == "world"]) == 2)
-    assert int((hosts.folder / "gpu-1/containers/demo-node1").read_text()) != first
+    assert int((hosts.state("gpu-1") / "containers/demo-node1").read_text()) != first
     containers.down("demo", print)
-    assert not [path for name in ("gpu-0", "gpu-1") for path in (hosts.folder / name / "containers").glob("demo-*")]
+    assert not [path for name in ("gpu-0", "gpu-1") for path in (hosts.state(name) / "containers").glob("demo-*")]
 
 
 def test_containers_that_cannot_start_are_an_error_and_nothing_is_left(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,16 @@ class Master(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.preempts = threading.Event()
-        self.broken = False
+        self.silent = self.refuses = False
         self.answers = 0
         """To the question whether to make room."""
         self.acknowledged = 0
         self.reported: list[dict[str, Any]] = []
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A trial that was killed takes no answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def environ(self) -> dict[str, str]:
@@ -39,7 +45,7 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         wait = re.fullmatch(r"/api/v1/allocations/7\.1/signals/preemption\?timeout_seconds=(\d+)", self.path)
         assert wait, self.path
-        self.say({"preempt": self.server.preempts.wait(60 if self.server.broken else float(wait[1]))})
+        self.say({"preempt": self.server.preempts.wait(60 if self.server.silent else float(wait[1]))})
         self.server.answers += 1
 
     def do_POST(self) -> None:
@@ -51,7 +57,7 @@ class Answer(BaseHTTPRequestHandler):
             self.server.reported.append({"group": body["group"], **body["metrics"]})
         else:
             assert self.path == "/api/v1/runs/start", self.path
-        self.say({}, 500 if self.server.broken and self.path.endswith("/metrics") else 200)
+        self.say({}, 500 if self.server.refuses and self.path != "/api/v1/runs/start" else 200)
 
     def say(self, answer: dict[str, Any], status: int = 200) -> None:
         self.send_response(status)

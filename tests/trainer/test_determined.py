@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from master import TRIAL, Master
 from worlds import World, audit, changed, losses, steps_saved
 
@@ -18,7 +20,7 @@ def test_off_its_cluster_a_preempted_trial_saves_and_goes_on(tmp_path: Path, con
     once, twice = World(tmp_path / "once", long, 2, TRIAL, script="trial"), World(tmp_path / "twice", long, 2, TRIAL, script="trial")
     twice.until(lambda: len(audit(tmp_path / "twice")) > 10)
     (tmp_path / "twice" / "make-room").touch()
-    assert twice.wait() == [EXIT_PLANNED] * 2, twice.log()
+    assert twice.wait() == [0] * 2, twice.log()
     (step,) = steps_saved(tmp_path / "twice")
     assert 5 <= step < 60
     assert {max(line["step"] for line in audit(tmp_path / "twice") if line["rank"] == rank) for rank in range(2)} == {step}
@@ -36,7 +38,7 @@ def test_a_trials_master_asks_and_hears(tmp_path: Path, config: dict[str, Any], 
     world = World(tmp_path, long, 2, master.environ, script="trial")
     world.until(lambda: len(audit(tmp_path)) > 10)
     master.preempts.set()
-    assert world.wait() == [EXIT_PLANNED] * 2, world.log()
+    assert world.wait() == [0] * 2, world.log()
     (step,) = steps_saved(tmp_path)
     assert master.acknowledged == 1
     master.preempts.clear()
@@ -53,9 +55,21 @@ def test_a_trials_master_asks_and_hears(tmp_path: Path, config: dict[str, Any], 
 
 def test_a_master_that_breaks_does_not_stop_training(tmp_path: Path, config: dict[str, Any], master: Master) -> None:
     """It never says whether to make room, and takes no losses."""
-    master.broken = True
+    master.silent = master.refuses = True
     world = World(tmp_path, changed(config, trainer=LONG), 2, {**master.environ, "DET_RETRY_CONFIG": '{"total": 0}'}, script="trial")
     assert world.wait() == [0, 0], world.log()
     assert master.answers == 0
     assert len(losses(tmp_path)) == 60
-    assert world.log().count("what the run has come to is no longer told") == 1
+    assert "what the run has come to is no longer told" in world.log()
+
+
+@pytest.mark.parametrize("asked_by", ["a master that is not told", "SIGTERM"])
+def test_without_a_master_that_knows_better_the_exit_code_says_that_there_is_more(
+    tmp_path: Path, config: dict[str, Any], master: Master, asked_by: str
+) -> None:
+    master.refuses = True
+    world = World(tmp_path, changed(config, trainer=LONG), 2, {**master.environ, "DET_RETRY_CONFIG": '{"total": 0}'}, script="trial")
+    world.until(lambda: len(audit(tmp_path)) > 10)
+    world.send(1, signal.SIGTERM) if asked_by == "SIGTERM" else master.preempts.set()
+    assert world.wait() == [EXIT_PLANNED] * 2, world.log()
+    assert len(steps_saved(tmp_path)) == 1

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from swarmtrain.config.transformer_architecture import MlpType, TransformerArchitectureConfig
+from swarmtrain.config.transformer_architecture import MlpType, Precision, TransformerArchitectureConfig
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.metrics import flops
 
@@ -29,3 +29,26 @@ def test_formula(*, tied: bool) -> None:
         model(tokens, tokens).backward()
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
     assert counted.get_total_flops() == flops.per_token(shape, matrices) * tokens.numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA RTX A4000", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_device_has_the_peak_of_its_data_sheet_or_none(name: str, tera: float | None) -> None:
+    assert flops.peak(name, Precision.bfloat16) == (None if tera is None else tera * 1e12)
+    assert flops.peak(name, Precision.float32) is None

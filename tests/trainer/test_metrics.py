@@ -86,6 +86,28 @@ def test_events_outlive_a_board_that_is_away(published: list[Event]) -> None:
     assert [event["step"] for event in of(published, wire.PROGRESS)] in ([], [2]), "old progress is nobody's business"
 
 
+def test_a_line_of_metrics_says_where_the_time_of_a_step_goes(tmp_path: Path, config: dict[str, Any]) -> None:
+    told = changed(
+        config, trainer={"save_interval": 4, "eval_interval": 6}, logger={"log_interval": 3}, optimizer={"gradient_clipping": 1e-3}
+    )
+    train(tmp_path, told, 2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "loss" in line}
+    parts = {"data", "forward", "backward", "communication", "optimizer", "checkpoint", "logging", "other"}
+    for line in steps.values():
+        seconds = {name: value for name, value in line.items() if name.endswith("_seconds") and name != "step_seconds"}
+        assert {f"{part}_seconds" for part in parts} - {"logging_seconds"} <= seconds.keys()
+        assert sum(seconds.values()) == pytest.approx(line["step_seconds"], abs=1e-4)
+        assert min(seconds.values()) >= 0
+        assert line["loss"] < line["loss_max"] < 2 * line["loss"]
+        assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / 2, rel=1e-3)
+        assert line["clipped"]
+        assert ("memory_host" in line) == (line["step"] % 3 == 0)
+    assert {step for step, line in steps.items() if "evaluation_seconds" in line} == {1, 7}
+    assert steps[2]["checkpoint_seconds"] < steps[5]["checkpoint_seconds"], "a checkpoint of step 4 is made before step 5"
+    assert steps[12]["memory_host"] > 50 * 2**20
+
+
 def test_metrics_file_drops_what_will_be_made_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "held_out_loss": 2.5}, {"step": 3, "loss": 1.0}]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(sys.prefix) / "determined"))  # where the Makefile has put it
 
 import determined as det
 from determined import core

@@ -179,6 +179,7 @@ def _rank(folder: str, script: str, place: tuple[int, int, int], environ: dict[s
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
+        SWARMTRAIN_NODE="node0",
         SWARMTRAIN_CONFIG=str(Path(folder) / "config.json"),
     )
     os.environ.update(environ)

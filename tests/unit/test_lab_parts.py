@@ -89,7 +89,7 @@ def test_missing_programs_are_named_with_the_way_to_get_them(monkeypatch: pytest
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match="docker-registry") as caught:
-        checks.check_machine(None)
+        checks.check_machine(None, ["swarm"])
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("apt-get install -y docker.io docker-registry")
 
@@ -97,14 +97,14 @@ def test_missing_programs_are_named_with_the_way_to_get_them(monkeypatch: pytest
 def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match="root") as caught:
-        checks.check_machine(None)
+        checks.check_machine(None, ["swarm"])
     assert "sudo" in str(caught.value.hint)
 
 
 def test_an_engine_directory_without_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(LabError, match="no program dockerd"):
-        checks.check_machine(tmp_path)
+        checks.check_machine(tmp_path, ["swarm"])
 
 
 def test_a_lab_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +66,32 @@ def test_where_there_is_nothing_to_look_at_the_reason_is_told() -> None:
     for error in (LOST, RunNotFound("there is no run of this name")):
         with pytest.raises(type(error), match=error.message):
             watch(looks(error), every=0.1)
+
+
+def test_on_a_terminal_a_bar_tells_how_far_it_is() -> None:
+    """A terminal of its own, eighty columns wide, and what stands on it at the end."""
+    script = """
+from swarmtrain.view.status import status
+from swarmtrain.view.watch import watch
+from swarmtrain.wire import Event
+told = [Event("board", {}, 90.0), Event("progress", {"step": 30, "steps": 120, "loss": 2.5, "eta_seconds": 65}, 100.0)]
+ended = [*told, Event("verdict", {"status": "failed", "why": "no luck", "exit_code": 1}, 110.0)]
+answers = [told, told, ended]
+watch(lambda: status("demo", answers.pop(0) if len(answers) > 1 else answers[0], [], 105.0), every=0.2)
+"""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (30, 80))
+    env = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # what a terminal answers whose last writer has gone
+        while more := os.read(ours, 4096):
+            shown += more
+    os.close(ours)
+    assert process.wait(20) == 0
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in shown.decode().splitlines()]
+    bars = [line for line in lines if line.startswith("━")]
+    assert bars[0].partition(" ")[2].strip() == "25 %  1 min 05 s left"
+    assert bars[-1].partition(" ")[2].strip() == "25 %"
+    assert "step        30/120, loss 2.5000, 1 min 05 s left" in lines

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 from determined import RendezvousInfo
 
-from swarmtrain.world import find, first_host, hosts, port_of
+from swarmtrain.world import find, first_host, hosts, node, port_of
 
 SLURM = {
     "SLURM_JOB_ID": "41",
@@ -97,6 +98,12 @@ def test_a_trial_of_one_container(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"several slots: python3 -m determined\.launch\.torch_distributed SCRIPT"):
         find(TRIAL, tmp_path)
     assert find({**TRIAL, "RANK": "3", "WORLD_SIZE": "4"}, tmp_path)["RANK"] == "3"
+
+
+def test_the_node_is_named_by_who_knows_best() -> None:
+    assert node({"SLURMD_NODENAME": "n03", "SWARMTRAIN_NODE": "node1"}) == "node1"
+    assert node({"SLURMD_NODENAME": "n03"}) == "n03"
+    assert node({}) == socket.gethostname()
 
 
 def test_nothing_at_all() -> None:

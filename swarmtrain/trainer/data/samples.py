@@ -109,8 +109,11 @@ class Samples:
         first, last = position // self._at_once, (position + count - 1) // self._at_once
         ids = np.concatenate([self._block(number) for number in range(first, last + 1)])
         ids = ids[position - first * self._at_once :][:count]
-        targets = sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
-        return Batch(ids, targets)
+        return Batch(ids, self.targets(ids))
+
+    def targets(self, ids: Ids) -> int:
+        """Return how many tokens of the samples `ids` count in the loss."""
+        return sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
 
     def load(self, ids: Ids) -> Rows:
         """Return the samples `ids`. Raises DataError for a token outside the vocabulary."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from swarmtrain import wire
 from swarmtrain.trainer.checkpoint import Saved
@@ -15,6 +18,7 @@ from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.board import Poster
 from swarmtrain.trainer.metrics.files import finite
 from swarmtrain.trainer.metrics.pace import Work
+from swarmtrain.trainer.metrics.room import used_memory
 from swarmtrain.trainer.metrics.sinks import Sinks, folder_of
 from swarmtrain.trainer.metrics.sinks.lines import add_missing
 from swarmtrain.trainer.metrics.speed import Speed
@@ -42,6 +46,10 @@ class Report:
         """What the next line is to say of the slowest rank."""
         self._flops = 0
         """Floating point operations that a token costs."""
+        self._peak: float | None = None
+        """The most that a device makes in a second, if that is known."""
+        self._replicas = 1
+        self._memory: dict[str, int] = {}
 
     def __enter__(self) -> Report:
         return self
@@ -61,36 +69,62 @@ class Report:
         if path:
             LOG.info("goes on after step %d, from %s", step, path)
             self._post(wire.RESUMED, step=step, path=str(path))
-        self._flops = flops.per_token(self._here.config.transformer_architecture, model.size)
+        config = self._here.config
+        self._flops, self._replicas = flops.per_token(config.transformer_architecture, model.size), mesh.data_size
+        if self._here.device.type == "cuda":
+            self._peak = flops.peak(torch.cuda.get_device_name(self._here.device), config.transformer_architecture.precision)
         self._sinks.open(self._here, step)
         self._speed = Speed()
 
-    def step(self, made: Step) -> None:
-        """An optimizer step is done, or has been skipped."""
-        step = made.number
+    def step(self, made: Step, parts: Mapping[str, float]) -> None:
+        """An optimizer step is done, or has been skipped. `parts`: seconds that each part of a step took, of the last that is known."""
+        step, update = made.number, made.update
         self._speed.step(made.tokens)
         speed, eta = self._speed.tokens_per_second, self._speed.eta(self._steps - step)
-        values = {"loss": finite(made.loss), "learning_rate": made.learning_rate, "tokens_per_second": round(speed, 1)}
-        scaling = {} if made.loss_scale is None else {"loss_scale": made.loss_scale, "skipped": made.skipped}
-        scaling |= {"skipped": True} if made.unsound else {}
-        work = {"tflops": round(speed * self._flops / 1e12, 4)}
-        self._sinks.write({"step": step, **values, **work, "gradient_norm": finite(made.gradient_norm), **scaling, **self._slowest})
+        values = {"loss": finite(made.loss), "learning_rate": update.learning_rate, "tokens_per_second": round(speed, 1)}
+        more = self._more(made, speed, parts)
+        shown = step % self._here.config.logger.log_interval == 0 or step == self._steps
+        memory = used_memory(self._here.device) if shown else {}
+        times = {f"{part}_seconds": round(seconds, 6) for part, seconds in {"step": sum(parts.values()), **parts}.items() if parts}
+        self._sinks.write(
+            {"step": step, **values, **more, **times, **{f"memory_{kind}": size for kind, size in memory.items()}, **self._slowest}
+        )
         self._slowest = {}
         if self._poster:
-            self._poster.progress(Event(wire.PROGRESS, {"step": step, "steps": self._steps, **values, "eta_seconds": round(eta, 1)}))
-        if step % self._here.config.logger.log_interval == 0 or step == self._steps or made.skipped:
+            self._memory = memory or self._memory
+            told = {"step": step, "steps": self._steps, **values, **more, "parts": parts, "memory": self._memory}
+            self._poster.progress(Event(wire.PROGRESS, {**told, "eta_seconds": round(eta, 1)}))
+        if shown or made.skipped:
+            why = made.unsound or f"gradients overflow at loss scale {update.loss_scale or 1:g}"
             LOG.info(
-                "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  eta %s%s",
+                "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s%s  eta %s%s",
                 len(str(self._steps)),
                 step,
                 self._steps,
                 made.loss,
-                made.learning_rate,
-                made.gradient_norm,
+                update.learning_rate,
+                update.gradient_norm,
                 f"{speed:,.0f}",
+                f"  mfu {more['mfu']:.1%}" if "mfu" in more else "",
                 timedelta(seconds=round(eta)),
-                f"  skipped: {made.unsound or f'gradients overflow at loss scale {made.loss_scale:g}'}" if made.skipped else "",
+                f"  skipped: {why}" if made.skipped else "",
             )
+
+    def _more(self, made: Step, speed: float, parts: Mapping[str, float]) -> dict[str, Any]:
+        """Return the numbers of a step that stand beside loss and speed: those that there are."""
+        update, size = made.update, self._here.size
+        found: dict[str, Any] = {"gradient_norm": finite(update.gradient_norm), "tflops": round(speed * self._flops / 1e12, 4)}
+        if self._replicas > 1:
+            found["loss_max"] = finite(made.highest_loss)
+        if size > 1:
+            found["tokens_per_second_per_device"] = round(speed / size, 1)
+        if self._peak:
+            found["mfu"] = round(speed * self._flops / self._peak / size, 4)
+        if len(update.learning_rates) > 1:
+            found |= {f"learning_rate/{name}": rate for name, rate in update.learning_rates.items()}
+        if update.loss_scale is not None:
+            found |= {"loss_scale": update.loss_scale, "skipped": made.skipped}
+        return found | ({"skipped": True} if made.skipped else {}) | ({"clipped": True} if update.clipped else {})
 
     def compared(self, everybody: list[Work] | None) -> None:
         """Ranks have compared how fast they are; None if it was not time to."""
@@ -107,7 +141,8 @@ class Report:
         """This rank has saved `step` for all. Rank 0 may have died before it wrote that step's line; `made` has it, if it is that step."""
         folder = folder_of(self._here)
         if folder and made and made.number == step:
-            values = {"loss": finite(made.loss), "learning_rate": made.learning_rate, "gradient_norm": finite(made.gradient_norm)}
+            update = made.update
+            values = {"loss": finite(made.loss), "learning_rate": update.learning_rate, "gradient_norm": finite(update.gradient_norm)}
             add_missing(folder, step, values)
 
     def evaluated(self, step: int, loss: float) -> None:
@@ -130,10 +165,10 @@ class Report:
             LOG.warning("%s", message)
             self._post(wire.NOTE, node=self._here.node, message=message)
 
-    def leaves(self, step: int) -> None:
-        """All ranks leave after `step`, as they were asked to."""
-        self._trial.leaves()
+    def leaves(self, step: int) -> int:
+        """All ranks leave after `step`, as they were asked to. Return the exit code with which. Called by all ranks together."""
         LOG.info("asked to leave: stops after step %d", step)
+        return self._trial.leaves()
 
     def finished(self, step: int, values: dict[str, Any]) -> None:
         """The last step is done and saved."""

@@ -38,8 +38,8 @@ class Update:
 
     gradient_norm: float
     """Of the whole gradient, before clipping."""
-    learning_rate: float
-    """The first group's."""
+    learning_rates: Mapping[str, float]
+    """By training group."""
     loss_scale: float | None = None
     """What the loss was multiplied by; None without loss scaling."""
     skipped: bool = False
@@ -48,6 +48,13 @@ class Update:
     """Parameter to the number of values of its gradient, in this rank's part, that are infinite or no number."""
     beside: tuple[float, ...] = ()
     """This rank's numbers that were read beside the norm."""
+    clipped: bool = False
+    """True if the gradient was longer than it may be."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The first group's."""
+        return next(iter(self.learning_rates.values()))
 
 
 class Optimizer:
@@ -104,8 +111,9 @@ class Optimizer:
         non_finite = {} if finite else checks.non_finite(gradients)
         if skipped and self._scale and self._scale.lowest:
             raise _stuck(self._scale, number, non_finite)
-        rate = learning_rate(self.groups[0].schedule, number, self._steps)
-        self._prepared = Update(norm, rate, used, skipped, non_finite, tuple(read))
+        rates = {group.name: learning_rate(group.schedule, number, self._steps) for group in self.groups}
+        clipped = finite and bool(self._clipping) and norm > self._clipping
+        self._prepared = Update(norm, rates, used, skipped, non_finite, tuple(read), clipped)
         return self._prepared
 
     def skip(self) -> Update:

@@ -1,0 +1,308 @@
+"""The page in a real browser: what it draws, what it lets through, what it says when its server goes away; nothing comes from elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import made
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from processes import below
+
+from swarmtrain.view.page.data import line_data, page_of
+from swarmtrain.view.page.files import one_file
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium")
+PIXELS = """canvas => {
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const colours = new Set();
+  for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 200) colours.add(pixels.slice(i, i + 3).join());
+  return colours.size;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("chromium is not installed; sh requirements/system.sh installs it")
+        pytest.skip("chromium is not installed; sh requirements/system.sh installs it")
+    with sync_playwright() as playwright:
+        # Chromium's own sandbox needs user namespaces that root has not got in a container; it loads this page only.
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"])
+        yield opened
+        opened.close()
+
+
+class Eyes:
+    """A page, and what went wrong on it: errors in its console, and requests that left its own place."""
+
+    def __init__(self, page: Page, own: str) -> None:
+        self.page = page
+        self.wrong: list[str] = []
+        page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        page.on("console", lambda message: self.wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("request", lambda request: None if request.url.startswith((own, "data:")) else self.wrong.append(request.url))
+
+
+@contextlib.contextmanager
+def looking(browser: Browser, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[Eyes]:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+    eyes = Eyes(context.new_page(), url.partition("?")[0])
+    eyes.page.goto(url)
+    yield eyes
+    context.close()
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> str:
+    """The address of a file with the page of a run that has failed, and in whose output lies markup."""
+    return written(tmp_path, "failed")
+
+
+def written(folder: Path, ending: str) -> str:
+    events = made.told(end=ending)
+    end = events[-1].time
+    data = {**page_of("demo", events, made.tasks("complete" if ending else "running"), made.lines(end), end), "written": end}
+    (folder / "demo.html").write_text(one_file(data, [line_data(line) for line in made.lines(end)]))
+    return (folder / "demo.html").as_uri()
+
+
+def test_it_draws_a_run_and_names_what_befell_it(browser: Browser, report: str) -> None:
+    with looking(browser, report) as eyes:
+        page = eyes.page
+        expect(page).to_have_title("demo: failed")
+        expect(page.locator("#state")).to_have_text("failed")
+        titles = [title.partition("\n")[0] for title in page.locator(".plot h3").all_text_contents()]
+        for title in ("Loss", "Throughput", "MFU", "Learning rate", "Gradient norm", "Step time", "Device memory", "accuracy"):
+            assert any(each.startswith(title) for each in titles), title
+        canvases = page.locator(".plot canvas").all()
+        assert len(canvases) == len(titles) == 8
+        assert all(canvas.evaluate(PIXELS) > 3 for canvas in canvases)
+        labels = page.locator(".plot").first.locator(".mark span").all_text_contents()
+        assert labels == ["restart", "3 → 4 nodes", "failed"]
+        expect(page.locator("#markers li").first).to_contain_text("node1 rank 3 failed: RuntimeError: CUDA error")
+        expect(page.locator("#why-title")).to_have_text(re.compile("^Why it died: .*memory"))
+        expect(page.locator("#why .fix")).to_contain_text("micro_batch_size")
+        expect(page.locator("#nodes .card")).to_have_count(4)
+        expect(page.locator("#links tbody tr")).to_have_count(4)
+        expect(page.locator("#checkpoints tbody tr")).to_have_count(10)
+        expect(page.locator("#step .parts")).to_contain_text("communication")
+        expect(page.locator("#facts")).to_contain_text("580.95.05 node0, node1, node2")
+        assert eyes.wrong == []
+
+
+def test_a_cursor_in_one_plot_is_in_all_and_so_is_a_closer_look(browser: Browser, report: str) -> None:
+    with looking(browser, report) as eyes:
+        page = eyes.page
+        loss, norm = page.locator(".plot").nth(0), page.locator(".plot").nth(4)
+        before = norm.locator(".key b").text_content()
+        loss.locator(".u-over").hover(position={"x": 40, "y": 60})
+        expect(page.locator("#plots-title")).to_have_text(re.compile(r"Curves, at step \d+"))
+        assert norm.locator(".key b").text_content() != before
+        box = loss.locator(".u-over").bounding_box()
+        assert box
+        page.mouse.move(box["x"] + 100, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 200, box["y"] + 50, steps=4)
+        page.mouse.up()
+        expect(page.locator("#whole")).to_be_visible()
+        assert norm.locator(".mark").count() == 0, "none of the marks is among the steps that are shown"
+        page.locator("#whole").click()
+        expect(page.locator("#whole")).to_be_hidden()
+        expect(norm.locator(".mark")).to_have_count(3)
+        page.locator("#log-loss").check()
+        assert page.locator(".plot canvas").first.evaluate(PIXELS) > 3
+        assert eyes.wrong == []
+
+
+def test_the_output_is_filtered_and_stays_text(browser: Browser, report: str) -> None:
+    with looking(browser, report) as eyes:
+        page = eyes.page
+        lines = page.locator("#log-lines > div")
+        everything = lines.count()
+        assert everything > 100
+        assert page.locator("#planted").count() == 0
+        expect(lines.last).to_contain_text('<b id="planted">markup</b>')
+        page.select_option("#log-node", "node3")
+        page.fill("#log-text", "cuda OUT")
+        expect(lines).to_have_count(1)
+        expect(page.locator("#log-count")).to_have_text(f"1 of {everything} lines")
+        page.fill("#log-text", "/shard [2-4] of/")
+        expect(lines).to_have_count(3)
+        page.fill("#log-text", "/[/")
+        expect(page.locator("#log-text")).to_have_attribute("aria-invalid", "true")
+        page.fill("#log-text", "")
+        page.select_option("#log-node", "")
+        page.select_option("#log-rank", "2")
+        expect(lines.first).to_contain_text("node1 rank 2")
+        assert eyes.wrong == []
+
+
+def test_it_is_read_on_a_phone(browser: Browser, report: str) -> None:
+    with looking(browser, report, width=390) as eyes:
+        expect(eyes.page.locator(".plot canvas")).to_have_count(8)
+        assert eyes.page.evaluate("document.documentElement.scrollWidth") == 390
+        assert [box for each in eyes.page.locator("section:visible").all() if (box := each.bounding_box()) and box["width"] > 390] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_its_text_stands_out_from_its_ground(browser: Browser, report: str, scheme: str) -> None:
+    """By WCAG's formula, 4.5 to 1 at least, for every text that is seen."""
+    with looking(browser, report, scheme=scheme) as eyes:
+        ground = eyes.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert luminance(ground) > 0.8 if scheme == "light" else luminance(ground) < 0.05
+        texts = eyes.page.evaluate(COLOURS)
+        assert len(texts) > 100
+        faint = {(text, ink, paper) for text, ink, paper in texts if contrast(ink, paper) < 4.5}
+        assert faint == set()
+
+
+PICTURES = {
+    "dashboard": ("", 1240, 960, "light"),
+    "dashboard-failed": ("failed", 1240, 860, "dark"),
+    "dashboard-phone": ("", 390, 844, "light"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_docs_have_pictures_of_it(browser: Browser, name: str, tmp_path: Path) -> None:
+    """REFRESH=1 takes them anew."""
+    ending, width, height, scheme = PICTURES[name]
+    picture = ROOT / "docs" / "images" / f"{name}.png"
+    if os.environ.get("REFRESH"):
+        with looking(browser, written(tmp_path, ending), width=width, scheme=scheme) as eyes:
+            eyes.page.set_viewport_size({"width": width, "height": height})
+            eyes.page.wait_for_timeout(500)
+            eyes.page.screenshot(path=picture)
+    assert 10_000 < picture.stat().st_size < 150_000
+
+
+COLOURS = """() => {
+  const found = [], walker = document.createTreeWalker(document.querySelector("body"), NodeFilter.SHOW_TEXT);
+  const solid = (colour) => !/, 0\\)$|transparent/.test(colour);
+  while (walker.nextNode()) {
+    const of = walker.currentNode.parentElement, text = walker.currentNode.textContent.trim();
+    if (!text || !of.getClientRects().length || of.closest("select, noscript, script")) continue;
+    let under = of;
+    while (under && !solid(getComputedStyle(under).backgroundColor)) under = under.parentElement;
+    found.push([text.slice(0, 30), getComputedStyle(of).color, getComputedStyle(under).backgroundColor]);
+  }
+  return found;
+}"""
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+TRAIN = """
+import os, pathlib, signal, time
+import torch, torch.distributed as dist
+from swarmtrain.board import Board
+from swarmtrain.wire import Event
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+state, died, go = pathlib.Path("made"), pathlib.Path("died"), pathlib.Path("go")
+first = int(state.read_text()) if state.exists() else 0
+board = Board(os.environ["SWARMTRAIN_BOARD"])
+for step in range(first + 1, 31):
+    inputs = torch.randn(32, 8)
+    loss = ((model(inputs) - inputs.sum(1, keepdim=True)) ** 2).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if dist.get_rank() == 0:
+        state.write_text(str(step))
+        board.post(Event("progress", {"step": step, "steps": 30, "loss": loss.item(), "learning_rate": 0.05}))
+        print(f"step {step} loss {loss.item():.3f}", flush=True)
+    if step == 12 and dist.get_rank() == 1 and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while step == 20 and not go.exists():
+        time.sleep(0.05)
+    dist.barrier()
+    time.sleep(0.15)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a run of two local nodes, of which one is killed once; what is left of it is killed at the end."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "small.yml").write_text("runner: {runner_type: local, nodes: 2, script: train.py, stop_grace: 5}\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for pid in below(tmp_path / "state"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def swarmtrain(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "swarmtrain", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_that_trains_is_followed_through_a_death_and_a_server_that_goes_away(browser: Browser, project: Path) -> None:
+    deployed = swarmtrain("deploy", "small.yml", "--detach", "--yes").communicate(timeout=60)
+    server, address = dashboard(0)
+    try:
+        with looking(browser, address) as eyes:
+            page = eyes.page
+            expect(page.locator("#markers li")).to_contain_text(["restart"], timeout=40_000)
+            expect(page.locator("#markers li")).to_contain_text(["SIGKILL"])
+            expect(page.locator("#line b").first).to_have_text("20", timeout=20_000)
+            expect(page.locator("#state")).to_have_text("training")
+            expect(page.locator("#log-lines")).to_contain_text("step 20 loss")
+            assert page.locator(".plot canvas").first.evaluate(PIXELS) > 3
+            assert eyes.wrong == []
+            end(server)
+            expect(page.locator("#fresh")).to_contain_text("the dashboard does not answer", timeout=10_000)
+            eyes.wrong.clear()
+            server, _ = dashboard(int(address.rsplit(":", 1)[1].strip("/")))
+            (project / "go").touch()
+            expect(page.locator("#state")).to_have_text("done", timeout=30_000)
+            expect(page.locator("#fresh")).to_have_text("it has ended", timeout=10_000)
+            assert [wrong for wrong in eyes.wrong if "ERR_CONNECTION_REFUSED" not in wrong] == []
+    finally:
+        end(server)
+        swarmtrain("down", "small").communicate(timeout=30)
+    assert deployed[0] == ""
+
+
+def dashboard(port: int) -> tuple[subprocess.Popen[str], str]:
+    """Start the command; return it and the address that it prints, once that answers."""
+    process = swarmtrain("dashboard", "small", "--port", str(port))
+    line = process.stderr.readline()  # type: ignore[union-attr]  # it is a pipe
+    found = re.search(r"http://\S+", line)
+    assert found, line + process.communicate()[1]
+    time.sleep(0.5)
+    return process, found[0]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End the dashboard as Ctrl-C does."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode == 130
