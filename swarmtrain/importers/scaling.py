@@ -79,6 +79,8 @@ def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
     book.rename(("runner",), "hostfile", "hostsfile")
     if hosts and book.has("runner.hostsfile"):
         book.leave("runner.hostsfile", Why.otherwise, "runner.hosts has those of --hostsfile")
+    if book.get("logger.use_tensorboard") and not (book.get("logger.log_dir") or book.get("trainer.save_dir")):
+        book.leave("logger.use_tensorboard", Why.otherwise, "logger.log_dir says where to; without it Scaling writes nothing either")
     _place(book, hosts)
     for key, value in list(book.leaves()):
         path = ".".join(key)

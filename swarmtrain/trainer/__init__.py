@@ -1,4 +1,4 @@
-"""The trainer: a library that training_code.py calls, in the order in which a page of it reads.
+"""The trainer: a library that training_code.py calls, in the order in which a page of it reads; and run(), for a script of one's own.
 
 runtime     this rank's surroundings: config, world, device
 data        token files, samples, their order
@@ -17,6 +17,7 @@ from swarmtrain.trainer.data.samples import Samples, open_data
 from swarmtrain.trainer.loop import Result, train
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.own import Run, run
 from swarmtrain.trainer.parallel import parallelize
 
-__all__ = ["Optimizer", "Result", "Samples", "Transformer", "open_data", "parallelize", "runtime", "train"]
+__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "open_data", "parallelize", "run", "runtime", "train"]

@@ -116,7 +116,7 @@ def read_options(kind: type[Options], config: Config) -> Options:
 
 @contextmanager
 def start(config: Config) -> Iterator[Runtime]:
-    """Join the world that the environment describes, and leave it at the end.
+    """Join the world that the environment describes, and leave it at the end; one that the script has joined is taken as it is.
 
     Raises TrainingError on every rank alike if the device of one has no float8 and the config asks for it.
     """
@@ -126,6 +126,9 @@ def start(config: Config) -> Iterator[Runtime]:
     except ValueError as error:
         raise TrainingError(str(error), place="this process's environment") from None
     rank, size, local_rank = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    joined = dist.is_initialized()
+    if joined:
+        rank, size = dist.get_rank(), dist.get_world_size()
     spoken.begin(config, rank, size)
     device = _device(local_rank)
     _be_deterministic(device, config.trainer.deterministic)
@@ -141,7 +144,8 @@ def start(config: Config) -> Iterator[Runtime]:
         board=environ.get("SWARMTRAIN_BOARD") or None,
         secrets=json.loads(environ.get("SWARMTRAIN_SECRETS") or "{}"),
     )
-    _join(here)
+    if not joined:
+        _join(here)
     _agree_on_devices(here)
     _be_brief()  # torch has put its own before ours, and names the rank in every line
     if config.transformer_architecture.float8:
@@ -150,10 +154,10 @@ def start(config: Config) -> Iterator[Runtime]:
         with shortage.told(f"rank {here.rank}"):
             yield here
     except SystemExit:
-        dist.destroy_process_group()
+        _leave(joined)
         raise
     # After any other exception the process dies with its sockets: taking the group down in order could wait for a dead peer.
-    dist.destroy_process_group()
+    _leave(joined)
 
 
 def seed(*parts: object) -> None:
@@ -191,6 +195,11 @@ def _join(here: Runtime) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     dist.init_process_group(backend, store=_store(here), rank=here.rank, world_size=here.size, timeout=_PATIENCE)
+
+
+def _leave(joined: bool) -> None:
+    if not joined:
+        dist.destroy_process_group()
 
 
 def _agree_on_devices(here: Runtime) -> None:

@@ -145,7 +145,7 @@ def status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: f
 
 def progress_line(data: Mapping[str, Any]) -> str:
     """Return a progress event's data as a line: step, loss, speed and time left."""
-    parts = [f"{data.get('step')}/{data.get('steps')}"]
+    parts = [f"{data.get('step')}/{data['steps']}" if "steps" in data else f"{data.get('step')}"]
     if (loss := data.get("loss")) is not None:
         parts.append(f"loss {loss:.4f}")
     if (speed := data.get("tokens_per_second")) is not None:

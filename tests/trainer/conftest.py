@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,10 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import master as of_determined  # noqa: E402  # lies there
 import worlds  # noqa: E402  # needs the path above
 
+from swarmtrain.entrypoint.notices import Notices  # noqa: E402  # as above
+from swarmtrain.entrypoint.rendezvous import BoardServer  # noqa: E402  # as above
 from swarmtrain.trainer.data import memory_map  # noqa: E402
+from swarmtrain.wire import Event  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,6 +38,23 @@ def _preloaded() -> Iterator[None]:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def published() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def board(published: list[Event]) -> Iterator[str]:
+    """A real board's address; what it is told is in `published`."""
+    notices = Notices(
+        run="test", max_restarts=3, max_restarts_per_hour=20, min_nodes=1, boot="b", now=time.monotonic, publish=published.append
+    )
+    with BoardServer(("127.0.0.1", 0), notices) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 @pytest.fixture

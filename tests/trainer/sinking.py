@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 
-import determined as det
 import trial
 from pydantic import BaseModel
 
@@ -24,7 +23,7 @@ class Options(BaseModel):
 
 
 def main() -> None:
-    det._info._info = trial.cluster()
+    trial.det._info._info = trial.cluster()
     config = runtime.read_config(sys.argv[1:])
     options = runtime.read_options(Options, config)
     with runtime.start(config) as here:

@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,6 @@ from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.wire import Event
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture
-def published() -> list[Event]:
-    return []
-
-
-@pytest.fixture
-def board(published: list[Event]) -> Iterator[str]:
-    """A real board's address; what it is told is in `published`."""
-    notices = Notices(
-        run="test", max_restarts=3, max_restarts_per_hour=20, min_nodes=1, boot="b", now=time.monotonic, publish=published.append
-    )
-    with BoardServer(("127.0.0.1", 0), notices) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
 
 
 def of(published: list[Event], kind: str) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.config.files import reason
+from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.metrics.sinks.growing import GrowingFile
 from swarmtrain.trainer.metrics.sinks.past import Past
 
@@ -17,7 +19,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path, step: int) -> None:
         """Open the file in `folder`, and drop what an earlier world wrote past `step`. Raises TrainingError."""
-        kept = [(line, values) for line in _lines(folder / NAME) if (values := _read(line)) and values["step"] <= step]
+        kept = [(line, values) for line in _readable(folder / NAME) if (values := _read(line)) and values["step"] <= step]
         self._file = GrowingFile(folder / NAME, "".join(line for line, _ in kept).encode())
         self.past = Past(step, [values for _, values in kept])
 
@@ -36,8 +38,8 @@ class MetricsFile:
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step that stands in the file in `folder`; 0 if there is none."""
-    return max((values["step"] for line in _lines(folder / NAME) if (values := _read(line))), default=0)
+    """Return the last step that stands in the file in `folder`; 0 if there is none. Raises TrainingError."""
+    return max((values["step"] for line in _readable(folder / NAME) if (values := _read(line))), default=0)
 
 
 def add_missing(folder: Path, step: int, values: dict[str, Any]) -> None:
@@ -49,6 +51,14 @@ def add_missing(folder: Path, step: int, values: dict[str, Any]) -> None:
         torn = "" if lines[-1].endswith("\n") else "\n"
         with path.open("a") as file:
             file.write(torn + json.dumps({"step": step, **values}) + "\n")
+
+
+def _readable(path: Path) -> list[str]:
+    try:
+        return _lines(path)
+    except OSError as error:
+        hint = "the user that trains must be able to read it"
+        raise TrainingError(f"{error.filename}: {reason(error)}", place="config logger.log_dir", hint=hint) from None
 
 
 def _lines(path: Path) -> list[str]:

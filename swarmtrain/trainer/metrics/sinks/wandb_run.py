@@ -109,7 +109,7 @@ def _options(wandb: Any, here: Runtime, folder: Path, mode: str, key: str | None
         "group": logger.wandb_group,
         "name": here.run,
         "tags": logger.wandb_tags,
-        "resume": "allow",
+        "resume": "allow" if mode == "online" else None,
         "dir": str(folder),
         "config": here.config.model_dump(mode="json"),
         "settings": wandb.Settings(

@@ -1,0 +1,23 @@
+"""The page on a run's numbers, which needs torch and no lab."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import page
+import pytest
+from conftest import OpenShell
+from reader import Reader
+
+
+def test_metrics(installed: dict[str, str], open_shell: OpenShell, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    here = tmp_path / "here"
+    here.mkdir()
+    Reader([open_shell(here, installed)]).follow(page.read("docs/how-to/metrics.md"))
+    lines = [json.loads(line) for line in (here / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, 31)]
+    assert {line["samples"] for line in lines} == {32}
+    assert list((here / "logs" / "tensorboard").iterdir())
+    assert list((here / "logs" / "wandb").glob("offline-run-*/*.wandb"))

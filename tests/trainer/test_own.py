@@ -1,0 +1,140 @@
+"""The numbers of a script of one's own: what ranks come to together, each step once, and wherever the script runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import ROOT, World
+
+import swarmtrain.trainer
+from swarmtrain import wire
+from swarmtrain.errors import ConfigError, TrainingError
+from swarmtrain.wire import EXIT_PLANNED
+
+LAST = 20
+
+
+def expected(step: int) -> dict[str, Any]:
+    """Return the line of two ranks, but for what a restart changes."""
+    one, other = 10 * step, 10 * step + 1
+    line = {"step": step, "loss": step * 10 + 0.5, "tokens": one + other, "least": one, "most": other, "final": other}
+    line |= {"each": [one, -one, other, -other], "accuracy": 0.75}
+    return line | ({"validation_loss": step / 2, "nothing": None} if step % 5 == 0 else {})
+
+
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return each step's line. A name that stands twice is a failure."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in map(json.loads, (folder / "logs" / "metrics.jsonl").read_text().splitlines()):
+        step = found.setdefault(line["step"], {"step": line["step"]})
+        assert not (step.keys() & line.keys()) - {"step"}
+        step |= line
+    return found
+
+
+def test_killed_and_restarted_by_torchrun_every_step_stands_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DIES": "1"}
+    script = ROOT / "tests" / "trainer" / "own_script.py"
+    done = subprocess.run([*torchrun, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    found = lines(tmp_path)
+    assert [line.pop("found") for line in found.values()] == [0.0] * 10 + [12.0] * 10, "12 had been written, 10 was gone on after"
+    assert found == {step: expected(step) for step in range(1, LAST + 1)}
+    with (tmp_path / "logs" / "metrics.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [*range(1, LAST + 1)]
+    assert done.stdout.count("[rank 1] step 20  ") == 1
+    assert "[rank 0]" not in done.stdout
+
+
+@pytest.mark.parametrize("environ", [{}, {"JOINS": "1"}], ids=["alone", "script joins"])
+def test_a_script_that_is_asked_to_leave(tmp_path: Path, environ: dict[str, str]) -> None:
+    world = World(tmp_path, {}, 2, {**environ, "LEAVES": "1"}, script="own_script")
+    assert world.wait() == [EXIT_PLANNED] * 2, world.log()
+    assert sorted(lines(tmp_path)) == [1, 2, 3], "the step was logged before ranks left"
+
+
+def test_a_script_that_has_joined_by_itself_goes_on_in_its_world(tmp_path: Path) -> None:
+    world = World(tmp_path, {}, 2, {"JOINS": "1"}, script="own_script")
+    assert world.wait() == [0, 0], world.log()
+    found = lines(tmp_path)
+    assert {step: {**line, "found": 0} for step, line in found.items()} == {step: {**expected(step), "found": 0} for step in found}
+    assert sorted(found) == [*range(1, LAST + 1)]
+
+
+@pytest.fixture
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No launcher, and a folder of one's own."""
+    log = logging.getLogger("swarmtrain")
+    before = log.handlers[:], log.propagate, log.level
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SWARMTRAIN_CONFIG"):
+        monkeypatch.setenv(name, "")  # so that what a run sets is taken out again
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    yield
+    log.handlers[:], log.propagate, log.level = before
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_steps_go_on_where_a_run_goes_back_or_on(tmp_path: Path) -> None:
+    def logged(*steps: int | None, at: int | None = None) -> dict[int, float]:
+        with swarmtrain.trainer.run(logger={"log_dir": "logs"}) as run:
+            if at is not None:
+                run.step = at
+            for step in steps:
+                run.log(step=step, loss=run.step)
+        return {step: line["loss"] for step, line in lines(tmp_path).items()}
+
+    assert logged(None, None, None) == {1: 0, 2: 1, 3: 2}
+    assert logged(None) == {1: 0, 2: 1, 3: 2, 4: 3}
+    assert logged(7) == {1: 0, 2: 1, 3: 2, 4: 3, 7: 4}
+    assert logged(3) == {1: 0, 2: 1, 3: 7}
+    assert logged(None, at=1) == {1: 0, 2: 1}
+    assert logged(2, 3, at=2) == {1: 0, 2: 1, 3: 2}, "what stands of the step that it goes on after stays"
+
+
+@pytest.mark.usefixtures("_alone")
+def test_without_a_config_lines_are_printed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with swarmtrain.trainer.run() as run:
+        assert (run.rank, run.size, run.local_rank, run.device.type) == (0, 1, 0, "cpu")
+        for _ in range(11):
+            run.log(loss=0.25, tokens=run.sum(3))
+    assert capsys.readouterr().out == "step 10  loss 0.2500  tokens 3\nstep 11  loss 0.2500  tokens 3\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize(
+    ("value", "said"), [("high", "loss is no number but str"), (torch.zeros(3), "loss is 3 numbers"), (None, "is no number but NoneType")]
+)
+def test_what_is_no_number_is_refused(value: object, said: str) -> None:
+    with pytest.raises(TrainingError, match=said), swarmtrain.trainer.run() as run:
+        run.log(loss=value)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_logger_that_is_wrong_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="did you mean use_csv"), swarmtrain.trainer.run(logger={"use_cvs": True}):
+        pass
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_board_hears_how_far_a_script_is(board: str, published: list[wire.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMTRAIN_BOARD", board)
+    with swarmtrain.trainer.run() as run:
+        run.log(loss=torch.tensor(0.5), each=run.cat([1, 2]))
+    (told,) = [event.data for event in published if event.kind == wire.PROGRESS]
+    assert told == {"step": 1, "loss": 0.5}
