@@ -206,8 +206,9 @@ def test_a_killed_container_changes_nothing(
 
 
 def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
-    lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], engine: Engine, tmp_path: Path
+    lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], tmp_path: Path
 ) -> None:
+    engine = Engine(lab.docker_host("node0"))
     sinks = ("logger.use_csv=true", "logger.use_tensorboard=true", "logger.use_wandb=true", "logger.wandb_offline=true")
     more = options(image, "scale", "runner.nodes=2", f"trainer.train_iterations={STEPS}", *sinks)
     deploy = swarmtrain("deploy", "examples/quickstart.yml", "--name", "scale", *more)
