@@ -12,6 +12,7 @@ from typing import Any
 
 import master as of_determined
 import pytest
+import wandb_service
 from test_metrics import files_with_the_key, wandb_config
 from worlds import World, changed
 
@@ -92,6 +93,24 @@ def determined(folder: Path, master: of_determined.Master) -> Points:
 @pytest.mark.parametrize("read", [lines, table, tensorboard, wandb, determined])
 def test_each_step_once(told: tuple[Path, of_determined.Master], read: Callable[[Path, of_determined.Master], Points]) -> None:
     assert sorted(read(*told)) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("heard", [0, 10], ids=["nothing", "all"])
+def test_each_step_once_where_wandb_has_heard_of_a_killed_world(tmp_path: Path, config: dict[str, Any], heard: int) -> None:
+    """Its own client, of which only the other end of the wire is ours. It may lose what it was told last; its service forgets nothing."""
+    first, again = ({"after": 0, "lines": [*FIRST, *LOST], "dies": True}, {"after": 7, "lines": AGAIN, "dies": False})
+    world = World(tmp_path / "job", changed(config, script=first, logger={"log_dir": "logs"}), 1, script="sinking")
+    assert world.wait() == [-signal.SIGKILL], world.log()
+    with wandb_service.answering() as service:
+        service.rows = [json.dumps({"_step": line["step"], **line}) for line in [*FIRST, *LOST][:heard]]
+        online, environ = wandb_config(config, tmp_path, wandb_host=service.address)
+        world = World(tmp_path / "job", changed(online, script=again), 1, environ, script="sinking")
+        assert world.wait() == [0], world.log()
+        told = {row["_step"]: row["loss"] for row in map(json.loads, service.rows)}
+        assert len(service.rows) == len(told)
+    stands = [*FIRST, *LOST, *AGAIN[3:]] if heard else [*FIRST, *AGAIN]
+    assert told == {line["step"]: line["loss"] for line in stands}
+    assert files_with_the_key(tmp_path) == []
 
 
 def test_the_key_is_in_no_file(told: tuple[Path, of_determined.Master]) -> None:
