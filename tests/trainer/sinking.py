@@ -23,7 +23,8 @@ class Options(BaseModel):
 
 
 def main() -> None:
-    trial.det._info._info = trial.cluster()
+    if "DET_MASTER" in os.environ:
+        trial.det._info._info = trial.cluster()
     config = runtime.read_config(sys.argv[1:])
     options = runtime.read_options(Options, config)
     with runtime.start(config) as here:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import master as of_determined
 import pytest
-from test_metrics import files_with_the_key, wandb_config
+import wandb_service
+from test_metrics import KEY, files_with_the_key, wandb_config
 from worlds import World, changed
 
 from swarmtrain.trainer.metrics.sinks import Sink
@@ -92,6 +96,43 @@ def determined(folder: Path, master: of_determined.Master) -> Points:
 @pytest.mark.parametrize("read", [lines, table, tensorboard, wandb, determined])
 def test_each_step_once(told: tuple[Path, of_determined.Master], read: Callable[[Path, of_determined.Master], Points]) -> None:
     assert sorted(read(*told)) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("heard", [0, 10], ids=["nothing", "all"])
+def test_each_step_once_where_wandb_has_heard_of_a_killed_world(tmp_path: Path, config: dict[str, Any], heard: int) -> None:
+    """Its own client, of which only the other end of the wire is ours. It may lose what it was told last; its service forgets nothing."""
+    first, again = ({"after": 0, "lines": [*FIRST, *LOST], "dies": True}, {"after": 7, "lines": AGAIN, "dies": False})
+    world = World(tmp_path / "job", changed(config, script=first, logger={"log_dir": "logs"}), 1, script="sinking")
+    assert world.wait() == [-signal.SIGKILL], world.log()
+    with wandb_service.answering() as service:
+        service.rows = [json.dumps({"_step": line["step"], **line}) for line in [*FIRST, *LOST][:heard]]
+        online, environ = wandb_config(config, tmp_path, wandb_host=service.address)
+        world = World(tmp_path / "job", changed(online, script=again), 1, environ, script="sinking")
+        assert world.wait() == [0], world.log()
+        told = {row["_step"]: row["loss"] for row in map(json.loads, service.rows)}
+        assert len(service.rows) == len(told)
+    stands = [*FIRST, *LOST, *AGAIN[3:]] if heard else [*FIRST, *AGAIN]
+    assert told == {line["step"]: line["loss"] for line in stands}
+    assert files_with_the_key(tmp_path) == []
+
+
+def test_each_step_once_where_the_files_of_two_worlds_are_sent_later(tmp_path: Path, config: dict[str, Any]) -> None:
+    """By W&B's own command, and though the first world had written all of its file before it was lost."""
+    offline, environ = wandb_config(config, tmp_path, wandb_offline=True)
+    for after, told in ((0, [*FIRST, *LOST]), (7, AGAIN)):
+        world = World(
+            tmp_path / "job", changed(offline, script={"after": after, "lines": told, "dies": False}), 1, environ, script="sinking"
+        )
+        assert world.wait() == [0], world.log()
+    files = sorted((tmp_path / "job" / "logs" / "wandb").glob("offline-run-*"))
+    assert len(files) == 2
+    with wandb_service.answering() as service:
+        at = {"WANDB_BASE_URL": service.address, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "wandb", "sync", "--append", *files]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **at}, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(row) for row in service.rows]
+    assert [(row["_step"], row["loss"]) for row in rows] == [(line["step"], line["loss"]) for line in (*FIRST, *AGAIN)]
 
 
 def test_the_key_is_in_no_file(told: tuple[Path, of_determined.Master]) -> None:

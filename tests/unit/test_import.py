@@ -246,3 +246,11 @@ def other(value: Any) -> Any:
 
 def dumped(values: Any) -> str:
     return json.dumps(values, indent=1)
+
+
+@pytest.mark.parametrize(("folder", "used"), [("", False), ("  log_dir: logs\n", True)])
+def test_scaling_writes_nothing_to_tensorboard_without_a_folder(folder: str, *, used: bool) -> None:
+    text = f"version: .unknown.\nlogger:\n  use_tensorboard: true\n{folder}transformer_architecture: {{hidden_size: 64}}\n"
+    result = importers.convert(text, "config.yml", form=importers.Format.scaling)
+    assert parse(result.yaml()).logger.use_tensorboard == used
+    assert ("logger.log_dir says where to" in str(result.report())) != used

@@ -9,7 +9,7 @@ import pytest
 from swarmtrain import wire
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.view.status import status
+from swarmtrain.view.status import progress_line, status
 from swarmtrain.view.stream import follow
 from swarmtrain.view.times import duration, point_in_time
 from swarmtrain.view.worlds import worlds
@@ -39,6 +39,10 @@ def test_a_training_run() -> None:
         "  node0       a     running\n"
         "  rendezvous  a     pending  no suitable node"
     )
+
+
+def test_a_script_of_ones_own_says_its_step_and_not_how_many_there_are() -> None:
+    assert progress_line({"step": 7, "loss": 0.25, "samples": 32}) == "7, loss 0.2500"
 
 
 def test_what_nodes_use_and_why_they_were_started_again() -> None:
