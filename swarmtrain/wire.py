@@ -206,7 +206,10 @@ USAGE = "usage"  # posted: node, and what swarmtrain.entrypoint.usage reads; pri
 LEFT_OUT = "left_out"  # node, seconds, why: it sits out for so long, unless it is needed
 LET_IN = "let_in"  # node, why: it may train again
 VERDICT = "verdict"  # status: done | failed, why, exit_code, hint if there is one
-ASKED = "asked"  # what: up | stop | down, and nodes; never on the board, but kept beside its events by the machine that asked
+ASKED = (
+    "asked"  # what: up | stop | down, nodes, and code: what is checked out of the user's project; never on the board, but kept beside
+    # its events by the machine that asked
+)
 
 
 AT_FIRST = "at first"

@@ -2,6 +2,7 @@
 
     RUN/events.jsonl   what the notice board said, and what was asked from here; events.N.jsonl came before it
     RUN/NODE.log       what a node printed; NODE.1.log came before it
+    RUN/code.diff      how the project differed from its commit when the run was last brought up
 
 For reading afterwards only: nothing is ever decided by it. A file has at most LIMIT bytes; of a longer story, the newest
 two files are kept.
@@ -23,7 +24,7 @@ from swarmtrain.launchers.base import LogLine
 from swarmtrain.wire import ASKED, RENDEZVOUS, Event
 
 LIMIT = 64 * 2**20
-EVENTS = "events.jsonl"
+EVENTS, DIFF = "events.jsonl", "code.diff"
 _LOCK = "recording"
 _TAIL = 64 * 1024
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
@@ -115,6 +116,15 @@ def mark(run: str, what: str, **facts: object) -> None:
         directory(run).mkdir(parents=True, exist_ok=True)
         with (directory(run) / EVENTS).open("a", encoding="utf-8") as file:
             file.write(Event(ASKED, {"what": what, **facts}).to_line() + "\n")
+
+
+def keep_diff(run: str, diff: str) -> None:
+    """Keep how the user's project differs from its commit, in place of what was kept before; where it cannot be, it is not."""
+    with contextlib.suppress(OSError):
+        if diff:
+            (directory(run) / DIFF).write_text(diff, encoding="utf-8")
+        else:
+            (directory(run) / DIFF).unlink(missing_ok=True)
 
 
 class Keeper:

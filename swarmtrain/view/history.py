@@ -118,7 +118,8 @@ def _line(event: Event) -> str:
         return _left(data)
     if event.kind == wire.ASKED:
         nodes = f", with {counted(data['nodes'], 'node')}" if "nodes" in data else ""
-        return f"{_ASKED.get(str(data.get('what')), str(data.get('what')))}{nodes}"
+        code = f", the code being {data['code']}" if "code" in data else ""
+        return f"{_ASKED.get(str(data.get('what')), str(data.get('what')))}{nodes}{code}"
     return event_line(event) or ""
 
 

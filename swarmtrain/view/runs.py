@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from swarmtrain import wire
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
 from swarmtrain.launchers import deployed, kept
 from swarmtrain.launchers.base import Change, Launcher, Say
+from swarmtrain.launchers.checkout import checkout
 from swarmtrain.plan import Plan
 from swarmtrain.view.changes import differences
 from swarmtrain.view.console import confirm, progress, say, show_finding
@@ -76,7 +78,9 @@ def bring_up(place: Launcher, plan: Plan, *, yes: bool) -> None:
     if plan.run in place.runs():
         _ask(place, plan, yes=yes)
     try:
-        kept.mark(plan.run, "up", nodes=len(plan.nodes))
+        found = checkout(Path.cwd())
+        kept.mark(plan.run, "up", nodes=len(plan.nodes), **({"code": str(found)} if found else {}))
+        kept.keep_diff(plan.run, found.diff if found else "")
         with progress(f"bringing {plan.run} up") as step:
             place.up(plan, step)
     except KeyboardInterrupt:

@@ -44,12 +44,12 @@ def wandb(folder: Path) -> dict[int, float]:
 
 
 def page(file: Path) -> tuple[dict[int, float], list[str]]:
-    """Return the curve that a page has, which is of some steps, and the kinds of what is marked on it."""
+    """Return the curve that a page has, which is of some steps, and what is marked on it."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(), re.DOTALL)
     assert found
     data = json.loads(found[1])["page"]
     curve = data["curves"]["loss"]
-    return _once(zip(curve["steps"], curve["values"], strict=True)), [marker["kind"] for marker in data["markers"]]
+    return _once(zip(curve["steps"], curve["values"], strict=True)), [marker["label"] for marker in data["markers"]]
 
 
 def _once(points: Iterable[tuple[int, float]]) -> dict[int, float]:
