@@ -29,6 +29,7 @@ MARK, LOCK, EVENTS = "local.json", "lock", "events.jsonl"
 _KILLED_WITHIN = 5.0
 _GOODBYE = 3.0
 _CLEANED_WITHIN = 60.0
+_MADE_WITHIN = 30.0
 _LOOK_EVERY = 0.05
 _KNOWN_WITHIN = 5.0
 # Out of a zip file that has come over SSH, it is that file's main program.
@@ -110,7 +111,12 @@ class Folder:
         keepers = {name: state.keeper for name in names if (state := self.state(name)) and self._keeps(state.keeper, name)}
         for pid in keepers.values():
             _signal(pid, signal.SIGTERM)
-        self._wait(keepers, grace + _GOODBYE if grace else 0.0)
+        made = [spec for name in names if (spec := self.spec(name)) and spec.clean]
+        if made and not grace:
+            for spec in made:
+                clean(spec)
+        # A keeper that is having a container made just now sees that through, so that there is none afterwards.
+        self._wait(keepers, grace + _GOODBYE if grace else _MADE_WITHIN if made else 0.0)
         left = {name: pid for name, pid in keepers.items() if self._keeps(pid, name)}
         families = [pid for keeper in left.values() for pid in [keeper, *_below(keeper)]]
         # A process that ended while it was only starting may have left some that have not noticed yet.
@@ -120,9 +126,8 @@ class Folder:
         until = time.monotonic() + _KILLED_WITHIN
         while _sessions(keepers.values()) and time.monotonic() < until:
             time.sleep(_LOOK_EVERY)
-        for name in names:
-            if (spec := self.spec(name)) and spec.clean:
-                clean(spec)
+        for spec in made:
+            clean(spec)
 
     def forget(self, name: str) -> None:
         """Remove a keeper's files; its log stays."""

@@ -54,6 +54,8 @@ class Keeper:
         if self.spec.clean:
             clean(self.spec)
         with self._output() as (out, errors):
+            if self.spec.prepare and (code := self._prepare(errors)):
+                return code
             self.child = start(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
             self._say("running")
             if self.stopping:
@@ -61,6 +63,11 @@ class Keeper:
             code = self.child.wait()
             self.child = None
         return code
+
+    def _prepare(self, errors: IO[bytes]) -> int:
+        """Return 0 if the process can be started, and is still to be."""
+        asked = start(self.spec.prepare, env=self.spec.env, cwd=self.spec.cwd, stdout=subprocess.DEVNULL, stderr=errors)
+        return asked.wait() or (-signal.SIGTERM if self.stopping else 0)
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:

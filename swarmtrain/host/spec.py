@@ -21,6 +21,8 @@ class Spec:
     content: str
     clean: list[str] = field(default_factory=list)
     """Run before each start, and when it has ended for good."""
+    prepare: list[str] = field(default_factory=list)
+    """Run before each start, after that, and never interrupted: what it asks for is made even if nobody waits for it any more."""
 
     def save(self, path: Path) -> None:
         """Write it to `path`, readable by its owner alone: the environment is the user's own."""

@@ -27,6 +27,7 @@ EVENTS = "events.jsonl"
 _LOCK = "recording"
 _TAIL = 64 * 1024
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
+_HEAD = re.compile(r'\{"event": "[^"]*", "time": (\d+(?:\.\d+)?)')
 _RANK = re.compile(r"\[rank (\d+)\] ?")
 _OLDER = re.compile(r"\.(\d+)\.(log|jsonl)$")
 
@@ -50,7 +51,15 @@ def runs() -> list[str]:
 def events(run: str) -> list[Event]:
     """Return what is kept of the run's notice board, oldest first."""
     files = sorted(directory(run).glob("events*.jsonl"), key=_age)
-    return [event for file in files for line in _lines(file) if (event := Event.from_line(line))]
+    return [event for file in files for event in events_in(_lines(file))]
+
+
+def events_in(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:
+    """Yield the events among `lines` from `since` on, in seconds since the epoch; older ones are not even parsed."""
+    for line in lines:
+        head = _HEAD.match(line)
+        if head and float(head[1]) >= since and (event := Event.from_line(line)):
+            yield event
 
 
 def last_life(found: Sequence[Event]) -> list[Event]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from swarmtrain import wire
 from swarmtrain.launchers.base import LogLine, TaskState, Update
+from swarmtrain.view.bar import below
 from swarmtrain.view.console import coloured, say
 from swarmtrain.view.times import counted, duration
 from swarmtrain.view.worlds import failure_line
@@ -17,19 +18,21 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def follow(updates: Iterable[Update]) -> Verdict | None:
-    """Print `updates` as they come and return the verdict; None if the run went away without one."""
+    """Print `updates` as they come, above a bar on a terminal, and return the verdict; None if the run went away without one."""
     verdict = None
     told: dict[str, str] = {}
-    for update in updates:
-        if isinstance(update, LogLine):
-            show_line(update)
-        elif isinstance(update, TaskState):
-            _show_task(update, told)
-        else:
-            if update.kind == wire.VERDICT:
-                verdict = Verdict(**update.data)
-            if verdict is None or verdict.done:  # why it failed is said at the end
-                _show_event(update)
+    with below() as show:
+        for update in updates:
+            if isinstance(update, LogLine):
+                show_line(update)
+            elif isinstance(update, TaskState):
+                _show_task(update, told)
+            else:
+                show(update)
+                if update.kind == wire.VERDICT:
+                    verdict = Verdict(**update.data)
+                if verdict is None or verdict.done:  # why it failed is said at the end
+                    _show_event(update)
     return verdict
 
 

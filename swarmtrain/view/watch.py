@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.view.bar import bar
 from swarmtrain.view.status import Status
 from swarmtrain.view.times import duration
 
@@ -120,16 +121,10 @@ def _shown() -> Iterator[Show]:
 def _with_bar(text: str, seen: Status | None) -> RenderableType:
     """Return the text with a bar below its first line: how much of the steps is done, and how long the rest takes."""
     from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
     title, _, rest = text.partition("\n")
-    step, steps = (seen.progress.get(key) for key in ("step", "steps")) if seen else (None, None)
-    if not seen or not steps or step is None:
+    shown = bar(seen.progress, training=seen.state == "training") if seen else None
+    if shown is None:
         return Text(text, no_wrap=True, overflow="ellipsis")
-    left = seen.progress.get("eta_seconds") if seen.state == "training" else None
-    said = f"{100 * step // steps:3} %{f'  {duration(left)} left' if left is not None else ''}"
-    bar = Table.grid(padding=(0, 2))
-    bar.add_row("", ProgressBar(total=steps, completed=step, width=40), said)
-    return Group(Text(title, no_wrap=True, overflow="ellipsis"), bar, Text(rest, no_wrap=True, overflow="ellipsis"))
+    return Group(Text(title, no_wrap=True, overflow="ellipsis"), shown, Text(rest, no_wrap=True, overflow="ellipsis"))

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import audit
+import curves
 import pytest
 from scene import SIGNAL
 
@@ -203,11 +205,18 @@ def test_a_killed_container_changes_nothing(
     assert base64.b64encode(b"planted-0123456789")[:20] not in told
 
 
-def test_scaling_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], engine: Engine) -> None:
-    more = options(image, "scale", "runner.nodes=2", f"trainer.train_iterations={STEPS}")
+def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
+    lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], tmp_path: Path
+) -> None:
+    engine = Engine(lab.docker_host("node0"))
+    sinks = ("logger.use_csv=true", "logger.use_tensorboard=true", "logger.use_wandb=true", "logger.wandb_offline=true")
+    more = options(image, "scale", "runner.nodes=2", f"trainer.train_iterations={STEPS}", *sinks)
     deploy = swarmtrain("deploy", "examples/quickstart.yml", "--name", "scale", *more)
     wait_for_run(launcher, "scale")
     wait_for(launcher, "scale", past_the_middle)
+    found, docker = container(lab, "node0")
+    subprocess.run([*docker, "kill", "--signal", "KILL", found], check=True)
+    wait_for(launcher, "scale", lambda events: trains_in_world(events, 2))
     before = {task["ID"] for task in engine.listing("/tasks", label="com.docker.stack.namespace=scale")}
     assert swarmtrain("scale", "scale", "--nodes", "3").wait(200) == 0
     assert deploy.wait(300) == 0
@@ -215,7 +224,25 @@ def test_scaling_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, 
     assert before < after
     assert len(after - before) == 1, "scaling restarted a node that was there"
     assert [event.data["nodes"] for event in launcher.events("scale") if event.kind == wire.WORLD][-1] == 3
-    same(losses(lab, "scale"), reference, STEPS)
+    ours = losses(lab, "scale")
+    same(ours, reference, STEPS)
+    folder = lab.shared / "scale"
+    for read in (curves.table, curves.tensorboard, curves.wandb):
+        assert read(folder) == pytest.approx(ours, rel=1e-6), read.__name__
+    page = tmp_path / "page.html"
+    assert swarmtrain("report", "scale", "--output", str(page)).wait(60) == 0
+    shown, marked = curves.page(page)
+    assert {step: ours[step] for step in shown} == pytest.approx(shown, rel=1e-5)
+    assert [*shown][-1] == STEPS
+    assert max(later - earlier for earlier, later in pairwise(shown)) < STEPS / 4, "twice a second is told of a step"
+    assert [kind for kind in marked if kind == "scale"] == ["scale"]
+    assert "restart" in marked
+
+
+def trains_in_world(events: list[Event], number: int) -> bool:
+    """Whether the world of this number, counted from 1, has made a step."""
+    worlds = [event.time for event in events if event.kind == wire.WORLD]
+    return len(worlds) >= number and any(event.kind == wire.PROGRESS and event.time > worlds[number - 1] for event in events)
 
 
 def test_a_stop_in_the_middle_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float]) -> None:

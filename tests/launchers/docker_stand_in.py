@@ -1,21 +1,25 @@
-"""Stands in for `docker` on the hosts of a test, where no engine is: `run` starts the command as a process of the host's own.
+"""Stands in for `docker` on the hosts of a test, where no engine is: a container is a process of the host's own.
 
-As with Docker, what runs in the container does not end with the `docker run` that started it, hears the signals that this gets, sees
-of its variables only those that were named, and is found again by its name. A volume is not mounted; its target is written as its
-source in the variables instead. What was asked is written down beside the state of the host.
+As with Docker, a container that is asked for is made even if whoever asked has gone, what runs in it does not end with the
+`docker start` that started it, hears the signals that this gets, sees of its variables only those that were named, and is found
+again by its name. A volume is not mounted; its target is written as its source in the variables instead. What was asked is written
+down beside the state of the host, where a file `slow` makes it take seconds until a container is made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-STATE = Path(os.environ["XDG_STATE_HOME"]) / "containers"
+STATE = Path(os.environ.get("XDG_STATE_HOME", "/")) / "containers"
 FLAGS = {"--rm", "--privileged"}
+SLOW = 3.0
 
 
 def main(argv: list[str]) -> int:
@@ -29,18 +33,21 @@ def main(argv: list[str]) -> int:
             return 0 if "our-login" in (Path(folder) / "config.json").read_text() else 1
         case ["pull", *_]:
             pass
-        case ["run", *words]:
-            return run(words)
+        case ["create", *words]:
+            return create(words)
+        case ["start", "--attach", name]:
+            return start(name)
         case ["rm", "--force", name]:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 os.killpg(int((STATE / name).read_text()), signal.SIGKILL)
-            (STATE / name).unlink(missing_ok=True)
+            for path in (STATE / name, STATE / f"{name}.made"):
+                path.unlink(missing_ok=True)
         case _:
             return 125
     return 0
 
 
-def run(words: list[str]) -> int:
+def create(words: list[str]) -> int:
     options: list[tuple[str, str]] = []
     while words[0].startswith("--"):
         flag = words.pop(0)
@@ -54,19 +61,34 @@ def run(words: list[str]) -> int:
     for source, target in volumes:
         env = {key: value.replace(target, source) for key, value in env.items()}
     image, *rest = words
-    if image.endswith("/broken"):
-        print("docker: Error response from daemon: operation not permitted", file=sys.stderr)
-        return 125
     program = dict(options)["--entrypoint"]
     # The image's own.
     env |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(STATE)}
-    ranks = subprocess.Popen([sys.executable if program == "python3" else program, *rest], env=env, start_new_session=True)
+    made = {"argv": [sys.executable if program == "python3" else program, *rest], "env": env, "broken": image.endswith("/broken")}
+    engine = os.fork()
+    if engine == 0:
+        os.setsid()
+        time.sleep(SLOW if (STATE / "slow").exists() else 0)
+        (STATE / f"{name}.made").write_text(json.dumps(made))
+        os._exit(0)
+    os.waitpid(engine, 0)
+    return 0
+
+
+def start(name: str) -> int:
+    made = json.loads((STATE / f"{name}.made").read_text())
+    if made["broken"]:
+        print("Error response from daemon: operation not permitted\nError: failed to start containers: " + name, file=sys.stderr)
+        return 1
+    ranks = subprocess.Popen(made["argv"], env=made["env"], start_new_session=True)
     (STATE / name).write_text(str(ranks.pid))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: ranks.send_signal(number))
     code = ranks.wait()
-    (STATE / name).unlink(missing_ok=True)
+    for path in (STATE / name, STATE / f"{name}.made"):
+        path.unlink(missing_ok=True)
     return code
 
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from docker_stand_in import SLOW
 from hosts import NAMES, Hosts, hosts_up
 from processes import below
 
@@ -281,7 +282,7 @@ def test_containers_have_names_of_their_run_and_none_is_left(
     assert not list(hosts.state("gpu-1").rglob("docker/config.json"))
     assert (containers.runs(), launcher.runs()) == (["demo"], [])
     first = int((hosts.state("gpu-1") / "containers/demo-node1").read_text())
-    client = next(pid for pid in hosts.pids("gpu-1") if b"--name\0demo-node1" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    client = next(pid for pid in hosts.pids("gpu-1") if b"start\0--attach\0demo-node1" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(client, signal.SIGKILL)  # its container lives on, and must make room for the next
     until(containers, "world", lambda event: len([1 for each in containers.events("demo") if each.kind == "world"]) == 2)
     assert int((hosts.state("gpu-1") / "containers/demo-node1").read_text()) != first
@@ -299,8 +300,36 @@ def test_containers_that_cannot_start_are_an_error_and_nothing_is_left(
     containers = SshDockerLauncher()
     with pytest.raises(StackError) as error:
         containers.up(plan, print)
-    assert str(error.value) == "rendezvous on gpu-0: docker: Error response from daemon: operation not permitted"
+    assert str(error.value) == "rendezvous on gpu-0: Error response from daemon: operation not permitted"
     assert (containers.runs(), {name: hosts.programs(name) for name in NAMES}) == ([], {name: [] for name in NAMES})
+
+
+def test_a_container_that_is_being_made_when_a_deploy_is_interrupted_is_not_left(
+    launcher: SshLauncher, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {"registry.lab": {"auth": "our-login"}}}))
+    runner = "{runner_type: pdsh_docker, hosts: ['gpu-[0-1] slots=1'], docker_config: {docker_container: registry.lab/train:1}}"
+    (tmp_path / "config.yml").write_text(f"runner: {runner}\n")
+    (tmp_path / "training_code.py").write_text("")
+    engine = hosts.state("gpu-1") / "containers"
+    engine.mkdir(parents=True, exist_ok=True)
+    (engine / "asked").unlink(missing_ok=True)
+    (engine / "slow").touch()
+    try:
+        deploy = swarmtrain("deploy", "config.yml", "--name", "demo", cwd=tmp_path)
+        end = time.monotonic() + 60
+        while not (engine / "asked").exists() or "create" not in (engine / "asked").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        deploy.send_signal(signal.SIGINT)
+        _, errors = deploy.communicate(timeout=60)
+        assert (deploy.returncode, "nothing of it is left" in errors) == (130, True), errors
+        assert not list(engine.glob("demo-*"))
+        time.sleep(SLOW + 0.5)
+        assert not list(engine.glob("demo-*"))
+    finally:
+        (engine / "slow").unlink()
 
 
 def test_what_hosts_lack_is_found_and_without_hosts_it_is_this_machine(launcher: SshLauncher, tmp_path: Path) -> None:

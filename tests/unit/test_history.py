@@ -166,3 +166,11 @@ def test_what_a_process_leaves_behind_is_heard_and_not_waited_for() -> None:
     while len(list(kept.lines("demo"))) < 2:
         assert time.monotonic() - begun < 20
         time.sleep(0.05)
+
+
+def test_events_of_a_file_are_parsed_from_a_time_on() -> None:
+    events = [Event("progress", {"step": step, "time_left": 5}, 100.0 + step) for step in range(5)]
+    lines = [event.to_line() for event in events]
+    others = ["", "no event", '{"event"', '{"event": "progress", "time": 200.5', '{"event": 7, "time": "never"}', '{"event": "x"}']
+    assert list(kept.events_in([*lines, *others])) == events
+    assert list(kept.events_in([*others, *lines], 102.0)) == events[2:]

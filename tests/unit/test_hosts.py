@@ -1,4 +1,4 @@
-"""Hosts and environment as users of pdsh, MPI and DeepSpeed keep them, and a plan of them as `docker run`."""
+"""Hosts and environment as users of pdsh, MPI and DeepSpeed keep them, and a plan of them as `docker create`."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line(
     found = {spec.name: spec for some in specs(plan, record, there).values() for spec in some}
     node = found["node0"]
     variables = sorted(node.env)
-    options = [word for word in node.argv if word not in variables and word != "--env"]
+    options = [word for word in node.prepare if word not in variables and word != "--env"]
     assert options == [
-        *("sudo", "-n", f"--preserve-env={','.join(node.env)}", "docker", "run", "--rm", "--name", "demo-node0"),
+        *("sudo", "-n", f"--preserve-env={','.join(node.env)}", "docker", "create", "--rm", "--name", "demo-node0"),
         *("--network", "host", "--ipc", "host", "--user", "1000:1000", "--gpus", '"device=0,2"', "--cpus", "8.0"),
         *("--volume", "/data:/data", "--mount"),
         'type=volume,source=nas,target=/nas,volume-opt=type=nfs,"volume-opt=o=addr=nas,rw",volume-opt=device=:/export',
@@ -112,12 +112,13 @@ def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line(
         *("--entrypoint", "python3", "registry/train:1", "-u", "-m", "swarmtrain.entrypoint", "node"),
     ]
     assert (node.env["TOLD"], node.env["HOME"]) == ("quietly", "/tmp")
-    assert not [word for word in node.argv if "quietly" in word or "hush" in word]
+    assert not [word for word in node.prepare if "quietly" in word or "hush" in word]
+    assert node.argv == ["sudo", "-n", "docker", "start", "--attach", "demo-node0"]
     assert node.clean == ["sudo", "-n", "docker", "rm", "--force", "demo-node0"]
-    assert "--gpus" not in found["node1"].argv
-    assert not [word for word in found[RENDEZVOUS].argv if word.startswith("/state")]
+    assert "--gpus" not in found["node1"].prepare
+    assert not [word for word in found[RENDEZVOUS].prepare if word.startswith("/state")]
     privileged = given.runner.docker_config.model_copy(update={"privileged": True})
     runner = given.runner.model_copy(update={"docker_config": privileged})
     plan = make_plan(given.model_copy(update={"runner": runner}), offline(given.runner.hosts or ()), cargo, run="demo")
-    assert "--privileged" in specs(plan, record, there)["b"][0].argv
-    assert "--privileged" not in node.argv
+    assert "--privileged" in specs(plan, record, there)["b"][0].prepare
+    assert "--privileged" not in node.prepare

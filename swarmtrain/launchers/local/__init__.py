@@ -126,7 +126,7 @@ class LocalLauncher:
 
     def events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the board's events so far. Raises RunNotFound."""
-        return [event for event in follow.events(_existing(run)) if event.time >= (since or 0.0)]
+        return follow.events(_existing(run), since)
 
     def watch(self, run: str) -> Iterator[Update]:
         """Yield what happens, until the verdict or the run's removal. Raises RunNotFound."""

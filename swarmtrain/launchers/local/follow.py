@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swarmtrain.launchers.base import LogLine, TaskState, Update
-from swarmtrain.launchers.kept import timed
+from swarmtrain.launchers.kept import events_in, timed
 from swarmtrain.launchers.local.folder import RunFolder
 from swarmtrain.wire import VERDICT, Event
 
@@ -39,9 +39,9 @@ class Tail:
         return [line.decode(errors="replace") for line in whole]
 
 
-def events(folder: RunFolder) -> list[Event]:
-    """Return the events on the board so far."""
-    return [event for line in Tail(folder.events).lines() if (event := Event.from_line(line))]
+def events(folder: RunFolder, since: float | None = None) -> list[Event]:
+    """Return the events on the board so far, from `since` on."""
+    return list(events_in(Tail(folder.events).lines(), since or 0.0))
 
 
 class Log(Tail):

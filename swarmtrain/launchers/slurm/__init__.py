@@ -137,7 +137,7 @@ class SlurmLauncher:
     @in_state()
     def events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the board's events so far. Raises RunNotFound."""
-        return [event for event in files.events(_existing(run)) if event.time >= (since or 0.0)]
+        return files.events(_existing(run), since)
 
     def watch(self, run: str) -> Iterator[Update]:
         """Yield what happens, through requeues, until the verdict, the job's end or the run's removal. Raises RunNotFound."""

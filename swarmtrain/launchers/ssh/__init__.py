@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import re
 import socket
 import sys
 import time
@@ -40,6 +41,8 @@ _LOCK_EVERY = 0.5
 _AFTER_GRACE = 30.0
 _GOODBYE = 5.0
 _BOARD_SPEAKS_WITHIN = 60.0
+_OF_DOCKER = re.compile(r"(Run|See) 'docker|Error: failed to start containers")
+"""What docker says beside its reason."""
 _BOARD_TRIES = 2
 
 
@@ -430,9 +433,7 @@ def _await_board(host: Host, run: str) -> None:
         state = host.ask("look", run=run)["states"].get(RENDEZVOUS)
         if state and state["state"] == "failed" and state["restarts"] >= _BOARD_TRIES:
             said = [line.text for line in follow.printed(host, run) if line.node == RENDEZVOUS and line.text.strip()]
-            reason = next(
-                (text for text in reversed(said) if not text.startswith("Run 'docker run --help'")), f"exit code {state['exit_code']}"
-            )
+            reason = next((text for text in reversed(said) if not _OF_DOCKER.match(text)), f"exit code {state['exit_code']}")
             raise StackError(reason, place=f"rendezvous on {host.name}", hint="the nodes would not start either")
         time.sleep(_LOCK_EVERY)
 

@@ -46,10 +46,10 @@ def specs(plan: Plan, record: Record, hosts: Mapping[str, There]) -> dict[str, l
         place = _place(plan, record, there, docker=docker)
         env = node_env(plan, node, place) | _gpus(node, docker=docker) if node else board_env(plan, place)
         argv = ["python3" if docker else record.pythons[host], "-u", "-m", MODULE, "node" if node else "rendezvous"]
-        argv, clean = in_docker(plan, node, there, argv, env) if docker else (argv, [])
+        prepare, argv, clean = in_docker(plan, node, there, argv, env) if docker else ([], argv, [])
         log = str(there.folder / f"{name}.log")
         out = log if node else str(there.folder / "events.jsonl")
-        found[host].append(Spec(name, argv, env, there.cwd, out, log, content if node else "", clean))
+        found[host].append(Spec(name, argv, env, there.cwd, out, log, content if node else "", clean, prepare))
     return found
 
 
@@ -88,10 +88,13 @@ def _mount(docker: DockerConfig, source: str, target: str) -> list[str]:
     return ["--mount", line.getvalue()]
 
 
-def in_docker(plan: Plan, node: PlannedNode | None, there: There, argv: list[str], env: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Return the `docker run` in which `argv` runs with `env`, and what removes its container.
+def in_docker(
+    plan: Plan, node: PlannedNode | None, there: There, argv: list[str], env: dict[str, str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return what makes the container in which `argv` runs with `env`, what starts it and stays as long as it runs, what removes it.
 
-    Of the variables only the names are written there: docker takes the values from its own environment.
+    Of the variables only the names are written there: docker takes the values from its own environment. A `docker run` that
+    is ended while it waits for the engine leaves a container that nobody knows of, so it is made and started apart.
     """
     docker, cargo = plan.config.runner.docker_config, plan.cargo
     sudo = sudo_docker(plan, preserve=",".join(env))
@@ -116,12 +119,11 @@ def in_docker(plan: Plan, node: PlannedNode | None, there: There, argv: list[str
     words += _RDMA if node and plan.config.runner.swarm.rdma else []
     words += ["--label", f"swarmtrain.run={plan.run}"]
     program, *arguments = argv
-    return [*sudo, "run", "--rm", *words, "--entrypoint", program, docker.docker_container, *arguments], [
-        *sudo_docker(plan),
-        "rm",
-        "--force",
-        container,
-    ]
+    return (
+        [*sudo, "create", "--rm", *words, "--entrypoint", program, docker.docker_container, *arguments],
+        [*sudo_docker(plan), "start", "--attach", container],
+        [*sudo_docker(plan), "rm", "--force", container],
+    )
 
 
 def sudo_docker(plan: Plan, preserve: str = "") -> list[str]:

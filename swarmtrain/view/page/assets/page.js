@@ -172,19 +172,22 @@
     }
   }
 
-  // What is zoomed into in one plot is in all.
-  let following = false;
+  // What is zoomed into in one plot is in all. uPlot tells of a new scale later, and of those that were set here, too.
   function follow(chart) {
-    if (following || !chart.made) return;
-    const { min, max } = chart.scales.x, steps = chart.data[0];
-    const all = min <= steps[0] && max >= steps[steps.length - 1];
+    if (!chart.made) return;
+    const { min, max } = chart.scales.x, { min: first, max: last } = span(chart);
+    if (zoom && min === zoom.min && max === zoom.max) return;
+    const all = min <= first && max >= last;
+    if (all && !zoom) return;
     zoom = all ? null : { min, max };
     $("whole").hidden = all;
-    following = true;
     for (const other of drawn) if (other.chart !== chart) other.chart.setScale("x", zoom ?? span(other.chart));
-    following = false;
   }
-  const span = (chart) => ({ min: chart.data[0][0], max: chart.data[0][chart.data[0].length - 1] });
+  // A scale has a width, though a curve may have one point.
+  function span(chart) {
+    const steps = chart.data[0], first = steps[0], last = steps[steps.length - 1];
+    return first < last ? { min: first, max: last } : { min: first, max: first + 1 };
+  }
 
   function plots(anew) {
     const wanted = layout(page.curves);
@@ -198,14 +201,12 @@
       wanted.forEach((plot) => build(plot, page.curves, holder));
       drawnAs = as;
     } else {
-      following = true;
       drawn.forEach((made, i) => {
         made.plot = wanted[i];
         made.chart.setData(joined(wanted[i], page.curves), !zoom);
         if (zoom) made.chart.setScale("x", zoom);
         tell(made.chart);
       });
-      following = false;
     }
     $("markers").replaceChildren(...page.markers.map((each) => el("li", { class: each.kind },
       el("span", { class: "quiet" }, `step ${whole(each.step)}`), el("span", { class: "label" }, each.label), el("span", { class: "text" }, moment(each.time), ` ${each.text}`))));
