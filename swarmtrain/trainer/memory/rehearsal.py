@@ -7,7 +7,7 @@ tried on any machine, in the memory and the seconds of one process, and it runs 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,7 +85,10 @@ class _Nothing(Samples):
         self._numbered = shape.reset_attention_mask or shape.reset_position_ids
 
     def batch(self, position: int, count: int) -> Batch:
-        return Batch(np.arange(position, position + count), count * self.sequence_length)
+        return Batch(np.arange(position, position + count), self.targets(range(count)))
+
+    def targets(self, ids: Sized) -> int:
+        return len(ids) * self.sequence_length
 
     def load(self, ids: Ids) -> Rows:
         made: list[Tensor] = [torch.zeros((len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
