@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from swarmtrain import wire
+from swarmtrain.trainer import started
 from swarmtrain.trainer.checkpoint import Saved
 from swarmtrain.trainer.determined import Trial
 from swarmtrain.trainer.metrics import flops
@@ -60,10 +61,11 @@ class Report:
             self._poster.close(_FLUSH)
 
     def begins(self, step: int, path: Path | None, token: int, model: ParallelModel) -> None:
-        """World `token` trains `model` from `step` on, which stands at `path` (None: from nothing).
+        """World `token` trains `model` from `step` on, which stands at `path` (None: from nothing). Called by all ranks together.
 
         Raises TrainingError if a sink cannot be opened.
         """
+        self._tell_what_runs(token, model)
         mesh = model.mesh
         LOG.info("world %d: ranks %d, replicas %d, parameters %s", token, self._here.size, mesh.data_size, f"{model.size:,}")
         if path:
@@ -75,6 +77,17 @@ class Report:
             self._peak = flops.peak(torch.cuda.get_device_name(self._here.device), config.transformer_architecture.precision)
         self._sinks.open(self._here, step)
         self._speed = Speed()
+
+    def _tell_what_runs(self, token: int, model: ParallelModel) -> None:
+        facts = started.gather(self._here, token, model)
+        if not self._here.first:
+            return
+        for line in started.lines(facts):
+            LOG.info("%s", line)
+        if folder := folder_of(self._here):
+            started.write(facts, folder)
+        for node, told in started.by_node(facts):
+            self._post(wire.REPORT, node=node, **told)
 
     def step(self, made: Step, parts: Mapping[str, float]) -> None:
         """An optimizer step is done, or has been skipped. `parts`: seconds that each part of a step took, of the last that is known."""
