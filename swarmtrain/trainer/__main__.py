@@ -1,6 +1,8 @@
-"""Verbs that need torch, for the command line, which never imports it: `python -m swarmtrain.trainer VERB`.
+"""Verbs that need torch: `python -m swarmtrain.trainer VERB`.
 
-A verb reads its question from standard input as JSON and answers on standard output as JSON: {"error": …} where it cannot.
+bench       how fast a config trains here, for people; also under torchrun
+memory      for our own command line, which never imports torch: reads its question from standard input as JSON, and answers on
+            standard output as JSON, {"error": …} where it cannot
 """
 
 from __future__ import annotations
@@ -30,8 +32,13 @@ VERBS = {"memory": memory}
 
 
 def main() -> int:
+    """Do what the command line asks for, and return the exit code."""
+    if sys.argv[1:2] == ["bench"]:
+        from swarmtrain.trainer import bench
+
+        return bench.main(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in VERBS:
-        sys.stderr.write(f"usage: python -m swarmtrain.trainer {'|'.join(VERBS)} < question.json\n")
+        sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join(VERBS)} < question.json\n")
         return EXIT_USAGE
     try:
         answer = VERBS[sys.argv[1]](json.load(sys.stdin))

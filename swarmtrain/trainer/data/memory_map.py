@@ -76,6 +76,11 @@ class MemoryMap:
         return low - 1
 
 
+def exists(prefix: Path) -> bool:
+    """Say whether there are files of `prefix`."""
+    return _file(prefix, "meta.json").exists()
+
+
 def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[str, Any] | None = None) -> None:
     """Write `documents`, arrays of tokens, under `prefix`. `extra` goes into the meta file, which comes last:
     whoever finds it finds the rest complete."""
