@@ -101,7 +101,8 @@ def test_each_takes_over_from_the_other(
     micro = {"micro_batch_size": BATCH // accumulation}
     together = train(tmp_path / "one", changed(base, topology=micro, trainer={"train_iterations": last, "eval_interval": last}))
     assert deviation(together, losses(tmp_path / "many")) < bound
-    assert deviation(held_out(tmp_path / "one"), held_out(tmp_path / "many")) < bound
+    alone, many = held_out(tmp_path / "one"), held_out(tmp_path / "many")  # each of many has measured at its own end, too
+    assert deviation(alone, {step: many[step] for step in alone}) < bound
     assert together[last] < 0.95 * together[1], "a model that learns nothing is equal to anything"
 
 
