@@ -33,6 +33,7 @@ class Attended:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._profile.close()
         self._collector.__exit__(kind, error, trace)
         self._watchdog.__exit__(kind, error, trace)
 

@@ -1,4 +1,4 @@
-"""What a run tells: events, metrics.jsonl, log lines, W&B, the profiler's trace."""
+"""What a run tells: events, metrics.jsonl, log lines, W&B."""
 
 from __future__ import annotations
 
@@ -162,12 +162,6 @@ def test_log_lines(tmp_path: Path, config: dict[str, Any]) -> None:
     assert all("eta 0:00:0" in line and "grad norm" in line and "lr " in line for line in lines)
     assert (tmp_path / "rank-1.log").read_text() == "", "one voice"
     assert "held-out loss 4." in world.log().splitlines()[-1]
-
-
-def test_trace(tmp_path: Path, config: dict[str, Any]) -> None:
-    train(tmp_path, changed(config, profiler={"profile_steps": 2, "profile_start_at_step": 3}), 2)
-    trace = json.loads((tmp_path / "run" / "profile.json").read_text())
-    assert any("scaled_dot_product" in event.get("name", "") for event in trace["traceEvents"])
 
 
 def wandb_config(config: dict[str, Any], tmp_path: Path, **options: object) -> tuple[dict[str, Any], dict[str, str]]:
