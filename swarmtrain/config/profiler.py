@@ -31,3 +31,7 @@ class ProfilerConfig(Section):
         False,
         description="Write what is in the GPU's memory after the traced steps, and every allocation in them, for pytorch.org/memory_viz.",
     )
+    timeline_steps: int = Field(
+        0, ge=0, description="Steps of which timeline.json in log_dir shows what every rank does when, micro batch by micro batch. 0: off."
+    )
+    timeline_start_at_step: int = Field(10, ge=0, description="The first of them, counted from where this world starts.")
