@@ -32,6 +32,13 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def to_first_rank(value: T) -> list[T]:
+    """Return the `value` of every rank, by rank, on rank 0, and nothing on the others."""
+    values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(value, values or None)
+    return values
+
+
 def by_first_rank(decide: Callable[[], T]) -> T:
     """Run `decide` on rank 0 and return its value on every rank. A SwarmtrainError raised there is raised on every rank."""
     answer: list[Any] = [None, None]

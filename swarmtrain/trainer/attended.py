@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -12,16 +12,26 @@ from torch import Tensor
 
 from swarmtrain.trainer import checks, shortage
 from swarmtrain.trainer.collector import Collector
+from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience
+from swarmtrain.trainer.metrics.pace import Pace, Work
 from swarmtrain.trainer.metrics.profile import Profile
+from swarmtrain.trainer.metrics.timeline import Timeline
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parts import Parts
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.watchdog import Watchdog
 
 
 class Attended:
-    """While entered, hangs are noticed, and garbage is collected between steps only."""
+    """While entered, hangs are noticed, and garbage is collected between steps only. `measures` comes before the first step."""
+
+    _pace: Pace
+    _parts: Parts
+    _timeline: Timeline
+    taken: Mapping[str, float]
+    """Seconds that each part of a step took, of the last that is known."""
 
     def __init__(self, here: Runtime, model: ParallelModel, optimizer: Optimizer, patience: Patience) -> None:
         self._here, self._model, self._optimizer, self._patience = here, model, optimizer, patience
@@ -33,19 +43,34 @@ class Attended:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._profile.close()
+        if kind is None:
+            self._timeline.close()
         self._collector.__exit__(kind, error, trace)
         self._watchdog.__exit__(kind, error, trace)
+
+    def measures(self, data: Samples) -> Parts:
+        """Begin to measure how long things take, and return the clock that is to be told what begins."""
+        self._pace, self._parts = Pace(self._here, self._model, data), Parts(self._here.device)
+        self._timeline = Timeline(self._here, self._model.mesh, self._parts)
+        return self._parts
+
+    def compared(self) -> list[Work] | None:
+        """Return the work of all ranks, by rank, if it is time to compare. Called by all after each step."""
+        return self._pace.compared()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Make step `number` in the body. Called by all ranks together."""
         self._profile.before_step()
         begun, place = time.monotonic(), f"step {number} on rank {self._here.rank}"
-        with self._watchdog.step(number), checks.explained(number), shortage.told(place, self._held):
+        with self._watchdog.step(number), checks.explained(number), shortage.told(place, self._held), self._pace.step():
             yield
         self._patience.step_took(time.monotonic() - begun)
         self._collector.after_step(number)
         self._profile.after_step()
+        self.taken = self._parts.step()
+        self._timeline.after_step(number)
 
     def _held(self) -> dict[str, list[Tensor | None]]:
         parameters = list(self._model.parameters.values())

@@ -17,10 +17,9 @@ from swarmtrain.trainer.determined import Trial
 from swarmtrain.trainer.guard import Patience, StopFlag
 from swarmtrain.trainer.metrics import Report
 from swarmtrain.trainer.metrics.files import AuditFile
-from swarmtrain.trainer.metrics.pace import Pace
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parts import CHECKPOINT, EVALUATION, LOGGING, Parts
+from swarmtrain.trainer.parts import CHECKPOINT, EVALUATION, LOGGING
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.saving import Saving
 from swarmtrain.trainer.soundness import Soundness
@@ -57,7 +56,7 @@ def train(
         report.begins(progress.step, path, checkpoints.token, model)
         saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)
         soundness = Soundness(here)
-        pace, parts = Pace(here, model, data), Parts(here.device)
+        parts = attended.measures(data)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         made: Step | None = None
         loss = None
@@ -79,15 +78,14 @@ def train(
                     saving.save_if_due(progress, wished=made is not None and made.to_be_saved)
                 progress = soundness.past(progress)
                 position, number, wish = progress.consumed_samples, progress.step + 1, here.first and saving.wished
-                with attended.step(number), pace.step():
+                with attended.step(number):
                     made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish, parts=parts)
                     soundness.judge(made, position, data)
                 audit.write(made)  # what survivors save has been recorded
                 progress = progress.after(number, position + here.config.topology.global_batch)
-                taken = parts.step()
                 with parts.of(LOGGING):
-                    report.step(made, taken)
-                report.compared(pace.compared())
+                    report.step(made, attended.taken)
+                report.compared(attended.compared())
                 saving.tell()
                 if _due(number, config.check_replicas_interval):
                     replicas.check(here, model, optimizer, number)

@@ -65,6 +65,11 @@ class Runtime:
         """True on rank 0."""
         return self.rank == 0
 
+    @property
+    def folder(self) -> Path:
+        """Where rank 0 writes what the run says of itself."""
+        return self.config.logger.log_dir or self.config.trainer.save_dir or Path.cwd()
+
     @contextmanager
     def local_first(self) -> Iterator[None]:
         """Run the body on local rank 0 of each node, then on the others: the first prepares, the others find it done."""

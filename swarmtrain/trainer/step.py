@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -154,15 +155,23 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
     if isinstance(model.replicas, Pipeline):
         first = dealt[0][0] if dealt else 0
         rows = _together(here, data, dealt)
-        return model.replicas.step(rows, scaled, lambda index: _micro_batch(here, number, first + index, parts))
+        parts.begins(BACKWARD)  # between passes it waits for other stages
+        forward = partial(_forward, here, number, parts)
+        return model.replicas.step(
+            rows,
+            scaled,
+            lambda index, stage: forward(first + index, stage),
+            lambda index, stage: parts.of(BACKWARD, first + index, stage),
+        )
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     passes = _filled(dealt, model.replicas.passes)
     for index, (micro, ids) in enumerate(passes):
         with model.replicas.micro_batch(last=index == len(passes) - 1):
             parts.begins(DATA)
             rows = _rows(here, data, ids)
-            with _micro_batch(here, number, micro, parts):
+            with _forward(here, number, parts, micro):
                 loss: Tensor = model.replicas(*rows)
+            parts.begins(BACKWARD, micro)
             torch.autograd.backward(scaled(loss))
         summed += loss.detach()
     return summed
@@ -170,7 +179,7 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
 
 def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
     if isinstance(model.replicas, Pipeline):
-        return model.replicas.evaluate(_together(here, data, dealt), lambda _: _autocast(here))
+        return model.replicas.evaluate(_together(here, data, dealt), lambda *_: _autocast(here))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     for _, ids in _filled(dealt, model.replicas.passes):
         rows = _rows(here, data, ids)
@@ -199,13 +208,15 @@ def _sent(here: Runtime, rows: Rows) -> Rows:
 
 
 @contextmanager
-def _micro_batch(here: Runtime, number: int, micro: int, parts: Parts) -> Iterator[None]:
-    """The forward pass of micro batch `micro` of step `number` goes in the body; what comes after it is a backward pass."""
-    parts.begins(FORWARD)
-    seed(here.config.trainer.seed, number, micro)
-    with _autocast(here), dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch):
+def _forward(here: Runtime, number: int, parts: Parts, micro: int, *stage: int) -> Iterator[None]:
+    """The forward pass of micro batch `micro` of step `number`, through this `stage` of a pipeline if there is one, goes in the body."""
+    with (
+        parts.of(FORWARD, micro, *stage),
+        _autocast(here),
+        dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch),
+    ):
+        seed(here.config.trainer.seed, number, micro)
         yield
-    parts.begins(BACKWARD)
 
 
 def _autocast(here: Runtime) -> AbstractContextManager[object]:

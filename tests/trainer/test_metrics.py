@@ -146,21 +146,6 @@ def test_log_lines(tmp_path: Path, config: dict[str, Any]) -> None:
     assert "held-out loss 4." in world.log().splitlines()[-1]
 
 
-def test_traces_of_chosen_ranks(tmp_path: Path, config: dict[str, Any]) -> None:
-    wanted = {"profile_steps": 2, "profile_start_at_step": 3, "profile_ranks": [0, 1], "record_shapes": True, "memory_snapshot": True}
-    world = World(tmp_path, changed(config, profiler=wanted), 2)
-    assert world.wait() == [0, 0], world.log()
-    for name in ("profile.json", "profile-rank-1.json"):
-        trace = json.loads((tmp_path / "run" / name).read_text())["traceEvents"]
-        assert any("scaled_dot_product" in event.get("name", "") for event in trace)
-        assert {event["name"] for event in trace if event.get("name", "").startswith("ProfilerStep#")} == {
-            "ProfilerStep#1",
-            "ProfilerStep#2",
-        }
-        assert "aten::" in (tmp_path / "run" / name).with_suffix(".txt").read_text()
-    assert "there is none of a CPU" in world.log()
-
-
 def wandb_config(config: dict[str, Any], tmp_path: Path, **options: object) -> tuple[dict[str, Any], dict[str, str]]:
     (tmp_path / "key").write_text(KEY + "\n")
     # Its own folders too go where the test can look through them.

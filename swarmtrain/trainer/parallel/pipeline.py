@@ -32,8 +32,8 @@ from swarmtrain.trainer.parallel import recompute
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.sharded import Divided, Fill
 
-Around = Callable[[int], AbstractContextManager[object]]
-"""What the forward pass of a replica's micro batch, by its number there, is made in."""
+Around = Callable[[int, int], AbstractContextManager[object]]
+"""What a pass of a replica's micro batch, by its number there, through a stage, by its number, is made in."""
 Scaled = Callable[[Tensor], Tensor]
 """Makes of a summed loss what is differentiated."""
 
@@ -82,26 +82,26 @@ class Pipeline:
         """What this rank keeps of each parameter, in the order of the model's."""
         return self._state.parameters
 
-    def step(self, rows: Rows, scaled: Scaled, around: Around) -> Tensor:
+    def step(self, rows: Rows, scaled: Scaled, forward: Around, backward: Around) -> Tensor:
         """Make the forward and backward passes of `rows`: this replica's in one step.
 
         Return their summed loss in fp64, zero on a rank without the last stage. Every rank then has the gradient of the
         sum over all replicas, `scaled`.
         """
-        loss = self._run(self._schedule.step, rows, scaled, around)
+        loss = self._run(self._schedule.step, rows, scaled, forward, backward)
         self._state.take_gradients()
         if self._tied is not None and self._tied.grad is not None:
             self._tied.grad = _with_twin(self._tied.grad, self._mesh)
         return loss
 
-    def evaluate(self, rows: Rows, around: Around) -> Tensor:
+    def evaluate(self, rows: Rows, forward: Around) -> Tensor:
         """Return the summed loss of `rows` in fp64, zero on a rank without the last stage."""
-        return self._run(self._schedule.eval, rows, _unscaled, around)
+        return self._run(self._schedule.eval, rows, _unscaled, forward, forward)
 
-    def _run(self, run: Callable[..., object], rows: Rows, scaled: Scaled, around: Around) -> Tensor:
+    def _run(self, run: Callable[..., object], rows: Rows, scaled: Scaled, forward: Around, backward: Around) -> Tensor:
         self._scaled, self._losses = scaled, []
         for stage in self._stages:
-            stage.around = around
+            stage.around_forward, stage.around_backward = forward, backward
         given = (self._filled(rows.inputs, 0),) if self._stages[0].is_first else ()
         named = {} if rows.documents is None else {"documents": self._filled(rows.documents, 0)}
         if self._stages[-1].is_last:
@@ -126,24 +126,26 @@ class Pipeline:
 class _Stage(PipelineStage):
     """A stage that knows when a micro batch begins, and when its gradients are there."""
 
-    around: Around
+    around_forward: Around
+    around_backward: Around
     copies: _Copies | None = None
     """Who is to have the gradients; None if fully_shard does."""
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
-        with self.around(fwd_chunk_id):
+        with self.around_forward(fwd_chunk_id, self.stage_index):
             return super().forward_one_chunk(fwd_chunk_id, args, self._own(kwargs or {}), save_forward_output)
 
     def _own(self, named: dict[str, Any]) -> dict[str, Any]:
         """Of a rank's several stages only the last one has a loss to make."""
         return {name: value for name, value in named.items() if self.is_last or name != "targets"}
 
-    def backward_one_chunk(self, *args: Any, **options: Any) -> None:
-        super().backward_one_chunk(*args, **options)
-        if self.copies:
-            self.copies.set_aside(self.submod.parameters())
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        with self.around_backward(bwd_chunk_id, self.stage_index):
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+            if self.copies:
+                self.copies.set_aside(self.submod.parameters())
 
 
 class _Copies:
