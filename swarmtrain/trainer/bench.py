@@ -35,7 +35,7 @@ from swarmtrain.trainer.metrics.room import used_memory
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel, parallelize
-from swarmtrain.trainer.parts import OTHER, Parts
+from swarmtrain.trainer.parts import OTHER
 from swarmtrain.trainer.runtime import Runtime, read_config, start
 from swarmtrain.trainer.step import make_step
 
@@ -64,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, *, steps: int, warmup: int) -> dict[str, Any]:
     """Return what `steps` steps come to, after `warmup` others: seconds, tokens a second, bytes. Called by all ranks together."""
-    config, parts = here.config, Parts(here.device)
-    seconds, taken, tokens = [], [], 0
+    config, seconds, taken, tokens = here.config, [], [], 0
     with StopFlag() as stop, Attended(here, model, optimizer, Patience(model.mesh.groups)) as attended:
+        parts = attended.measures(data)
         for number in range(1, warmup + steps + 1):
             position = (number - 1) * config.topology.global_batch
             begun = time.perf_counter()
@@ -74,10 +74,8 @@ def measure(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Sam
                 made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, parts=parts)
             if number > warmup:
                 seconds.append(time.perf_counter() - begun)
-                taken.append(parts.step())
+                taken.append(attended.taken)
                 tokens += made.tokens
-            else:
-                parts.step()
     speed, work = tokens / sum(seconds), flops.per_token(config.transformer_architecture, model.size)
     cuts = quantiles(seconds, n=10, method="inclusive") if steps > 1 else seconds * 9
     facts: dict[str, Any] = {
