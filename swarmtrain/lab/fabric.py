@@ -6,6 +6,7 @@ On the host's own network nothing is added: in there, an engine's FORWARD rules 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -93,8 +94,9 @@ def remove(lab: str, part: str) -> None:
 def remove_wire(lab: str, node: str) -> None:
     """Remove the node's wire at the bridge; nothing happens if it is not there."""
     own = namespace(lab, node)
-    if own in namespaces() and "eth0" in process.run(["ip", "-n", own, "link", "show", "type", "veth"]):
-        _ip(own, "link", "delete", "eth0")
+    with contextlib.suppress(ProcessError):  # one whose making was interrupted has a name and nothing behind it
+        if own in namespaces() and "eth0" in process.run(["ip", "-n", own, "link", "show", "type", "veth"]):
+            _ip(own, "link", "delete", "eth0")
 
 
 def namespaces() -> set[str]:

@@ -119,7 +119,7 @@ def test_a_slow_link(doctor: Doctor, lab: Lab) -> None:
 
 
 def test_save_dir_on_two_disks(doctor: Doctor, lab: Lab) -> None:
-    with on(lab, "node2", "mkdir -p -m 777 /mnt/own; mount --bind /mnt/own /mnt/shared", "umount /mnt/shared"):
+    with on(lab, "node2", "mkdir -p -m 777 /mnt/other; mount --bind /mnt/other /mnt/shared", "umount /mnt/shared"):
         answers = doctor(sound=False)
     assert any("/workspace/runs is another disk here: what node0, node1 wrote" in line for line in found(answers)["shared"])
 
