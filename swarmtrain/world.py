@@ -75,7 +75,10 @@ def _mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _starter() -> int:
     """Return the process that has started all ranks of this host: Hydra names no job, and gives each rank a session of its own."""
-    return int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
+    leader = os.getsid(0)
+    if leader == 0:  # it is outside this container: ranks without sessions of their own are children of one process
+        return os.getppid()
+    return int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def in_trial(environ: Mapping[str, str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -75,6 +76,11 @@ def test_without_a_job_of_its_own_an_mpi_world_has_the_port_of_its_starter() -> 
     hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
     assert find(hydra)["MASTER_PORT"] != str(port_of(0) + 2)
     assert find({**hydra, "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1"})["MASTER_PORT"] == str(port_of(41) + 2)
+
+
+def test_the_leader_of_an_mpi_worlds_session_may_be_outside_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getsid", lambda _: 0)
+    assert find({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})["MASTER_PORT"] == str(port_of(os.getppid()) + 2)
 
 
 TRIAL = {"DET_TASK_TYPE": "TRIAL", "DET_TRIAL_ID": "7"}
