@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from swarmtrain.config.base import Patterns, Section, wrong
 from swarmtrain.config.interval import AUTO, IntervalText
+from swarmtrain.config.tensor_statistics import TensorStatisticsRecorderConfig
 
 
 def _several(value: object) -> object:
@@ -112,6 +113,9 @@ class TrainerConfig(Section):
         ge=1,
         description="Tokens of a micro batch whose logits are there at a time. Fewer need less memory, and very few are slow. "
         "In float16 all are, whose small gradients need the loss's scale.",
+    )
+    tensor_statistics_recorder_config: TensorStatisticsRecorderConfig | None = Field(
+        None, description="Figures of weights, activations and gradients. {}: the usual ones every 100 steps. null: none."
     )
     seed: int = Field(42, ge=0, description="Seed of parameters and of the order of samples.")
 

@@ -37,7 +37,6 @@ _LEFT: dict[str, tuple[Why, str]] = {
     "trainer.dataloader_num_workers": (_OTHERWISE, _LOADER),
     "trainer.dataloader_pin_memory": (_OTHERWISE, _LOADER),
     "trainer.dataloader_prefetch_factor": (_OTHERWISE, _LOADER),
-    "trainer.tensor_statistics_recorder_config": (_NOTHING, ""),
     "trainer.separate_file_for_parameters": (_NOTHING, _MODEL),
     "trainer.merge_lora_after_loading_checkpoint": (_NOTHING, _MODEL),
     "transformer_architecture.vocab_file": (_OTHERWISE, "data hold tokens already; vocab_size says how many there are"),
@@ -184,6 +183,17 @@ def _deterministic(book: Book, key: Key) -> None:
     book.carry(key, "trainer.deterministic", "require" if book.get(key) else "ignore")
 
 
+def _statistics(book: Book, key: Key) -> None:
+    """All but the entropy, which is that of probabilities: no module returns any."""
+    pairs = book.items(key)
+    if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], list) for pair in pairs):
+        book.carry(key, key)
+        return
+    if any("entropy" in wanted for _, wanted in pairs):
+        book.note("tensor statistics have no entropy: attention's probabilities are never there as a whole")
+    book.carry(key, key, [[glob, [one for one in wanted if one != "entropy"]] for glob, wanted in pairs])
+
+
 _SPOKEN = {
     ("runner", "hostsfile"): _hostsfile,
     ("runner", "default_gpu_count"): _gpus,
@@ -193,6 +203,7 @@ _SPOKEN = {
     ("data", "blended_dataset", "weights"): _weights,
     ("training", "weight_decay"): _weight_decay,
     ("optimizer", "weight_decay"): _weight_decay,
+    ("trainer", "tensor_statistics_recorder_config", "statistics"): _statistics,
     ("training", "use_deterministic_torch_algorithms"): _deterministic,
 }
 

@@ -16,6 +16,7 @@ from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.guard import Patience
 from swarmtrain.trainer.metrics.pace import Pace, Work
 from swarmtrain.trainer.metrics.profile import Profile
+from swarmtrain.trainer.metrics.recorder import Recorder
 from swarmtrain.trainer.metrics.timeline import Timeline
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
@@ -30,6 +31,7 @@ class Attended:
     _pace: Pace
     _parts: Parts
     _timeline: Timeline
+    _recorder: Recorder
     taken: Mapping[str, float]
     """Seconds that each part of a step took, of the last that is known."""
 
@@ -46,14 +48,23 @@ class Attended:
         self._profile.close()
         if kind is None:
             self._timeline.close()
+            self._recorder.close()
         self._collector.__exit__(kind, error, trace)
         self._watchdog.__exit__(kind, error, trace)
 
-    def measures(self, data: Samples) -> Parts:
-        """Begin to measure how long things take, and return the clock that is to be told what begins."""
+    def measures(self, data: Samples, step: int) -> Parts:
+        """Begin to measure after `step`, and return the clock that is to be told what begins. Called by all ranks together.
+
+        Raises TrainingError if a file cannot be opened.
+        """
+        self._recorder = Recorder(self._here, self._model, step)
         self._pace, self._parts = Pace(self._here, self._model, data), Parts(self._here.device)
         self._timeline = Timeline(self._here, self._model.mesh, self._parts)
         return self._parts
+
+    def passed(self) -> None:
+        """The passes of the step are made, and gradients summed. Called by all ranks together."""
+        self._recorder.passed()
 
     def compared(self) -> list[Work] | None:
         """Return the work of all ranks, by rank, if it is time to compare. Called by all after each step."""
@@ -63,6 +74,7 @@ class Attended:
     def step(self, number: int) -> Iterator[None]:
         """Make step `number` in the body. Called by all ranks together."""
         self._profile.before_step()
+        self._recorder.before_step(number)
         begun, place = time.monotonic(), f"step {number} on rank {self._here.rank}"
         with self._watchdog.step(number), checks.explained(number), shortage.told(place, self._held), self._pace.step():
             yield

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--warmup", type=int, default=_WARMUP, help=f"steps before them ({_WARMUP})")
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
     asked = parser.parse_args(argv)
-    config = read_config([asked.config, *asked.override])
+    config = read_config([asked.config, *asked.override, "trainer.tensor_statistics_recorder_config=null"])
     with start(config) as here, _data(here) as (data, made_up):
         model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), here)
         facts = measure(here, model, Optimizer(model, config), data, steps=asked.steps, warmup=asked.warmup)
@@ -66,7 +66,7 @@ def measure(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Sam
     """Return what `steps` steps come to, after `warmup` others: seconds, tokens a second, bytes. Called by all ranks together."""
     config, seconds, taken, tokens = here.config, [], [], 0
     with StopFlag() as stop, Attended(here, model, optimizer, Patience(model.mesh.groups)) as attended:
-        parts = attended.measures(data)
+        parts = attended.measures(data, 0)
         for number in range(1, warmup + steps + 1):
             position = (number - 1) * config.topology.global_batch
             begun = time.perf_counter()

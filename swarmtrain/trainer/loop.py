@@ -56,7 +56,7 @@ def train(
         report.begins(progress.step, path, checkpoints.token, model)
         saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)
         soundness = Soundness(here)
-        parts = attended.measures(data)
+        parts = attended.measures(data, progress.step)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         made: Step | None = None
         loss = None
@@ -79,7 +79,18 @@ def train(
                 progress = soundness.past(progress)
                 position, number, wish = progress.consumed_samples, progress.step + 1, here.first and saving.wished
                 with attended.step(number):
-                    made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, save=wish, parts=parts)
+                    made = make_step(
+                        here,
+                        model,
+                        optimizer,
+                        data,
+                        position=position,
+                        number=number,
+                        stop=stop,
+                        save=wish,
+                        parts=parts,
+                        passed=attended.passed,
+                    )
                     soundness.judge(made, position, data)
                 audit.write(made)  # what survivors save has been recorded
                 progress = progress.after(number, position + here.config.topology.global_batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,10 @@ from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.optim import Optimizer, Update
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.pipeline import Pipeline, Scaled
-from swarmtrain.trainer.parts import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER, Parts
+from swarmtrain.trainer.parts import BACKWARD, COMMUNICATION, DATA, FORWARD, LOGGING, OPTIMIZER, OTHER, Parts
 from swarmtrain.trainer.runtime import Runtime, derived_seed, seed
 
-_NARROW = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
+NARROW = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 Dealt = Sequence[tuple[int, Ids]]
 """A replica's micro batches, with their numbers in the whole step."""
 
@@ -70,10 +70,12 @@ def make_step(
     stop: StopFlag,
     save: bool = False,
     parts: Parts | None = None,
+    passed: Callable[[], None] | None = None,
 ) -> Step:
     """Make optimizer step `number` with the global batch that begins at `position`. `save`: this rank wishes it to be saved.
 
-    A step whose loss or gradient is no number changes nothing. `parts` is told what begins.
+    A step whose loss or gradient is no number changes nothing. `parts` is told what begins, and `passed` is
+    called when the gradients are summed.
     """
     topology, mesh = here.config.topology, model.mesh
     parts = parts or Parts(here.device)
@@ -83,6 +85,9 @@ def make_step(
     for _, ids in ahead:
         data.expect(ids)  # read from the disk while this step is computed
     summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens), parts=parts)
+    if passed:
+        with parts.of(LOGGING):
+            passed()
     parts.begins(OPTIMIZER)
     update = optimizer.prepare(number, summed)
     # The last thing for which ranks need each other comes before the first that is changed: who gets through it completes
@@ -220,5 +225,5 @@ def _forward(here: Runtime, number: int, parts: Parts, micro: int, *stage: int) 
 
 
 def _autocast(here: Runtime) -> AbstractContextManager[object]:
-    narrow = _NARROW.get(here.config.transformer_architecture.precision)
+    narrow = NARROW.get(here.config.transformer_architecture.precision)
     return torch.autocast(here.device.type, narrow or torch.bfloat16, enabled=narrow is not None)

@@ -40,12 +40,19 @@ class Shards:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, self._placements(name), run_check=False, shape=shape, stride=stride)
 
+    def counts_here(self, name: str) -> bool:
+        """Say whether this rank counts its part of a parameter: of those that hold the same, one does."""
+        if name in self.twins:
+            return False
+        coordinates = zip(self._placements(name), self.mesh.get_coordinate() or (), strict=True)
+        return all(placement.is_shard() or place == 0 for placement, place in coordinates)
+
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the 2-norm of all parameters' `tensors` together, of which this rank has its parts, by name.
 
         Rows are never divided over the shard dimension. Their norms are added in fp64, so how many ranks have them does not show.
         """
-        mine = [_rows(tensor) for name, tensor in tensors.items() if self._counts_here(name)]
+        mine = [_rows(tensor) for name, tensor in tensors.items() if self.counts_here(name)]
         first = next(iter(tensors.values()))
         square = torch.cat([first.new_empty(0), *mine]).double().square().sum()
         for group in (*self.mesh.get_all_groups(), *([self.pipe] if self.pipe else [])):
@@ -55,13 +62,6 @@ class Shards:
 
     def _placements(self, name: str) -> tuple[Placement, Placement]:
         return self.by_tensor.get(name, Replicate()), Shard(0) if name in self.by_data else Replicate()
-
-    def _counts_here(self, name: str) -> bool:
-        """Of ranks that hold the same part, the first one counts it."""
-        if name in self.twins:
-            return False
-        coordinates = zip(self._placements(name), self.mesh.get_coordinate() or (), strict=True)
-        return all(placement.is_shard() or place == 0 for placement, place in coordinates)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a line of JSON a step, however often the run was interrupted."""
+"""`metrics.jsonl`: a line of JSON a step, however often the run was interrupted; and other files of lines that have a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NAME = "metrics.jsonl"
 class MetricsFile:
     """What a run has told, for programs and for the run's own next world."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        """Open the file in `folder`, and drop what an earlier world wrote past `step`. Raises TrainingError."""
-        kept = [(line, values) for line in _readable(folder / NAME) if (values := _read(line)) and values["step"] <= step]
-        self._file = GrowingFile(folder / NAME, "".join(line for line, _ in kept).encode())
+    def __init__(self, folder: Path, step: int, name: str = NAME) -> None:
+        """Open the file `name` in `folder`, and drop what an earlier world wrote past `step`. Raises TrainingError."""
+        kept = [(line, values) for line in _readable(folder / name) if (values := _read(line)) and values["step"] <= step]
+        self._file = GrowingFile(folder / name, "".join(line for line, _ in kept).encode())
         self.past = Past(step, [values for _, values in kept])
 
     def write(self, values: dict[str, Any]) -> None:

@@ -1,0 +1,94 @@
+"""`trainer.tensor_statistics_recorder_config`: what is written down of the numbers in weights, activations and gradients."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from swarmtrain.config.base import Section
+
+
+class TensorKind(StrEnum):
+    """What a tensor is in a model."""
+
+    weights = "weights"
+    activations = "activations"
+    gradients = "gradients"
+    activation_gradients = "activation_gradients"
+
+
+class Statistic(StrEnum):
+    """A figure of a tensor, over its finite values; shares are of all."""
+
+    l1 = "l1"
+    mean = "mean"
+    std = "std"
+    skew = "skew"
+    kurtosis = "kurtosis"
+    norm = "norm"
+    max = "max"
+    min = "min"
+    median = "median"
+    abs_std = "abs_std"
+    abs_max = "abs_max"
+    abs_min = "abs_min"
+    abs_median = "abs_median"
+    pct_zero = "pct_zero"
+    pct_underflow = "pct_underflow"
+    pct_overflow = "pct_overflow"
+    pct_underflow_e4m3 = "pct_underflow_e4m3"
+    pct_underflow_e5m2 = "pct_underflow_e5m2"
+    pct_posinf = "pct_posinf"
+    pct_neginf = "pct_neginf"
+    pct_nan = "pct_nan"
+    non_finite = "non_finite"
+    max_sparsity = "max_sparsity"
+    norm_sparsity = "norm_sparsity"
+    quantile_1 = "quantile_1"
+    quantile_10 = "quantile_10"
+    quantile_25 = "quantile_25"
+    quantile_75 = "quantile_75"
+    quantile_90 = "quantile_90"
+    quantile_99 = "quantile_99"
+    abs_quantile_1 = "abs_quantile_1"
+    abs_quantile_10 = "abs_quantile_10"
+    abs_quantile_25 = "abs_quantile_25"
+    abs_quantile_75 = "abs_quantile_75"
+    abs_quantile_90 = "abs_quantile_90"
+    abs_quantile_99 = "abs_quantile_99"
+
+
+_USUAL = (
+    Statistic.mean,
+    Statistic.std,
+    Statistic.l1,
+    Statistic.abs_std,
+    Statistic.max,
+    Statistic.min,
+    Statistic.abs_max,
+    Statistic.abs_min,
+    Statistic.norm,
+    Statistic.pct_zero,
+    Statistic.pct_underflow,
+    Statistic.pct_overflow,
+    Statistic.non_finite,
+)
+
+
+class TensorStatisticsRecorderConfig(Section):
+    """Figures of tensors, a line of tensor-statistics.jsonl in log_dir for each."""
+
+    interval: int = Field(100, ge=1, description="Steps between two records.")
+    statistics: tuple[tuple[str, tuple[Statistic, ...]], ...] = Field(
+        (("*", _USUAL),),
+        description="Pairs of a glob of module names, or of whole parameter names, and its figures; the first that matches wins. "
+        "pct_underflow and pct_overflow: the share that the model's precision makes zero, or infinite. Medians and quantiles "
+        "are exact to 0.4 percent, and cost more than the rest.",
+    )
+    kinds: tuple[TensorKind, ...] = Field(
+        (TensorKind.weights, TensorKind.activations, TensorKind.gradients),
+        description="Of what: weights, activations (what modules return), gradients (of weights, before they are clipped), "
+        "activation_gradients.",
+    )
+    include_module_type: bool = Field(False, description="Say a module's class beside its name.")
