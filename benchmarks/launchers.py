@@ -25,7 +25,7 @@ from swarmtrain import process
 from swarmtrain.errors import ProcessError
 from swarmtrain.lab import REGISTRY, Lab
 
-_RUNS = 5
+_RUNS = 3
 _STARTS = 102
 _INTERRUPTED_WITHIN = 6.0
 _NODES = ("node0", "node1", "node2")

@@ -24,6 +24,7 @@ from swarmtrain.host.spec import Spec, State, replace
 from swarmtrain.process import start
 
 _DELAY = 1.0
+_LOOK_EVERY = 0.1
 
 
 class Keeper:
@@ -32,7 +33,6 @@ class Keeper:
     def __init__(self, path: Path) -> None:
         self.spec = Spec.load(path)
         self.report = path.with_suffix(".state")
-        self.child: subprocess.Popen[bytes] | None = None
         self.stopping = False
         self.restarts = 0
 
@@ -56,13 +56,24 @@ class Keeper:
         with self._output() as (out, errors):
             if self.spec.prepare and (code := self._prepare(errors)):
                 return code
-            self.child = start(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
+            child = start(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
             self._say("running")
-            if self.stopping:
-                self.child.terminate()
-            code = self.child.wait()
-            self.child = None
-        return code
+            return self._ended(child)
+
+    def _ended(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait for its end, which is asked for as soon as this keeper is to stop, and again where that did not get through."""
+        asked = False
+        while True:
+            if self.stopping and not asked:
+                asked = self._ask_to_end(child)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(timeout=_LOOK_EVERY)
+
+    def _ask_to_end(self, child: subprocess.Popen[bytes]) -> bool:
+        if not self.spec.end:
+            child.terminate()
+            return True
+        return subprocess.run(self.spec.end, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
     def _prepare(self, errors: IO[bytes]) -> int:
         """Return 0 if the process can be started, and is still to be."""
@@ -90,8 +101,6 @@ class Keeper:
 
     def _stop(self, *_: Any) -> None:
         self.stopping = True
-        if self.child is not None:
-            self.child.terminate()
 
 
 if __name__ == "__main__":

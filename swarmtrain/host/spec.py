@@ -23,6 +23,8 @@ class Spec:
     """Run before each start, and when it has ended for good."""
     prepare: list[str] = field(default_factory=list)
     """Run before each start, after that, and never interrupted: what it asks for is made even if nobody waits for it any more."""
+    end: list[str] = field(default_factory=list)
+    """Run to ask the process to end, where SIGTERM to `argv` would not reach it."""
 
     def save(self, path: Path) -> None:
         """Write it to `path`, readable by its owner alone: the environment is the user's own."""

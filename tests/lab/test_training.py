@@ -216,7 +216,7 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
     wait_for(launcher, "scale", past_the_middle)
     found, docker = container(lab, "node0")
     subprocess.run([*docker, "kill", "--signal", "KILL", found], check=True)
-    wait_for(launcher, "scale", lambda events: trains_in_world(events, 2))
+    wait_for(launcher, "scale", lambda events: trains_in_world(events, 2) and times_joined(events, "node0") == 2)
     before = {task["ID"] for task in engine.listing("/tasks", label="com.docker.stack.namespace=scale")}
     assert swarmtrain("scale", "scale", "--nodes", "3").wait(200) == 0
     assert deploy.wait(300) == 0
@@ -237,6 +237,10 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
     assert max(later - earlier for earlier, later in pairwise(shown)) < STEPS / 4, "twice a second is told of a step"
     assert marked[0] in ("restart", "2 → 1 nodes")
     assert marked[-1] == "2 → 3 nodes"
+
+
+def times_joined(events: list[Event], node: str) -> int:
+    return sum(event.kind == wire.JOINED and event.data["node"] == node for event in events)
 
 
 def trains_in_world(events: list[Event], number: int) -> bool:

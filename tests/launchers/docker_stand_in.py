@@ -1,9 +1,9 @@
 """Stands in for `docker` on the hosts of a test, where no engine is: a container is a process of the host's own.
 
 As with Docker, a container that is asked for is made even if whoever asked has gone, what runs in it does not end with the
-`docker start` that started it, hears the signals that this gets, sees of its variables only those that were named, and is found
-again by its name. A volume is not mounted; its target is written as its source in the variables instead. What was asked is written
-down beside the state of the host, where a file `slow` makes it take seconds until a container is made.
+`docker start` that started it (which ends at SIGTERM, with 0, as that of Docker 28), sees of its variables only those that were
+named, and is found again by its name. A volume is not mounted; its target is written as its source in the variables instead. What
+was asked is written down beside the state of the host, where a file `slow` makes it take seconds until a container is made.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def main(argv: list[str]) -> int:
             return create(words)
         case ["start", "--attach", name]:
             return start(name)
+        case ["kill", "--signal", "TERM", name]:
+            try:
+                os.kill(int((STATE / name).read_text()), signal.SIGTERM)
+            except (OSError, ValueError):
+                return 1
         case ["rm", "--force", name]:
             with contextlib.suppress(OSError, ValueError):
                 os.killpg(int((STATE / name).read_text()), signal.SIGKILL)
@@ -82,8 +87,7 @@ def start(name: str) -> int:
         return 1
     ranks = subprocess.Popen(made["argv"], env=made["env"], start_new_session=True)
     (STATE / name).write_text(str(ranks.pid))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: ranks.send_signal(number))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     code = ranks.wait()
     for path in (STATE / name, STATE / f"{name}.made"):
         path.unlink(missing_ok=True)

@@ -286,6 +286,9 @@ def test_containers_have_names_of_their_run_and_none_is_left(
     os.kill(client, signal.SIGKILL)  # its container lives on, and must make room for the next
     until(containers, "world", lambda event: len([1 for each in containers.events("demo") if each.kind == "world"]) == 2)
     assert int((hosts.state("gpu-1") / "containers/demo-node1").read_text()) != first
+    containers.stop("demo", print)
+    left = {event.data["node"]: event.data["exit_code"] for event in containers.events("demo") if event.kind == "left"}
+    assert left == {"node0": 75, "node1": 75}, "they have saved"
     containers.down("demo", print)
     assert not [path for name in ("gpu-0", "gpu-1") for path in (hosts.state(name) / "containers").glob("demo-*")]
 

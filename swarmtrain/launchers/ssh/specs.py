@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -35,6 +35,16 @@ class There:
     """User and group, by number, of whom SSH lets in there."""
 
 
+@dataclass(frozen=True)
+class Around:
+    """What is started, and what is run before it, to end it and after it: as Spec has them."""
+
+    argv: list[str]
+    prepare: list[str] = field(default_factory=list)
+    end: list[str] = field(default_factory=list)
+    clean: list[str] = field(default_factory=list)
+
+
 def specs(plan: Plan, record: Record, hosts: Mapping[str, There]) -> dict[str, list[Spec]]:
     """Return what each host is to keep going, by host, the board first."""
     docker = plan.config.runner.runner_type is RunnerType.pdsh_docker
@@ -46,10 +56,10 @@ def specs(plan: Plan, record: Record, hosts: Mapping[str, There]) -> dict[str, l
         place = _place(plan, record, there, docker=docker)
         env = node_env(plan, node, place) | _gpus(node, docker=docker) if node else board_env(plan, place)
         argv = ["python3" if docker else record.pythons[host], "-u", "-m", MODULE, "node" if node else "rendezvous"]
-        prepare, argv, clean = in_docker(plan, node, there, argv, env) if docker else ([], argv, [])
+        around = in_docker(plan, node, there, argv, env) if docker else Around(argv)
         log = str(there.folder / f"{name}.log")
         out = log if node else str(there.folder / "events.jsonl")
-        found[host].append(Spec(name, argv, env, there.cwd, out, log, content if node else "", clean, prepare))
+        found[host].append(Spec(name, env=env, cwd=there.cwd, stdout=out, stderr=log, content=content if node else "", **asdict(around)))
     return found
 
 
@@ -88,13 +98,12 @@ def _mount(docker: DockerConfig, source: str, target: str) -> list[str]:
     return ["--mount", line.getvalue()]
 
 
-def in_docker(
-    plan: Plan, node: PlannedNode | None, there: There, argv: list[str], env: dict[str, str]
-) -> tuple[list[str], list[str], list[str]]:
-    """Return what makes the container in which `argv` runs with `env`, what starts it and stays as long as it runs, what removes it.
+def in_docker(plan: Plan, node: PlannedNode | None, there: There, argv: list[str], env: dict[str, str]) -> Around:
+    """Return what keeps a container in which `argv` runs with `env`.
 
     Of the variables only the names are written there: docker takes the values from its own environment. A `docker run` that
-    is ended while it waits for the engine leaves a container that nobody knows of, so it is made and started apart.
+    is ended while it waits for the engine leaves a container that nobody knows of, so it is made and started apart. SIGTERM
+    is for the container: docker 28 ends at it, with 0, where it has only started one.
     """
     docker, cargo = plan.config.runner.docker_config, plan.cargo
     sudo = sudo_docker(plan, preserve=",".join(env))
@@ -119,10 +128,11 @@ def in_docker(
     words += _RDMA if node and plan.config.runner.swarm.rdma else []
     words += ["--label", f"swarmtrain.run={plan.run}"]
     program, *arguments = argv
-    return (
-        [*sudo, "create", "--rm", *words, "--entrypoint", program, docker.docker_container, *arguments],
-        [*sudo_docker(plan), "start", "--attach", container],
-        [*sudo_docker(plan), "rm", "--force", container],
+    return Around(
+        argv=[*sudo_docker(plan), "start", "--attach", container],
+        prepare=[*sudo, "create", "--rm", *words, "--entrypoint", program, docker.docker_container, *arguments],
+        end=[*sudo_docker(plan), "kill", "--signal", "TERM", container],
+        clean=[*sudo_docker(plan), "rm", "--force", container],
     )
 
 
