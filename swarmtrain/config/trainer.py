@@ -70,6 +70,11 @@ class TrainerConfig(Section):
     )
     load_optimizer_states: bool = Field(True, description="Take the optimizer's state from load_dir too. false: parameters alone.")
     load_context: bool = Field(True, description="Take step and place in the data from load_dir too. false: begin at step 0.")
+    init_from: Path | None = Field(
+        None,
+        description="Folder of a model as Hugging Face has it, config.json and safetensors: a new run begins with its weights. Every "
+        "start reads it, so leave it there. null: with noise.",
+    )
     ignore_keys_in_checkpoint: Patterns = Field(
         (), description="Regular expressions searched in parameter names: what they match is not taken from load_dir."
     )
@@ -123,6 +128,12 @@ class TrainerConfig(Section):
     def _there_is_somewhere_to_go_back_to(self) -> TrainerConfig:
         if self.non_finite is NonFinite.roll_back and self.save_dir is None:
             raise wrong("non_finite", "there is nothing to go back to: save_dir is null", "trainer.save_dir: runs/mine")
+        return self
+
+    @model_validator(mode="after")
+    def _begins_with_one(self) -> TrainerConfig:
+        if self.init_from is not None and self.load_dir:
+            raise wrong("init_from", "load_dir gives the weights already", "leave out one of the two")
         return self
 
     @model_validator(mode="after")

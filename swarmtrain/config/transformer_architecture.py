@@ -81,6 +81,7 @@ class TransformerArchitectureConfig(Section):
         None, ge=1, description="Tokens before its own that a local head sees. For num_local_attention_heads."
     )
     attention_bias: bool = Field(False, description="Add biases to queries, keys, values and attention's output.")
+    attention_output_bias: bool | None = Field(None, description="Whether attention's output has one. null: as attention_bias says.")
     key_query_norm: bool = Field(False, description="Normalise each head's queries and keys, before they are rotated.")
     relative_position_embedding_type: PositionType = Field(
         PositionType.rotary,
@@ -200,6 +201,11 @@ class TransformerArchitectureConfig(Section):
     def tells_documents_apart(self) -> bool:
         """Whether the model asks which document of its sample a token belongs to."""
         return self.reset_attention_mask or self.reset_position_ids
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether attention's output has a bias."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
 
     @property
     def kv_heads(self) -> int:

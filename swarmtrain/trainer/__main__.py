@@ -1,14 +1,16 @@
 """Verbs that need torch: `python -m swarmtrain.trainer VERB`.
 
 bench       how fast a config trains here, for people; also under torchrun
-memory      for our own command line, which never imports torch: reads its question from standard input as JSON, and answers on
-            standard output as JSON, {"error": …} where it cannot
+memory, export
+            for our own command line, which never imports torch: they read their question from standard input as JSON, and answer
+            on standard output as JSON, {"error": …} where they cannot
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from swarmtrain.config import Config
@@ -28,7 +30,15 @@ def memory(question: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-VERBS = {"memory": memory}
+def export(question: dict[str, Any]) -> dict[str, Any]:
+    """Write a checkpoint as a folder of Hugging Face's, and return what it is."""
+    from swarmtrain.trainer.export import export
+
+    source, output = Path(question["source"]), Path(question["output"])
+    return export(source, output, dtype=question["dtype"], shard_bytes=question["shard_bytes"])
+
+
+VERBS = {"memory": memory, "export": export}
 
 
 def main() -> int:

@@ -81,11 +81,11 @@ def ask(config: Config, ranks: int, device: int | None) -> Memory:
     return Memory(ranks, answer["ranks"], device, answer["alternatives"])
 
 
-def size(text: str) -> int:
-    """Return the bytes in 80GiB, 80G, 512M. Raises SwarmtrainError."""
+def size(text: str, option: str = "--device-memory") -> int:
+    """Return the bytes in 80GiB, 80G, 512M, as `option` was given. Raises SwarmtrainError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise SwarmtrainError(f"{text!r} is no size", place="--device-memory", hint="write 80GiB or 512MiB")
+        raise SwarmtrainError(f"{text!r} is no size", place=option, hint="write 80GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -41,7 +41,8 @@ def rehearse(config: Config, size: int, rank: int) -> tuple[Peak, Peak]:
     Raises WorldError if the world's size does not fit the config's topology, and whatever torch raises where it cannot
     do without data.
     """
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": False})})  # a compiler wants real numbers
+    # A compiler wants real numbers, and the size of weights is known without reading them.
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": False, "init_from": None})})
     here = Runtime(config, rank, size, 0, torch.device("cpu"), run="rehearsal", node="node0", board=None)
     shape = config.transformer_architecture
     ledger = Ledger(vocabulary=shape.vocab_size // config.topology.tensor, exact=shape.precision is Precision.float32)

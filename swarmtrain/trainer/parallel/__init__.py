@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Shard
 from swarmtrain.config import Config
 from swarmtrain.config.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.trainer import pretrained
 from swarmtrain.trainer.model import initial
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recompute, tensor
@@ -46,8 +47,8 @@ class ParallelModel:
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
-    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology, and TrainingError
-    if it is to be compiled and cannot be.
+    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology, TrainingError if it is to
+    be compiled and cannot be, and CheckpointError if trainer.init_from is not this model or cannot be read.
     """
     config, layout = here.config, mesh.build(here)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -88,10 +89,14 @@ def _values(
 ) -> Callable[[str], Tensor]:
     """Return what gives this rank's part of a parameter, by its name in the undivided model, before the first step."""
     precision = torch.float64 if config.transformer_architecture.precision is Precision.float64 else torch.float32
+    given = config.trainer.init_from
+    initial = model.initial if given is None else pretrained.load(given, config.transformer_architecture, shapes)
 
     def value(name: str) -> Tensor:
-        whole, how = model.initial(name, shapes[name]).to(precision), by_tensor.get(name)
-        return whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank].clone() if isinstance(how, Shard) else whole
+        whole, how = initial(name, shapes[name]), by_tensor.get(name)
+        mine = whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank] if isinstance(how, Shard) else whole
+        # What is no tensor's own memory, a file's or a larger tensor's, is copied.
+        return mine.to(precision, copy=mine is not whole or given is not None, memory_format=torch.contiguous_format)
 
     return value
 

@@ -1,0 +1,105 @@
+"""A checkpoint as a folder of Hugging Face's: config.json and safetensors, of which one tensor at a time is in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from swarmtrain.config import Config
+from swarmtrain.config.files import reason
+from swarmtrain.config.huggingface import described, family
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer import safetensors
+from swarmtrain.trainer.checkpoint import manifest, stage
+from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.storage import Reader
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.naming import grouped, joined
+
+_MODEL = "model/"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int) -> dict[str, Any]:
+    """Write the checkpoint `source`, or the newest whole one of the run's folder `source`, as the folder `output`.
+
+    Its tensors are as they are in the checkpoint, or `dtype`; a file has at most `shard_bytes` of them, or one.
+    Return step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, or it is damaged, or
+    `output` is there already or cannot be written; SwarmtrainError if no family of models is like this one.
+    """
+    path, content = _found(source)
+    shape = Config.model_validate_json(json.dumps(content.config)).transformer_architecture
+    kind = family(shape)
+    sizes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape, 0).named_parameters()}
+    kept = DTYPES[dtype] if dtype else getattr(torch, content.tensors[f"{_MODEL}{next(iter(sizes))}"]["dtype"])
+    reader = Reader(path, content.tensors)
+    made_of = grouped(sizes, kind)
+
+    def read(name: str) -> Tensor:
+        stored = getattr(torch, content.tensors[f"{_MODEL}{name}"]["dtype"])
+        values = {f"{_MODEL}{name}": torch.empty(sizes[name], dtype=stored)}
+        dcp.load(values, storage_reader=reader, no_dist=True)
+        return values[f"{_MODEL}{name}"]
+
+    kinds = {
+        theirs: safetensors.Kind(kept, (sum(sizes[name][0] for name in ours), *sizes[ours[0]][1:])) for theirs, ours in made_of.items()
+    }
+    files = _divided(kinds, shard_bytes)
+    aside = output.with_name(f".{output.name}.partial")
+    try:
+        if output.exists():
+            raise CheckpointError("is there already", place=str(output), hint="name another folder, or remove it")
+        aside.mkdir(parents=True)
+        try:
+            (aside / "config.json").write_text(json.dumps(described(shape, str(kept).removeprefix("torch.")), indent=2) + "\n")
+            for file, part in files.items():
+                safetensors.write(aside / file, part, lambda theirs: joined([read(name) for name in made_of[theirs]], shape))
+            if len(files) > 1:
+                index = {
+                    "metadata": {"total_size": sum(one.nbytes for one in kinds.values())},
+                    "weight_map": {name: file for file, part in files.items() for name in part},
+                }
+                (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            aside.rename(output)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be written: {reason(error)}", place=str(output)) from None
+    parameters = sum(torch.Size(size).numel() for size in sizes.values())
+    return {"checkpoint": str(path), "step": content.step, "family": kind.name, "parameters": parameters, "files": list(files)}
+
+
+def _found(source: Path) -> tuple[Path, Manifest]:
+    """Return the checkpoint `source`, or the newest whole one in it. Raises CheckpointError if there is none."""
+    if (source / manifest.NAME).exists():
+        content = manifest.read(source)
+        manifest.verify(source, content, sorted(content.files))
+        return source, content
+    damage = ""
+    for path, content in stage.newest_first(source):
+        try:
+            manifest.verify(path, content, sorted(content.files))
+        except CheckpointError as error:
+            damage = damage or f": {error}"
+        else:
+            return path, content
+    raise CheckpointError(f"has no checkpoint that is whole{damage}", place=str(source), hint="name the trainer.save_dir of a run")
+
+
+def _divided(kinds: Mapping[str, safetensors.Kind], most: int) -> dict[str, dict[str, safetensors.Kind]]:
+    """Return the tensors of each file, by its name."""
+    parts: list[dict[str, safetensors.Kind]] = [{}]
+    for name, kind in kinds.items():
+        if parts[-1] and sum(one.nbytes for one in parts[-1].values()) + kind.nbytes > most:
+            parts.append({})
+        parts[-1][name] = kind
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}

@@ -1,0 +1,154 @@
+"""Models out and in: transformers loads what is exported and computes what was trained, and a run begins with what it is given.
+
+Small models of every family, no network.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from worlds import changed, manifest, train
+
+from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainError
+from swarmtrain.trainer import pretrained
+from swarmtrain.trainer.checkpoint.storage import Reader
+from swarmtrain.trainer.export import export
+from swarmtrain.trainer.model.transformer import Transformer
+
+MODERN = {"norm_type": "rms", "mlp_type": "swiglu", "mlp_factor": 2.75}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**MODERN, "attention_num_kv_heads": 2, "weight_tying": False, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**MODERN, "attention_num_kv_heads": 2, "attention_bias": True, "attention_output_bias": False},
+    "qwen3": {**MODERN, "attention_num_kv_heads": 1, "key_query_norm": True, "rotary_embedding_base": 50000},
+    "mistral": {**MODERN, "weight_tying": False, "num_local_attention_heads": 4, "local_attention_window_size": 5},
+    "gpt_neox": {
+        "layernorm": {"layernorm_bias": True},
+        "mlp_bias": True,
+        "attention_bias": True,
+        "rotary_percentage": 0.5,
+        "weight_tying": False,
+    },
+}
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def trained(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Of each family a folder with a run of two steps, and its config."""
+    runs = {}
+    for name, shape in FAMILIES.items():
+        folder = tmp_path_factory.mktemp(name)
+        own = changed(config, transformer_architecture=shape, trainer={"train_iterations": 2, "eval_iterations": 1})
+        train(folder, own)
+        runs[name] = folder, own
+    return runs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_computes_the_same(
+    trained: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    folder, config = trained[name]
+    made = export(folder / "run", tmp_path / "out", dtype=None, shard_bytes=20_000)
+    assert (made["family"], made["step"]) == (name, 2)
+    assert len(made["files"]) > 1
+    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = _ours(folder, config)(tokens), theirs.eval()(tokens).logits
+    assert found.dtype == torch.float32
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_one_file_in_bfloat16(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    step = trained["llama"][0] / "run" / "step-00000002"
+    made = export(step, tmp_path / "out", dtype="bfloat16", shard_bytes=GIB)
+    assert made["files"] == ["model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert 2 * made["parameters"] < size < 2 * made["parameters"] + 8192
+
+
+def test_what_cannot_be_exported_is_refused(
+    trained: dict[str, tuple[Path, dict[str, Any]]], config: dict[str, Any], tmp_path: Path
+) -> None:
+    source = trained["llama"][0] / "run"
+    with pytest.raises(CheckpointError, match="is there already"):
+        export(source, tmp_path, dtype=None, shard_bytes=GIB)
+    with pytest.raises(CheckpointError, match="no checkpoint that is whole"):
+        export(tmp_path, tmp_path / "out", dtype=None, shard_bytes=GIB)
+    strange = changed(config, transformer_architecture=MODERN | {"rotary_percentage": 0.5}, trainer={"train_iterations": 0})
+    train(tmp_path / "strange", strange)
+    with pytest.raises(SwarmtrainError, match=r"nearest is llama, for which rotary_percentage would be 1.0 and is 0.5"):
+        export(tmp_path / "strange" / "run", tmp_path / "out", dtype=None, shard_bytes=GIB)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def _ours(folder: Path, config: dict[str, Any]) -> Transformer:
+    """Return the model of a run's newest checkpoint."""
+    shape = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
+    model = Transformer(shape, 0).fill()
+    tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    content = manifest(folder, 2)
+    dcp.load(tensors, storage_reader=Reader(folder / "run" / "step-00000002", content["tensors"]), no_dist=True)
+    return model.eval()
+
+
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "tensor": {"model_parallel_size": 2},
+    "pipe": {"pipe_parallel_size": 2},
+    "fsdp": {"data_parallel_type": "fsdp"},
+}
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen2"])
+def test_begun_from_an_export_it_is_the_same_model(trained: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path) -> None:
+    folder, config = trained[name]
+    given = tmp_path / "out"
+    export(folder / "run", given, dtype=None, shard_bytes=20_000)
+    own = changed(config, trainer={"init_from": str(given), "train_iterations": 1})
+    train(tmp_path / "none", changed(own, trainer={"train_iterations": 0}))
+    export(tmp_path / "none" / "run", tmp_path / "again", dtype=None, shard_bytes=20_000)
+    assert {path.name: path.read_bytes() for path in given.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()
+    }
+    [alone] = train(tmp_path / "alone", own).values()
+    [noise] = train(tmp_path / "noise", changed(own, trainer={"init_from": None})).values()
+    assert abs(alone - noise) > 0.01
+    for kind, topology in TOPOLOGIES.items() if name == "gpt_neox" else [("tensor", TOPOLOGIES["tensor"])]:
+        [divided] = train(tmp_path / kind, changed(own, topology=topology), size=2).values()
+        assert divided == pytest.approx(alone, rel=1e-6), kind
+
+
+def test_another_model_is_refused(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    folder, config = trained["llama"]
+    given = tmp_path / "out"
+    export(folder / "run", given, dtype=None, shard_bytes=GIB)
+    own = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
+    sizes = {name: parameter.shape for name, parameter in Transformer(own, 0).named_parameters()}
+    wider = own.model_copy(update={"mlp_factor": 3.0, "num_layers": 3})
+    with pytest.raises(ForeignCheckpoint, match=r"num_layers is 2 there and 3 here; mlp_factor x hidden_size is 88 there and 96 here"):
+        pretrained.load(given, wider, sizes)
+    whole = (given / "model.safetensors").read_bytes()
+    (given / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="is no whole file"):
+        pretrained.load(given, own, sizes)
+    renamed = whole.replace(b"model.norm.weight", b"model.morn.weight")
+    (given / "model.safetensors").write_bytes(renamed)
+    with pytest.raises(ForeignCheckpoint, match=r"model.norm.weight is missing; model.morn.weight has no place here"):
+        pretrained.load(given, own, sizes)
+    (given / "model.safetensors").rename(given / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickles"):
+        pretrained.load(given, own, sizes)
