@@ -48,7 +48,7 @@ def joined(parts: Sequence[Tensor], shape: TransformerArchitectureConfig) -> Ten
     """Return the tensor there of its `parts` here: each head's query, key and value beside each other."""
     if len(parts) == 1:
         return parts[0]
-    heads = torch.stack([part.unflatten(0, (shape.num_attention_heads, shape.head_size)) for part in parts], dim=1)
+    heads = torch.stack([part.reshape(shape.num_attention_heads, shape.head_size, *part.shape[1:]) for part in parts], dim=1)
     return heads.flatten(0, 2)
 
 
@@ -56,7 +56,7 @@ def part(whole: Tensor, number: int, of: int, shape: TransformerArchitectureConf
     """Return part `number` of the `of` that `whole` was joined of."""
     if of == 1:
         return whole
-    return whole.unflatten(0, (shape.num_attention_heads, of, shape.head_size))[:, number].flatten(0, 1)
+    return whole.reshape(shape.num_attention_heads, of, shape.head_size, *whole.shape[1:])[:, number].flatten(0, 1)
 
 
 def _theirs(name: str, family: Family) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,10 +67,10 @@ def read(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"is no whole file of safetensors: {error}", place=str(path), hint="download it again") from None
 
 
-def _view(data: Tensor, entry: Mapping[str, object]) -> Tensor:
-    dtype, size, (begin, end) = _TYPES[str(entry["dtype"])], entry["shape"], entry["data_offsets"]  # type: ignore[misc]
-    kind = Kind(dtype, tuple(size))  # type: ignore[arg-type]
+def _view(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    begin, end = entry["data_offsets"]
+    kind = Kind(_TYPES[entry["dtype"]], tuple(entry["shape"]))
     if not 0 <= begin <= end <= len(data) or end - begin != kind.nbytes:
         raise ValueError(f"a tensor of {kind.nbytes} bytes would lie at {begin} to {end} of {len(data)}")
     piece = data[begin:end]
-    return (piece if piece.data_ptr() % dtype.itemsize == 0 else piece.clone()).view(dtype).view(kind.size)
+    return (piece if piece.data_ptr() % kind.dtype.itemsize == 0 else piece.clone()).view(kind.dtype).view(kind.size)
