@@ -17,7 +17,7 @@ from swarmtrain.trainer.data.samples import Samples, open_data
 from swarmtrain.trainer.loop import Result, train
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.own import Run, run
+from swarmtrain.trainer.own import Run, make, run
 from swarmtrain.trainer.parallel import parallelize
 
-__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "open_data", "parallelize", "run", "runtime", "train"]
+__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "make", "open_data", "parallelize", "run", "runtime", "train"]
