@@ -81,11 +81,12 @@ _BY_HAND = {
         f"'docker run --rm --network host {_IN_CONTAINER} {{torchrun}} --node-rank=%n --master-addr={{first}} {{script}}'"
     ),
     "slurm": (
-        "srun --nodes=3 --ntasks-per-node=1 sh -c 'exec {python} {torchrun} --node-rank=$SLURM_NODEID --master-addr={first} {script}'"
+        "sbatch --wait --quiet --nodes=3 --ntasks-per-node=1 --output=/dev/null --wrap "
+        "'srun sh -c \"exec {python} {torchrun} --node-rank=\\$SLURM_NODEID --master-addr={first} {script}\"'"
     ),
 }
 """For each launcher the shell's line that starts the same job without it, and returns when the job has ended or, of a stack, before."""
-_TOOLS = {"swarm": "docker stack deploy", "docker": "docker run", "pdsh_docker": "pdsh … docker run", "pdsh": "pdsh", "slurm": "srun"}
+_TOOLS = {"swarm": "docker stack deploy", "docker": "docker run", "pdsh_docker": "pdsh … docker run", "pdsh": "pdsh", "slurm": "sbatch"}
 _MOST_MORE = 1.0
 
 
