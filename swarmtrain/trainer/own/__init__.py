@@ -182,7 +182,7 @@ class Run:
         Of a DataLoader each step's samples are dealt out to the ranks there are, in an order that is the same in every world;
         `batch` says how many they are, for all ranks together: batch_size times the ranks of the first world, if it is not given.
         Anything else that can be iterated is read on each rank, and what was seen is passed over. It ends after `epochs` (1) or,
-        if given, `steps` in all, counted over restarts. Random numbers are seeded anew for each step.
+        if given, `steps` in all, counted over restarts. Random numbers are seeded anew for each step. The last step is saved.
         Raises TrainingError if keep() was not called, or the loop calls neither save_if_due() nor asked_to_leave.
         """
         if self._going is None:
@@ -191,6 +191,7 @@ class Run:
         for given in self._going.steps(data, epochs, steps, batch):
             yield given
             self.moments.call(Moment.step, self._going.progress.step)
+        self._saved(self._going.stand())
 
     def save_if_due(self) -> None:
         """Save this step, if a checkpoint is due by trainer.save_interval, while training goes on. Call it at the end of each step.
