@@ -223,6 +223,19 @@ def test_functions_are_called_in_their_order_and_the_end_comes_whatever_happens(
     ]
 
 
+@pytest.mark.usefixtures("_alone")
+def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    kept = {"keep_checkpoints": 1, "keep_best_checkpoints": 2, "eval_interval": 1}
+    trainer = {"save_dir": "run", "save_interval": None, "save_in_background": False, **kept}
+    with swarmtrain.trainer.run(trainer=trainer) as run:
+        run.keep(model=nn.Linear(1, 1))
+        for number in run.steps([5, 1, 4, 0.5, 3, 2, 9]):
+            run.save_if_due(held_out_loss=number if run.step != 7 else None)
+            assert not run.asked_to_leave
+    assert steps_saved(tmp_path) == [2, 4, 7]
+    assert manifest(tmp_path, 2)["held_out_loss"] == 1
+
+
 def test_objects_are_made_by_their_path() -> None:
     made = swarmtrain.trainer.make({"_target_": "torch.nn.Linear", "in_features": 2}, out_features=3)
     assert made.weight.shape == (3, 2)

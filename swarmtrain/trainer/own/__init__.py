@@ -193,14 +193,16 @@ class Run:
             self.moments.call(Moment.step, self._going.progress.step)
         self._saved(self._going.stand())
 
-    def save_if_due(self) -> None:
+    def save_if_due(self, *, held_out_loss: float | None = None) -> None:
         """Save this step, if a checkpoint is due by trainer.save_interval, while training goes on. Call it at the end of each step.
 
+        `held_out_loss`, where it has been measured at this step, the same on all ranks: trainer.keep_best_checkpoints keeps those
+        with the lowest.
         Raises WorldError if a newer world has taken over, TrainingError outside of the loop.
         """
         if self._going is None:
             raise TrainingError("nothing is kept", place="save_if_due", hint="run.keep(model=model, optimizer=optimizer) before the loop")
-        self._saved(self._going.save_if_due())
+        self._saved(self._going.save_if_due(held_out_loss))
 
     def leave(self) -> NoReturn:
         """Save this step and end this rank as planned: it is started again. Raises CheckpointError, WorldError, SystemExit."""

@@ -73,13 +73,15 @@ class Going:
         self._called.add("asked_to_leave")
         return self._together()[0]
 
-    def save_if_due(self) -> list[Saved]:
+    def save_if_due(self, held_out_loss: float | None) -> list[Saved]:
         """Begin a checkpoint of this step if one is due; return those that have come to stand. Raises WorldError."""
         self._called.add("save_if_due")
+        if held_out_loss is not None:
+            self.progress = self.progress.measured(held_out_loss)
         rhythm, progress = self._rhythm, self.progress
         if rhythm is None:
             raise TrainingError("save_if_due() outside of the loop over run.steps()", place="save_if_due", hint="it knows what a step is")
-        due = self._together()[1] or rhythm.due(progress.step, progress.consumed_samples, measured=False)
+        due = self._together()[1] or rhythm.due(progress.step, progress.consumed_samples, measured=held_out_loss is not None)
         if due and self._checkpoints.saved != progress.step:
             self._checkpoints.save(progress)
             rhythm.stood(0.0)
