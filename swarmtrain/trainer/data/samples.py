@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from swarmtrain.config import Config
-from swarmtrain.config.data import BlendedDatasetConfig, Packing
+from swarmtrain.config.data import BlendedDatasetConfig, Format, Packing
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import blend, order, vocabulary
@@ -49,7 +49,15 @@ class Batch:
 def open_data(config: Config) -> tuple[Samples, Samples | None]:
     """Open what `config` names: the training data, and the held-out data if there is any. Raises TrainingError."""
     shape, seed, data = config.transformer_architecture, config.trainer.seed, config.data
-    files = partial(Samples, shape=shape, seed=seed, packing=data.packing, use_mmap=data.use_mmap)
+    files = partial(
+        Samples,
+        shape=shape,
+        seed=seed,
+        packing=data.packing,
+        use_mmap=data.use_mmap,
+        format=data.format,
+        document_token=data.document_token,
+    )
     kept = 1 - data.validation_fraction
     training = files(data.data_prefixes, mix=data.blended_dataset, part=(0.0, kept))
     if data.validation_data_prefixes:
@@ -70,6 +78,8 @@ class Samples:
         mix: BlendedDatasetConfig | None = None,
         part: tuple[float, float] = (0.0, 1.0),
         use_mmap: bool = True,
+        format: Format = Format.auto,
+        document_token: int | None = None,
     ) -> None:
         """Open the files; `seed` is that of their order, and `part` says between which fractions of each file's documents to read.
 
@@ -81,7 +91,11 @@ class Samples:
             )
         self.sequence_length, self.vocab_size, self.seed = shape.sequence_length, shape.vocab_size, seed
         self._numbered = shape.tells_documents_apart
-        self.maps = [MemoryMap(prefix, use_mmap=use_mmap).part(*part) for prefix in prefixes]
+        opened = partial(MemoryMap, use_mmap=use_mmap, format=format, document_token=document_token)
+        self.maps = [opened(prefix).part(*part) for prefix in prefixes]
+        if self._numbered or packing is Packing.documents:
+            for file in self.maps:
+                file.check_documents()
         self._cuts: list[Cut] = [_KINDS[packing](file, self.sequence_length) for file in self.maps]
         for file, cut in zip(self.maps, self._cuts, strict=True):
             if not len(cut):
@@ -97,7 +111,8 @@ class Samples:
         epoch = min(len(cut) for cut in self._cuts) if self._blend else len(self)
         self._at_once = size = min(max(epoch, _LEAST), _MOST)
         self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * size, size))
-        self._order = "" if plain else f"{packing} {part} {shares}"
+        divided = "" if document_token is None else f" {document_token}"
+        self._order = divided if plain else f"{packing} {part} {shares}{divided}"
         self.seconds = 0.0
         """What loading has taken, in all."""
 
@@ -197,7 +212,7 @@ def _ends(file: MemoryMap) -> tuple[Tokens, Tokens]:
 def _nothing(file: MemoryMap, packing: Packing, part: tuple[float, float]) -> TrainingError:
     if part != (0.0, 1.0):
         return TrainingError(
-            f"{file.prefix}: {file.meta['document_count']} documents are too few to divide it by data.validation_fraction",
+            f"{file.prefix}: {file.count} documents are too few to divide it by data.validation_fraction",
             place="config data",
             hint="name data to hold out as data.validation_data_prefixes",
         )
