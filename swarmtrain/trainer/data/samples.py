@@ -100,6 +100,7 @@ class Samples:
         for file, cut in zip(self.maps, self._cuts, strict=True):
             if not len(cut):
                 raise _nothing(file, packing, part)
+            vocabulary.check_tokenizer(file, self.vocab_size)
             for tokens in _ends(file):
                 vocabulary.check(tokens, self.vocab_size, f": {file.prefix}")
         self._ends = np.cumsum([len(cut) for cut in self._cuts])

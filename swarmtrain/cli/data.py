@@ -1,0 +1,43 @@
+"""`swarmtrain data`: token files from text, and what is in them."""
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True)
+
+
+class OnBad(Enum):
+    """What becomes of a record that cannot be read."""
+
+    stop = "stop"
+    skip = "skip"
+    count = "count"
+
+
+@app.command()
+def prepare(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="JSONL, Parquet, or plain text, a document a file; also as 'globs/**'.")
+    ],
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="PREFIX", help="What to write: PREFIX.bin, PREFIX.idx and PREFIX.meta.json.")],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json; or bytes, for a token a byte.")],
+    key: Annotated[str, typer.Option("--key", help="Where a record of JSONL or Parquet has its text.")] = "text",
+    end_token: Annotated[
+        str | None, typer.Option("--end-token", metavar="TEXT", help="A token to put after each document.", show_default=False)
+    ] = None,
+    append_eos: Annotated[bool, typer.Option("--append-eos", help="Put the tokenizer's own end of text after each document.")] = False,
+    on_bad: Annotated[
+        OnBad, typer.Option("--on-bad", help="Records that cannot be read: stop at one, skip and name them, or only count them.")
+    ] = OnBad.stop,
+    workers: Annotated[
+        int, typer.Option("--workers", min=0, max=1024, help="Processes; what is written is the same. 0: one a processor.")
+    ] = 0,
+) -> None:
+    """Write token files from text. Ended at any moment, the same command goes on where it was."""
+    from swarmtrain.launchers import verbs
+
+    asked = {"prefix": to, "tokenizer": tokenizer, "key": key, "end_token": end_token, "append_eos": append_eos, "on_bad": on_bad.value}
+    verbs.become("data", "prepare", {**asked, "workers": workers}, files)

@@ -1,0 +1,52 @@
+"""`python -m swarmtrain.trainer data VERB OPTIONS FILE...`: what our own command line starts; OPTIONS is JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError
+from swarmtrain.trainer.prepare.job import prepare
+from swarmtrain.trainer.prepare.options import Options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line asks for, and return the exit code."""
+    if len(argv) < 2 or argv[0] not in _VERBS:
+        sys.stderr.write(f"usage: python -m swarmtrain.trainer data {'|'.join(_VERBS)} OPTIONS FILE...\n")
+        return EXIT_USAGE
+    try:
+        return _VERBS[argv[0]](json.loads(argv[1]), argv[2:])
+    except SwarmtrainError as error:
+        sys.stderr.write(error.text)
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def _prepare(options: dict[str, Any], names: Sequence[str]) -> int:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are processes for it
+    asked = Options(**options)
+    asked = replace(asked, workers=asked.workers or len(os.sched_getaffinity(0)))
+    try:
+        meta = prepare(asked, names)
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted: what is done stays; the same command goes on from here\n")
+        return EXIT_INTERRUPTED
+    prepared = meta["prepared"]["tokenizer"]
+    size = Path(f"{asked.prefix}.bin").stat().st_size
+    sys.stdout.write(f"{asked.prefix}: {meta['document_count']:,} documents, {meta['token_count']:,} tokens, {size / 1e6:,.1f} MB\n")
+    sys.stderr.write(f"next: data.data_prefixes: [{asked.prefix}], transformer_architecture.vocab_size: {prepared['vocab_size']} or more\n")
+    return EXIT_OK
+
+
+_VERBS = {"prepare": _prepare}
