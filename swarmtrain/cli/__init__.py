@@ -40,7 +40,7 @@ def build() -> typer.Typer:
     environment.register(app)
     imports.register(app)
     runs.register(app)
-    app.add_typer(data.app, name="data", help="Token files: write them from text.")
+    app.add_typer(data.app, name="data", help="Token files: write them from text, check them, look at samples.")
     app.add_typer(image.app, name="image", help="What the nodes run: build it, put code above it, push it, spread it, keep a registry.")
     app.add_typer(lab.app, name="lab", help="A real swarm on this one Linux machine, and its faults.")
     return app

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from swarmtrain.cli.options import ConfigFile, Overrides
+
 app = typer.Typer(no_args_is_help=True)
 
 
@@ -41,3 +43,31 @@ def prepare(
 
     asked = {"prefix": to, "tokenizer": tokenizer, "key": key, "end_token": end_token, "append_eos": append_eos, "on_bad": on_bad.value}
     verbs.become("data", "prepare", {**asked, "workers": workers}, files)
+
+
+@app.command()
+def verify(
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of token files, of any format.")],
+    format: Annotated[str, typer.Option("--format", help="As data.format: what they are, if they do not tell.")] = "auto",
+    document_token: Annotated[int | None, typer.Option("--document-token", help="As data.document_token.", show_default=False)] = None,
+) -> None:
+    """Read token files from end to end: are they as they were written, is every document in its place? Prints what they hold."""
+    from swarmtrain.launchers import verbs
+
+    verbs.become("data", "verify", {"format": format, "document_token": document_token}, prefixes)
+
+
+@app.command()
+def inspect(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006  # typer's way
+    samples: Annotated[int, typer.Option("--samples", min=1, help="How many, from the first on.")] = 3,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="FILE", help="What to decode by, if the files do not say.", show_default=False)
+    ] = None,
+) -> None:
+    """Show samples as the model will see them: positions, documents, what counts in the loss, and the text."""
+    from swarmtrain.config.load import load
+    from swarmtrain.launchers import verbs
+
+    verbs.become("data", "inspect", {"config": load(config_file, override).to_json(), "samples": samples, "tokenizer": tokenizer})

@@ -21,7 +21,7 @@ from swarmtrain.trainer.data.blend import Blend
 from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
 from swarmtrain.trainer.data.packs import Packs
 from swarmtrain.trainer.data.rows import Rows
-from swarmtrain.trainer.data.spans import Cut
+from swarmtrain.trainer.data.spans import Cut, Spans
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.data.windows import Windows
 from swarmtrain.trainer.model.transformer import IGNORE
@@ -156,6 +156,11 @@ class Samples:
             self._refuse(ids)
         documents = None if breaks is None else torch.from_numpy(breaks.cumsum(axis=1))
         return Rows(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
+
+    def spans(self, sample: int) -> tuple[MemoryMap, Spans]:
+        """Return the file that has a sample, and where its tokens are in it."""
+        ((number, _, within),) = self._by_file(np.array([sample]))
+        return self.maps[number], self._cuts[number].spans(within)
 
     def expect(self, ids: Ids) -> None:
         """Have the operating system read the samples `ids` from the disk meanwhile: they will be loaded soon."""

@@ -10,15 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError
+from swarmtrain.config import Config
+from swarmtrain.config.data import Format
+from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError, TrainingError
 from swarmtrain.trainer.prepare.job import prepare
+from swarmtrain.trainer.prepare.look import look
 from swarmtrain.trainer.prepare.options import Options
+from swarmtrain.trainer.prepare.verify import verify
 
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for, and return the exit code."""
     if len(argv) < 2 or argv[0] not in _VERBS:
-        sys.stderr.write(f"usage: python -m swarmtrain.trainer data {'|'.join(_VERBS)} OPTIONS FILE...\n")
+        sys.stderr.write(f"usage: python -m swarmtrain.trainer data {'|'.join(_VERBS)} OPTIONS [FILE...]\n")
         return EXIT_USAGE
     try:
         return _VERBS[argv[0]](json.loads(argv[1]), argv[2:])
@@ -49,4 +53,24 @@ def _prepare(options: dict[str, Any], names: Sequence[str]) -> int:
     return EXIT_OK
 
 
-_VERBS = {"prepare": _prepare}
+def _verify(options: dict[str, Any], names: Sequence[str]) -> int:
+    if options["format"] not in list(Format):
+        raise TrainingError(f"{options['format']!r} is none of {', '.join(Format)}", place="data verify --format")
+    code = EXIT_OK
+    for name in names:
+        try:
+            told = verify(Path(name), format=Format(options["format"]), document_token=options["document_token"])
+            sys.stdout.write(f"{told}\n")
+        except SwarmtrainError as error:
+            sys.stderr.write(error.text)
+            code = error.exit_code
+    return code
+
+
+def _inspect(options: dict[str, Any], _: Sequence[str]) -> int:
+    for sample in look(Config.from_json(options["config"]), options["samples"], options["tokenizer"]):
+        sys.stdout.write(f"{sample}\n")
+    return EXIT_OK
+
+
+_VERBS = {"prepare": _prepare, "verify": _verify, "inspect": _inspect}
