@@ -26,7 +26,26 @@ def prepare(
     *,
     to: Annotated[str, typer.Option("--to", metavar="PREFIX", help="What to write: PREFIX.bin, PREFIX.idx and PREFIX.meta.json.")],
     tokenizer: Annotated[str, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json; or bytes, for a token a byte.")],
-    key: Annotated[str, typer.Option("--key", help="Where a record of JSONL or Parquet has its text.")] = "text",
+    key: Annotated[
+        str | None,
+        typer.Option("--key", help="Where a record of JSONL or Parquet has its text: text, or with --chat messages.", show_default=False),
+    ] = None,
+    prompt_key: Annotated[
+        str | None, typer.Option("--prompt-key", help="Where a record has a prompt: it does not count in the loss.", show_default=False)
+    ] = None,
+    completion_key: Annotated[
+        str | None, typer.Option("--completion-key", help="Where it has what follows the prompt, and counts.", show_default=False)
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Records are conversations: what the assistant says counts in the loss.")] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template",
+            metavar="FILE",
+            help="A tokenizer_config.json or a Jinja template. Without it: the one beside the tokenizer, else ChatML.",
+            show_default=False,
+        ),
+    ] = None,
     end_token: Annotated[
         str | None, typer.Option("--end-token", metavar="TEXT", help="A token to put after each document.", show_default=False)
     ] = None,
@@ -41,8 +60,9 @@ def prepare(
     """Write token files from text. Ended at any moment, the same command goes on where it was."""
     from swarmtrain.launchers import verbs
 
-    asked = {"prefix": to, "tokenizer": tokenizer, "key": key, "end_token": end_token, "append_eos": append_eos, "on_bad": on_bad.value}
-    verbs.become("data", "prepare", {**asked, "workers": workers}, files)
+    asked = {"prefix": to, "tokenizer": tokenizer, "on_bad": on_bad.value, "workers": workers}
+    records = {"key": key, "prompt_key": prompt_key, "completion_key": completion_key, "chat": chat, "chat_template": chat_template}
+    verbs.become("data", "prepare", {**asked, **records, "end_token": end_token, "append_eos": append_eos}, files)
 
 
 @app.command()

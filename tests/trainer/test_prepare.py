@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prepared
 import psutil
 import pyarrow
 import pyarrow.parquet
@@ -24,49 +25,21 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from prepared import ENDINGS, SPECIAL, contents, lines, read
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import DataError, TrainingError
-from swarmtrain.trainer.data.memory_map import MemoryMap
 from swarmtrain.trainer.data.samples import Samples
 from swarmtrain.trainer.prepare import encoders, job, shards, sources
 from swarmtrain.trainer.prepare.options import Options
 from swarmtrain.trainer.prepare.shapes import Texts
 
-SPECIAL = ["<|endoftext|>", "<|im_end|>"]
-ENDINGS = ("bin", "idx", "meta.json")
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One with byte pairs, which cuts off and fills up and adds tokens, as those that are found do."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([Path(__file__).read_text()], trainer)
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    made.enable_truncation(3)
-    made.enable_padding()
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
+    prepared.tokenizer(path)
     return path
-
-
-def lines(path: Path, records: Sequence[Any]) -> str:
-    path.write_text("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
-    return str(path)
-
-
-def read(prefix: Path) -> list[list[int]]:
-    file = MemoryMap(prefix)
-    file.check_documents()
-    return [file.tokens[start : start + count].tolist() for start, count in file.documents.tolist()]
-
-
-def contents(prefix: Path) -> list[bytes]:
-    return [prefix.with_name(f"{prefix.name}.{ending}").read_bytes() for ending in ENDINGS]
 
 
 def slowly(tokenizer: Path, texts: Sequence[str], end: Sequence[int]) -> list[list[int]]:

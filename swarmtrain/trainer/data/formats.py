@@ -1,6 +1,6 @@
 """What the files of a prefix P are: whose they are, which type their tokens have, and where its documents begin and end.
 
-memory_map     Aleph Alpha's Scaling, and ours: P.bin, P.idx and P.meta.json
+memory_map     Aleph Alpha's Scaling, and ours: P.bin, P.idx and P.meta.json; ours can have P.mask.bin
 megatron       Megatron-LM: P.bin, and P.idx, which begins with MMIDIDX
 llm.c          llm.c: P.bin, with a header of 256 numbers
 nanogpt        nanoGPT: P.bin, tokens of 16 bits and nothing else
@@ -41,6 +41,8 @@ class Contents:
     documents: Tokens
     """Of each document two numbers: its first token, and how many it has."""
     meta: dict[str, Any] = field(default_factory=dict)
+    mask: Mapped | Read | None = None
+    """For each token 1 if it counts in the loss as a target, else 0; None if all count."""
 
 
 def read(prefix: Path, kind: Kind, format: Format = Format.auto, document_token: int | None = None) -> Contents:
@@ -80,7 +82,10 @@ def _memory_map(prefix: Path, kind: Kind, _: int | None) -> Contents:
     indexed = int(documents[-1].sum()) if len(documents) else 0
     if len(index) != 2 * meta.get("document_count", -1) or indexed != len(tokens):
         raise ValueError(TORN)
-    return Contents(Format.memory_map, tokens, documents, meta)
+    mask = kind(path(prefix, "mask.bin"), np.dtype(np.uint8)) if meta.get("loss_mask") else None
+    if mask is not None and len(mask) != len(tokens):
+        raise ValueError(f"{prefix.name}.mask.bin has {len(mask):,} bytes for {len(tokens):,} tokens; one of the files is torn")
+    return Contents(Format.memory_map, tokens, documents, meta, mask)
 
 
 def _megatron(prefix: Path, kind: Kind, _: int | None) -> Contents:

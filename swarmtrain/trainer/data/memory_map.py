@@ -3,6 +3,7 @@
 P.bin          the tokens of all documents, one after another
 P.idx          for each document two integers: its first token and its length, in tokens
 P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234}
+P.mask.bin     if the meta file has "loss_mask": true: a byte a token, 1 where the token counts in the loss, else 0
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class MemoryMap:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{prefix}: is no token file that can be read: {error}", place="config data", hint=_ANEW) from None
         self.format, self.tokens, self.documents, self.meta = contents.format, contents.tokens, contents.documents, contents.meta
+        self.mask = contents.mask
+        """For each token 1 if it counts in the loss as a target, else 0; None if all count."""
         self.count = len(self.documents)
         """The documents of the whole file."""
         self.first, self.end = 0, len(self.tokens)
@@ -102,8 +105,8 @@ def exists(prefix: Path) -> bool:
 
 
 def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[str, Any] | None = None) -> None:
-    """Write `documents`, arrays of tokens, under `prefix`. `extra` goes into the meta file, which comes last:
-    whoever finds it finds the rest complete."""
+    """Write `documents`, arrays of tokens that all count in the loss, under `prefix`. `extra` goes into the meta file, which
+    comes last: whoever finds it finds the rest complete."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     index, start = [], 0
     bin_file, idx_file, meta_file = (formats.path(prefix, ending) for ending in ("bin", "idx", "meta.json"))

@@ -113,6 +113,7 @@ class Samples:
         self._at_once = size = min(max(epoch, _LEAST), _MOST)
         self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * size, size))
         divided = "" if document_token is None else f" {document_token}"
+        self._batch = lru_cache(maxsize=2)(self._batch_of)
         self._order = divided if plain else f"{packing} {part} {shares}{divided}"
         self.seconds = 0.0
         """What loading has taken, in all."""
@@ -122,6 +123,9 @@ class Samples:
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
+        return self._batch(position, count)
+
+    def _batch_of(self, position: int, count: int) -> Batch:
         first, last = position // self._at_once, (position + count - 1) // self._at_once
         ids = np.concatenate([self._block(number) for number in range(first, last + 1)])
         ids = ids[position - first * self._at_once :][:count]
@@ -129,7 +133,7 @@ class Samples:
 
     def targets(self, ids: Ids) -> int:
         """Return how many tokens of the samples `ids` count in the loss."""
-        return sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
+        return sum(self._targets(number, within) for number, _, within in self._by_file(ids))
 
     def load(self, ids: Ids) -> Rows:
         """Return the samples `ids`. Raises DataError for a token outside the vocabulary."""
@@ -149,6 +153,8 @@ class Samples:
                 window = file.tokens[start : start + count + 1]
                 inputs[row, column : column + count] = window[:-1]
                 targets[row, column : column + count] = window[1:]
+                if file.mask is not None:
+                    targets[row, column : column + count][file.mask[start + 1 : start + count + 1] == 0] = IGNORE
             if breaks is not None:
                 at, columns = cut.breaks(within)
                 breaks[rows[at], columns] = 1
@@ -168,6 +174,8 @@ class Samples:
             spans = self._cuts[number].spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
                 self.maps[number].tokens.expect(start, count + 1)
+                if mask := self.maps[number].mask:
+                    mask.expect(start, count + 1)
 
     def empty(self) -> Rows:
         """Return one sample in which nothing counts."""
@@ -183,7 +191,18 @@ class Samples:
             digest.update(f"{file.tokens.dtype} {len(file.tokens)}".encode())
             for tokens in _ends(file):
                 digest.update(tokens.tobytes())
+            if file.mask is not None:
+                digest.update(file.mask[:_PROBE].tobytes() + file.mask[-_PROBE:].tobytes())
         return digest.hexdigest()[:16]
+
+    def _targets(self, number: int, within: Ids) -> int:
+        """Return how many tokens count in the loss in the samples `within` file `number`."""
+        mask, cut = self.maps[number].mask, self._cuts[number]
+        if mask is None:
+            return int(cut.targets(within).sum())
+        spans = cut.spans(within)
+        spanned = zip(spans.start.tolist(), spans.count.tolist(), strict=True)
+        return sum(int(np.count_nonzero(mask[start + 1 : start + count + 1])) for start, count in spanned)
 
     def _refuse(self, ids: Ids) -> None:
         """Raise the error that names the token outside the vocabulary which is in the samples `ids`."""

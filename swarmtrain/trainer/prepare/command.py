@@ -47,8 +47,11 @@ def _prepare(options: dict[str, Any], names: Sequence[str]) -> int:
         sys.stderr.write("\ninterrupted: what is done stays; the same command goes on from here\n")
         return EXIT_INTERRUPTED
     prepared = meta["prepared"]["tokenizer"]
+    counted = f", of which {meta['counted_tokens']:,} count in the loss" if "counted_tokens" in meta else ""
     size = Path(f"{asked.prefix}.bin").stat().st_size
-    sys.stdout.write(f"{asked.prefix}: {meta['document_count']:,} documents, {meta['token_count']:,} tokens, {size / 1e6:,.1f} MB\n")
+    sys.stdout.write(
+        f"{asked.prefix}: {meta['document_count']:,} documents, {meta['token_count']:,} tokens{counted}, {size / 1e6:,.1f} MB\n"
+    )
     sys.stderr.write(f"next: data.data_prefixes: [{asked.prefix}], transformer_architecture.vocab_size: {prepared['vocab_size']} or more\n")
     return EXIT_OK
 

@@ -23,11 +23,10 @@ import numpy as np
 from swarmtrain.config.files import reason
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import formats
-from swarmtrain.trainer.prepare import encoders, shards, sources
+from swarmtrain.trainer.prepare import encoders, shapes, shards, sources
 from swarmtrain.trainer.prepare.encoders import Encoder
 from swarmtrain.trainer.prepare.options import PLACE, Options
 from swarmtrain.trainer.prepare.progress import Progress
-from swarmtrain.trainer.prepare.shapes import Texts
 from swarmtrain.trainer.prepare.shards import Facts, Shaper
 from swarmtrain.trainer.prepare.sources import Part, Source
 from swarmtrain.trainer.prepare.workers import Workers
@@ -42,15 +41,14 @@ def prepare(options: Options, names: Sequence[str], *, shard: int = _SHARD) -> d
     """Write the token files that `options` ask for from the files `names`; return what their meta file says. Raises TrainingError."""
     prefix = Path(options.prefix)
     encoder = encoders.opened(options.tokenizer)
-    end = encoders.end_token(encoder, options.end_token, own=options.append_eos)
-    shaper = Texts(encoder, options.key, end)
+    shaper = shapes.shaper(options, encoder)
     files = sources.found(names)
     plan = sources.shards(files, shaper.keys, max(shard, sum(file.size for file in files) // _MOST))
     if formats.path(prefix, "bin").exists() and _prepared(prefix) is None:
         raise TrainingError(f"{prefix}: there are token files that were not prepared by this", place=PLACE, hint="name another prefix")
     folder = formats.path(prefix, "parts")
     with _locked(folder):
-        identity = _identity(encoder, end, shaper, _hashes(folder, files, options.workers), files)
+        identity = _identity(encoder, shaper, _hashes(folder, files, options.workers), files)
         if _prepared(prefix) == identity:
             _say(f"{prefix} is there already, of the same files and options")
             shutil.rmtree(folder)
@@ -109,11 +107,11 @@ def _hashes(folder: Path, files: Sequence[Source], count: int) -> list[str]:
     return [known[f"{file.name} {file.stamp}"] for file in files]
 
 
-def _identity(encoder: Encoder, end: int | None, shaper: Shaper, hashes: Sequence[str], files: Sequence[Source]) -> dict[str, Any]:
+def _identity(encoder: Encoder, shaper: Shaper, hashes: Sequence[str], files: Sequence[Source]) -> dict[str, Any]:
     """Return what decides every byte that comes out."""
     return {
         "version": _VERSION,
-        "tokenizer": {"name": encoder.name, "sha256": encoder.sha256, "vocab_size": encoder.size, "end_token": end},
+        "tokenizer": {"name": encoder.name, "sha256": encoder.sha256, "vocab_size": encoder.size},
         "options": shaper.told,
         "sources": [{"name": file.name, "bytes": file.size, "sha256": sha256} for file, sha256 in zip(files, hashes, strict=True)],
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def look(config: Config, count: int, tokenizer: str | None = None) -> Iterator[s
         yield "\n".join(_sample(data, number, sample, decoders, reset=shape.reset_position_ids))
 
 
-def _sample(data: Samples, number: int, sample: int, decoders: dict[object, Decode], *, reset: bool) -> Iterator[str]:
+def _sample(data: Samples, number: int, sample: int, decoders: Mapping[Path, Decode], *, reset: bool) -> Iterator[str]:
     ids = np.array([sample])
     targets = data.load(ids).targets[0].numpy()
     file, spans = data.spans(sample)

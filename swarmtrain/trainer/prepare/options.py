@@ -18,7 +18,14 @@ class Options:
     prefix: str
     tokenizer: str
     """A tokenizer.json, or BYTES."""
-    key: str = "text"
+    key: str | None = None
+    """Where a record has its text, or its messages. None: text, or messages."""
+    prompt_key: str | None = None
+    completion_key: str | None = None
+    chat: bool = False
+    """Records are conversations."""
+    chat_template: str | None = None
+    """A tokenizer_config.json or a file of Jinja."""
     end_token: str | None = None
     """Text of the token after each document."""
     append_eos: bool = False

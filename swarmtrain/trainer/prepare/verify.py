@@ -11,6 +11,7 @@ from swarmtrain.config.files import reason
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import formats
 from swarmtrain.trainer.data.memory_map import MemoryMap
+from swarmtrain.trainer.data.token_file import Mapped, Read
 from swarmtrain.trainer.prepare import sources
 
 _PIECE = 1 << 22
@@ -25,6 +26,7 @@ def verify(prefix: Path, *, format: Format = Format.auto, document_token: int | 
     try:
         hashed = [_hash(prefix, ending, str(recorded)) for ending, recorded in file.meta.get("sha256", {}).items()]
         lowest, highest, count = _range(file)
+        counted = None if file.mask is None else _counted(file.prefix, file.mask)
     except OSError as error:
         raise TrainingError(f"{error.filename or prefix}: {reason(error)}", place=_PLACE, hint=_ANEW) from None
     size = file.meta.get("prepared", {}).get("tokenizer", {}).get("vocab_size")
@@ -35,9 +37,16 @@ def verify(prefix: Path, *, format: Format = Format.auto, document_token: int | 
         raise TrainingError(
             f"{prefix}: has {count:,} tokens, and its meta file says {file.meta['token_count']:,}", place=_PLACE, hint=_ANEW
         )
+    if counted != file.meta.get("counted_tokens", counted):
+        raise TrainingError(
+            f"{prefix}: {counted:,} tokens count in the loss, and its meta file says {file.meta['counted_tokens']:,}",
+            place=_PLACE,
+            hint=_ANEW,
+        )
     empty = int((file.documents[:, 1] == 0).sum())
     told = [
         f"{prefix}: {file.format}, {len(file.documents):,} documents, {count:,} tokens of {file.tokens.dtype}, from {lowest} to {highest}",
+        *([f"{counted:,} count in the loss"] if counted is not None else []),
         *([f"{empty:,} documents are empty"] if empty else []),
         f"hashes of {' '.join(hashed)} as recorded" if hashed else "no hashes are recorded",
     ]
@@ -58,3 +67,14 @@ def _range(file: MemoryMap) -> tuple[int, int, int]:
         tokens = file.tokens[first : first + _PIECE]
         lowest, highest = min(lowest, int(tokens.min())), max(highest, int(tokens.max()))
     return lowest, highest, len(file.tokens)
+
+
+def _counted(prefix: Path, mask: Mapped | Read) -> int:
+    """Return how many tokens count in the loss. Raises TrainingError if the mask has anything but 0 and 1."""
+    counted = 0
+    for first in range(0, len(mask), _PIECE):
+        piece = mask[first : first + _PIECE]
+        if piece.max() > 1:
+            raise TrainingError(f"{prefix}.mask.bin has {int(piece.max())}, and only 0 and 1 mean something", place=_PLACE, hint=_ANEW)
+        counted += int(np.count_nonzero(piece))
+    return counted
