@@ -90,4 +90,6 @@ def inspect(
     from swarmtrain.config.load import load
     from swarmtrain.launchers import verbs
 
-    verbs.become("data", "inspect", {"config": load(config_file, override).to_json(), "samples": samples, "tokenizer": tokenizer})
+    verbs.become(
+        "data", "inspect", {"config": load(config_file, override).to_json(), "samples": samples, "tokenizer": tokenizer}, needs="torch"
+    )

@@ -1,4 +1,4 @@
-"""The trainer's verbs: what needs torch is asked of `python -m swarmtrain.trainer VERB`, on this machine, in a process of its own."""
+"""The trainer's verbs: what needs torch or numpy is asked of `python -m swarmtrain.trainer VERB`, here, in a process of its own."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ def ask(verb: str, question: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def become(verb: str, what: str, options: Mapping[str, Any], names: Sequence[str] = ()) -> NoReturn:
-    """Go on as `verb what`, which has the terminal, and whose exit code is ours. Raises SwarmtrainError if torch is not here."""
-    process.become([*_command(verb), what, json.dumps(options), *names], env={**os.environ, **_QUIET})
+def become(verb: str, what: str, options: Mapping[str, Any], names: Sequence[str] = (), *, needs: str = "numpy") -> NoReturn:
+    """Go on as `verb what`, which has the terminal, and whose exit code is ours.
+
+    Raises SwarmtrainError if the package that it `needs` is not here.
+    """
+    process.become([*_command(verb, needs), what, json.dumps(options), *names], env={**os.environ, **_QUIET})
 
 
-def _command(verb: str) -> list[str]:
-    if importlib.util.find_spec("torch") is None:
+def _command(verb: str, needs: str = "torch") -> list[str]:
+    if importlib.util.find_spec(needs) is None:
         raise SwarmtrainError(
-            f"{sys.executable} cannot find torch, and this takes it",
+            f"{sys.executable} cannot find {needs}, and this takes it",
             place="this machine",
-            hint="pip install 'swarmtrain[train]'",
+            hint=f"pip install 'swarmtrain[{'train' if needs == 'torch' else 'data'}]'",
         )
     return [sys.executable, "-m", "swarmtrain.trainer", verb]

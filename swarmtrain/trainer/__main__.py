@@ -1,4 +1,4 @@
-"""Verbs that need torch: `python -m swarmtrain.trainer VERB`.
+"""Verbs that need torch, or numpy: `python -m swarmtrain.trainer VERB`.
 
 bench       how fast a config trains here, for people; also under torchrun
 data        token files: what `swarmtrain data` starts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+import swarmtrain.trainer
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import memory_map
@@ -120,3 +123,12 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr().out
     assert f"of the data, in {prefix}; " in shown
     assert any(f': "{text}"' in shown for text in ("ide is t", "he gate"))
+
+
+def test_text_is_prepared_without_torch() -> None:
+    """It takes seconds to import, and gigabytes to have. What the trainer is asked for by name is there all the same."""
+    found = "import sys, swarmtrain.trainer as trainer, swarmtrain.trainer.prepare.command\nassert 'torch' not in sys.modules\n"
+    every = "[getattr(trainer, name) for name in trainer.__all__ if name != 'runtime']\nfrom swarmtrain.trainer import runtime, train"
+    subprocess.run([sys.executable, "-c", found + every], check=True, timeout=120)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = swarmtrain.trainer.nothing

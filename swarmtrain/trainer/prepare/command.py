@@ -14,7 +14,6 @@ from swarmtrain.config import Config
 from swarmtrain.config.data import Format
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError, TrainingError
 from swarmtrain.trainer.prepare.job import prepare
-from swarmtrain.trainer.prepare.look import look
 from swarmtrain.trainer.prepare.options import Options
 from swarmtrain.trainer.prepare.verify import verify
 
@@ -71,6 +70,8 @@ def _verify(options: dict[str, Any], names: Sequence[str]) -> int:
 
 
 def _inspect(options: dict[str, Any], _: Sequence[str]) -> int:
+    from swarmtrain.trainer.prepare.look import look
+
     for sample in look(Config.from_json(options["config"]), options["samples"], options["tokenizer"]):
         sys.stdout.write(f"{sample}\n")
     return EXIT_OK
