@@ -1,6 +1,7 @@
-"""Verbs that need torch: `python -m swarmtrain.trainer VERB`.
+"""Verbs that need torch, or numpy: `python -m swarmtrain.trainer VERB`.
 
 bench       how fast a config trains here, for people; also under torchrun
+data        token files: what `swarmtrain data` starts
 memory      for our own command line, which never imports torch: reads its question from standard input as JSON, and answers on
             standard output as JSON, {"error": …} where it cannot
 """
@@ -37,6 +38,10 @@ def main() -> int:
         from swarmtrain.trainer import bench
 
         return bench.main(sys.argv[2:])
+    if sys.argv[1:2] == ["data"]:
+        from swarmtrain.trainer.prepare import command
+
+        return command.main(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in VERBS:
         sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join(VERBS)} < question.json\n")
         return EXIT_USAGE

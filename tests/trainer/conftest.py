@@ -34,7 +34,7 @@ def _preloaded() -> Iterator[None]:
     """One server that has everything imported; ranks are forked from it."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    worlds.CONTEXT.set_forkserver_preload(["swarmtrain.trainer", "training_code", "worlds"])
+    worlds.CONTEXT.set_forkserver_preload(["swarmtrain.trainer.own", "training_code", "worlds"])
     yield
     if before is None:
         del os.environ["PYTHONPATH"]
