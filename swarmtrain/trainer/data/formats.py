@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from swarmtrain.config.data import Format
+from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Mapped, Read, Tokens
 
 _MEGATRON = b"MMIDIDX\0\0"
@@ -46,7 +47,8 @@ class Contents:
 
 
 def read(prefix: Path, kind: Kind, format: Format = Format.auto, document_token: int | None = None) -> Contents:
-    """Open the files of `prefix` as `kind`. Raises OSError, or ValueError that says what does not fit."""
+    """Open the files of `prefix` as `kind`. Raises OSError, or ValueError that says what does not fit; TrainingError if
+    the format is not known."""
     found = recognised(prefix) if format is Format.auto else format
     if document_token is not None and found in (Format.memory_map, Format.megatron):
         raise ValueError("has an index of its own: data.document_token is for files that have none")
@@ -54,7 +56,7 @@ def read(prefix: Path, kind: Kind, format: Format = Format.auto, document_token:
 
 
 def recognised(prefix: Path) -> Format:
-    """Return which format the files of `prefix` have. Raises OSError, or ValueError if that cannot be told."""
+    """Return which format the files of `prefix` have. Raises OSError, or ValueError or TrainingError if that cannot be told."""
     megatron = path(prefix, "idx").exists() and _begins(path(prefix, "idx"), len(_MEGATRON)) == _MEGATRON
     if path(prefix, "meta.json").exists():
         if megatron:
@@ -66,7 +68,11 @@ def recognised(prefix: Path) -> Format:
         return Format.memory_map
     if _magic(path(prefix, "bin")) in {magic for magic, _ in _LLM_C}:
         return Format.llm_c
-    raise ValueError("there is no .idx, and .bin has no header; tokens of 16 bits and nothing else are data.format: nanogpt")
+    raise TrainingError(
+        f"{prefix}: there is no .idx, and .bin has no header that says what it is",
+        place="config data",
+        hint="if it is nanoGPT's, tokens of 16 bits and nothing else: data.format: nanogpt",
+    )
 
 
 def path(prefix: Path, ending: str) -> Path:

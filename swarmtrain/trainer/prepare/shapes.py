@@ -125,11 +125,12 @@ def shaper(options: Options, encoder: Encoder) -> Shaper:
     end = encoders.end_token(encoder, options.end_token, own=options.append_eos)
     pair = options.prompt_key, options.completion_key
     if any(pair) and (not all(pair) or options.chat):
-        raise TrainingError("--prompt-key and --completion-key go together, and without --chat", place=PLACE)
+        hint = "--prompt-key prompt --completion-key completion; or --chat, with messages under --key"
+        raise TrainingError("--prompt-key and --completion-key go together, and without --chat", place=PLACE, hint=hint)
     if options.chat and end is not None:
         raise TrainingError("a chat's template ends its messages itself", place=PLACE, hint="leave out --append-eos and --end-token")
     if options.chat_template and not options.chat:
-        raise TrainingError("--chat-template is for --chat", place=PLACE)
+        raise TrainingError("--chat-template is for --chat", place=PLACE, hint="add --chat")
     if options.chat:
         template = Template(encoder, options.chat_template)
         sys.stderr.write(f"chat template: {template.name}\n")

@@ -186,8 +186,10 @@ def _line(at: int, line: bytes, keys: Sequence[str]) -> Record:
         value = json.loads(line.decode("utf-8-sig" if at == 0 else "utf-8"))
     except UnicodeDecodeError as error:
         return Record(at, None, f"is no UTF-8: {error.reason}")
-    except (ValueError, RecursionError) as error:
-        return Record(at, None, f"is no JSON: {error}")
+    except json.JSONDecodeError as error:
+        return Record(at, None, f"is no JSON: {error.msg} at character {error.pos + 1}")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists a thousand deep
+        return Record(at, None, f"cannot be read: {error}")
     if not isinstance(value, dict):
         return Record(at, None, "is no JSON object")
     if missing := next((key for key in keys if key not in value), None):
