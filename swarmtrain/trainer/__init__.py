@@ -42,8 +42,9 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _PLACES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_PLACES.get(name, name)}")
+    value: object = getattr(module, name) if name in _PLACES else module
     globals()[name] = value
     return value

@@ -128,7 +128,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_text_is_prepared_without_torch() -> None:
     """It takes seconds to import, and gigabytes to have. What the trainer is asked for by name is there all the same."""
     found = "import sys, swarmtrain.trainer as trainer, swarmtrain.trainer.prepare.command\nassert 'torch' not in sys.modules\n"
-    every = "[getattr(trainer, name) for name in trainer.__all__ if name != 'runtime']\nfrom swarmtrain.trainer import runtime, train"
+    every = "[getattr(trainer, name) for name in reversed(trainer.__all__)]\nfrom swarmtrain.trainer import runtime, train"
     subprocess.run([sys.executable, "-c", found + every], check=True, timeout=120)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = swarmtrain.trainer.nothing
