@@ -33,7 +33,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class _Paced(TrainerCallback):  # type: ignore[misc]  # not installed where types are checked
+class _Paced(TrainerCallback):
     def __init__(self) -> None:
         self._pace = Pace()
 

@@ -32,7 +32,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def build() -> typer.Typer:
     """Return the whole command line."""
-    from swarmtrain.cli import configs, environment, image, imports, lab, models, runs
+    from swarmtrain.cli import configs, data, environment, image, imports, lab, models, runs
 
     app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_root)
@@ -41,6 +41,7 @@ def build() -> typer.Typer:
     imports.register(app)
     runs.register(app)
     models.register(app)
+    app.add_typer(data.app, name="data", help="Token files: write them from text, check them, look at samples.")
     app.add_typer(image.app, name="image", help="What the nodes run: build it, put code above it, push it, spread it, keep a registry.")
     app.add_typer(lab.app, name="lab", help="A real swarm on this one Linux machine, and its faults.")
     return app

@@ -17,6 +17,16 @@ class Packing(StrEnum):
     documents = "documents"
 
 
+class Format(StrEnum):
+    """What token files are."""
+
+    auto = "auto"
+    memory_map = "memory_map"
+    megatron = "megatron"
+    llm_c = "llm.c"
+    nanogpt = "nanogpt"
+
+
 class BlendedDatasetConfig(Section):
     """How several token files are blended. Unless one of the three ways to weigh them is set, they are one set."""
 
@@ -59,10 +69,19 @@ class BlendedDatasetConfig(Section):
 
 
 class DataConfig(Section):
-    """Memory-mapped token files. A prefix P stands for P.bin (tokens), P.idx (documents) and P.meta.json."""
+    """Memory-mapped token files. A prefix P stands for P.bin (tokens), P.idx (documents) and P.meta.json; other formats have fewer."""
 
     data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the training data.")
     validation_data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the held-out data. It is never blended.")
+    format: Format = Field(
+        Format.auto,
+        description="auto: what lies under each prefix tells. nanogpt, which has no header, must be said. It goes for all prefixes.",
+    )
+    document_token: int | None = Field(
+        None,
+        ge=0,
+        description="Token that ends each document of nanogpt, or begins each of llm.c: they have no index. null: a file is one document.",
+    )
     use_mmap: bool = Field(
         True, description="Map files into memory. false: read them, and try again for some seconds when a network's disk fails to answer."
     )

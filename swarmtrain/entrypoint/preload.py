@@ -47,7 +47,9 @@ def _modules() -> tuple[str, ...]:
 
 for _module in _modules():
     with contextlib.suppress(ImportError):  # the rank that needs it will say so, with the user's own traceback
-        importlib.import_module(_module)
+        _imported = importlib.import_module(_module)
+        for _name in getattr(_imported, "__all__", ()):  # some import what they have when it is asked for
+            getattr(_imported, _name)
 
 # What is imported is never garbage, and to look through it would copy all of its pages in each process.
 gc.freeze()

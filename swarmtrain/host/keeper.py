@@ -51,8 +51,6 @@ class Keeper:
         return 0
 
     def _once(self) -> int:
-        if self.spec.clean:
-            clean(self.spec)
         with self._output() as (out, errors):
             if self.spec.prepare and (code := self._prepare(errors)):
                 return code
@@ -76,9 +74,15 @@ class Keeper:
         return subprocess.run(self.spec.end, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
     def _prepare(self, errors: IO[bytes]) -> int:
-        """Return 0 if the process can be started, and is still to be."""
-        asked = start(self.spec.prepare, env=self.spec.env, cwd=self.spec.cwd, stdout=subprocess.DEVNULL, stderr=errors)
-        return asked.wait() or (-signal.SIGTERM if self.stopping else 0)
+        """Return 0 if the process can be started, and is still to be. What an earlier one may have left is in the way only then."""
+        code = self._make(subprocess.DEVNULL)
+        if code and not self.stopping:
+            clean(self.spec)
+            code = self._make(errors)
+        return code or (-signal.SIGTERM if self.stopping else 0)
+
+    def _make(self, errors: IO[bytes] | int) -> int:
+        return start(self.spec.prepare, env=self.spec.env, cwd=self.spec.cwd, stdout=subprocess.DEVNULL, stderr=errors).wait()
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:

@@ -20,9 +20,9 @@ class Spec:
     stderr: str
     content: str
     clean: list[str] = field(default_factory=list)
-    """Run before each start, and when it has ended for good."""
+    """Run where `prepare` fails, since an earlier process may have left what is in its way, and when it has ended for good."""
     prepare: list[str] = field(default_factory=list)
-    """Run before each start, after that, and never interrupted: what it asks for is made even if nobody waits for it any more."""
+    """Run before each start, and never interrupted: what it asks for is made even if nobody waits for it any more."""
     end: list[str] = field(default_factory=list)
     """Run to ask the process to end, where SIGTERM to `argv` would not reach it."""
 

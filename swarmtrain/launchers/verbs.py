@@ -1,30 +1,44 @@
-"""The trainer's verbs: what needs torch is asked of `python -m swarmtrain.trainer VERB`, on this machine, in a process of its own."""
+"""The trainer's verbs: what needs torch or numpy is asked of `python -m swarmtrain.trainer VERB`, here, in a process of its own."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from swarmtrain import process
 from swarmtrain.errors import SwarmtrainError
 
 _LONGEST = 3600.0
+# No GPU is wanted for it, and looking for one takes a second.
+_QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def ask(verb: str, question: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of `verb`. Raises SwarmtrainError if torch is not here, or with the error that is the answer."""
-    if importlib.util.find_spec("torch") is None:
-        raise SwarmtrainError(
-            f"{sys.executable} cannot find torch, and this takes it",
-            place="this machine",
-            hint="pip install 'swarmtrain[train]'",
-        )
-    # No GPU is wanted for it, and looking for one takes a second.
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "swarmtrain.trainer", verb]
-    answer: dict[str, Any] = json.loads(process.run(argv, env=quiet, input=json.dumps(question), timeout=_LONGEST))
+    argv = _command(verb)
+    answer: dict[str, Any] = json.loads(process.run(argv, env=_QUIET, input=json.dumps(question), timeout=_LONGEST))
     if "error" in answer:
         raise SwarmtrainError(answer["error"]["message"], place=answer["error"]["place"], hint=answer["error"]["hint"])
     return answer
+
+
+def become(verb: str, what: str, options: Mapping[str, Any], names: Sequence[str] = (), *, needs: str = "numpy") -> NoReturn:
+    """Go on as `verb what`, which has the terminal, and whose exit code is ours.
+
+    Raises SwarmtrainError if the package that it `needs` is not here.
+    """
+    process.become([*_command(verb, needs), what, json.dumps(options), *names], env={**os.environ, **_QUIET})
+
+
+def _command(verb: str, needs: str = "torch") -> list[str]:
+    if importlib.util.find_spec(needs) is None:
+        raise SwarmtrainError(
+            f"{sys.executable} cannot find {needs}, and this takes it",
+            place="this machine",
+            hint=f"pip install 'swarmtrain[{'train' if needs == 'torch' else 'data'}]'",
+        )
+    return [sys.executable, "-m", "swarmtrain.trainer", verb]

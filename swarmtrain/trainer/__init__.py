@@ -12,12 +12,39 @@ checkpoint, metrics, guard, checks, replicas, shortage      what the loop uses
 
 from __future__ import annotations
 
-from swarmtrain.trainer import runtime
-from swarmtrain.trainer.data.samples import Samples, open_data
-from swarmtrain.trainer.loop import Result, train
-from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.own import Run, run
-from swarmtrain.trainer.parallel import parallelize
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "open_data", "parallelize", "run", "runtime", "train"]
+if TYPE_CHECKING:
+    from swarmtrain.trainer import runtime
+    from swarmtrain.trainer.data.samples import Samples, open_data
+    from swarmtrain.trainer.loop import Result, train
+    from swarmtrain.trainer.model.transformer import Transformer
+    from swarmtrain.trainer.optim import Optimizer
+    from swarmtrain.trainer.own import Run, make, run
+    from swarmtrain.trainer.parallel import parallelize
+
+__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "make", "open_data", "parallelize", "run", "runtime", "train"]
+
+# Imported when asked for: what prepares data needs none of them, nor torch, which takes seconds.
+_PLACES = {
+    "Optimizer": "optim",
+    "Result": "loop",
+    "Run": "own",
+    "Samples": "data.samples",
+    "Transformer": "model.transformer",
+    "make": "own",
+    "open_data": "data.samples",
+    "parallelize": "parallel",
+    "run": "own",
+    "train": "loop",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_PLACES.get(name, name)}")
+    value: object = getattr(module, name) if name in _PLACES else module
+    globals()[name] = value
+    return value

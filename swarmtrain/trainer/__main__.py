@@ -1,6 +1,7 @@
-"""Verbs that need torch: `python -m swarmtrain.trainer VERB`.
+"""Verbs that need torch, or numpy: `python -m swarmtrain.trainer VERB`.
 
 bench       how fast a config trains here, for people; also under torchrun
+data        token files: what `swarmtrain data` starts
 memory, export
             for our own command line, which never imports torch: they read their question from standard input as JSON, and answer
             on standard output as JSON, {"error": …} where they cannot
@@ -32,7 +33,7 @@ def memory(question: dict[str, Any]) -> dict[str, Any]:
 
 def export(question: dict[str, Any]) -> dict[str, Any]:
     """Write a checkpoint as a folder of Hugging Face's, and return what it is."""
-    from swarmtrain.trainer.export import export
+    from swarmtrain.trainer.huggingface.export import export
 
     source, output = Path(question["source"]), Path(question["output"])
     return export(source, output, dtype=question["dtype"], shard_bytes=question["shard_bytes"])
@@ -47,6 +48,10 @@ def main() -> int:
         from swarmtrain.trainer import bench
 
         return bench.main(sys.argv[2:])
+    if sys.argv[1:2] == ["data"]:
+        from swarmtrain.trainer.prepare import command
+
+        return command.main(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in VERBS:
         sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join(VERBS)} < question.json\n")
         return EXIT_USAGE

@@ -10,6 +10,8 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement, replicas
 from swarmtrain.trainer.attended import Attended
 from swarmtrain.trainer.checkpoint import Checkpoints, survive
+from swarmtrain.trainer.checkpoint.held import Trained
+from swarmtrain.trainer.checkpoint.restore import restore
 from swarmtrain.trainer.checkpoint.rhythm import Rhythm
 from swarmtrain.trainer.data import vocabulary
 from swarmtrain.trainer.data.samples import Samples
@@ -50,8 +52,9 @@ def train(
     trial = Trial(here)
     with Report(here, trial) as report, StopFlag(trial.asks) as stop, Attended(here, model, optimizer, patience) as attended:
         _check_same_data(here, data, held_out)
-        checkpoints = Checkpoints(here, model, optimizer, data.fingerprint, report.note)
-        progress, path = checkpoints.restore()
+        trained = Trained(model, optimizer)
+        checkpoints = Checkpoints(here, trained, data.fingerprint, report.note)
+        progress, path = restore(here, checkpoints, trained, data.fingerprint, report.note)
         vocabulary.look_through(here, [*data.maps, *(held_out.maps if held_out else ())])
         report.begins(progress.step, path, checkpoints.token, model)
         saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)

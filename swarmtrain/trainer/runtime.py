@@ -202,8 +202,14 @@ def _join(here: Runtime) -> None:
     dist.init_process_group(backend, store=_store(here), rank=here.rank, world_size=here.size, timeout=_PATIENCE)
 
 
+_left: list[object] = []
+"""The world that this process left last. gloo waits in its destructor for a thread that may want what Python holds just then: were
+DistributedDataParallel the last to have it, a script could hang when it is done with its model."""
+
+
 def _leave(joined: bool) -> None:
     if not joined:
+        _left[:] = [dist.group.WORLD]
         dist.destroy_process_group()
 
 

@@ -84,7 +84,8 @@ def make_step(
     mine, ahead = (each.dealt(mesh.shares, mesh.data_rank, topology.micro_batch) for each in (batch, following))
     for _, ids in ahead:
         data.expect(ids)  # read from the disk while this step is computed
-    summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / batch.tokens), parts=parts)
+    counted = max(1, batch.tokens)  # none, if the loss mask has none in these samples
+    summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / counted), parts=parts)
     if passed:
         with parts.of(LOGGING):
             passed()
@@ -95,7 +96,7 @@ def make_step(
     parts.begins(COMMUNICATION)
     (loss_sum,) = update.beside
     (loss_sum, *means), (asked, to_be_saved) = _exchange(model, [loss_sum, *_in_its_place(model, data, mine, loss_sum)], stop.raised, save)
-    mean = loss_sum / batch.tokens
+    mean = loss_sum / counted
     parts.begins(OPTIMIZER)
     unsound = "" if update.skipped else _unsound(mean, update)
     if unsound:
@@ -125,7 +126,7 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
         if asked:
             return None
         loss, tokens = loss + loss_sum, tokens + batch.tokens
-    return loss / tokens
+    return loss / max(1, tokens)
 
 
 def asked_to_leave(stop: StopFlag) -> bool:

@@ -93,7 +93,7 @@ def same(ours: dict[int, float], reference: dict[int, float], steps: int = FEW) 
     assert worst < 1e-5
 
 
-def wait_for(launcher: SwarmLauncher, run: str, found: Callable[[list[Event]], bool], seconds: float = 120) -> list[Event]:
+def wait_for(launcher: SwarmLauncher, run: str, found: Callable[[list[Event]], bool], seconds: float = 240) -> list[Event]:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         events = launcher.events(run)

@@ -178,15 +178,15 @@ def test_a_manager_that_takes_its_time_holds_up_nobody_else(tmp_path: Path, monk
     place.slow = threading.Event()
     waits = threading.Thread(target=source.page)
     waits.start()
-    time.sleep(0.2)
+    time.sleep(2)
     assert waits.is_alive()
     began = time.monotonic()
     assert source.page() is first
     assert time.monotonic() - began < 1
-    assert source.age() >= 0.2
+    assert source.age() >= 2
     place.slow.set()
     waits.join(10)
-    assert source.age() < 0.2
+    assert source.age() < 2
 
 
 def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: Source, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import master as of_determined  # noqa: E402  # lies there
+import torch.distributed as dist  # noqa: E402  # where it is
 import worlds  # noqa: E402  # needs the path above
 
 from swarmtrain.entrypoint.notices import Notices  # noqa: E402  # as above
@@ -32,7 +34,7 @@ def _preloaded() -> Iterator[None]:
     """One server that has everything imported; ranks are forked from it."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    worlds.CONTEXT.set_forkserver_preload(["swarmtrain.trainer", "training_code", "worlds"])
+    worlds.CONTEXT.set_forkserver_preload(["swarmtrain.trainer.own", "training_code", "worlds"])
     yield
     if before is None:
         del os.environ["PYTHONPATH"]
@@ -76,3 +78,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         memory_map.write(folder / name, np.array_split(stream, documents), "uint8")
     data = {"data_prefixes": [str(folder / "train")], "validation_data_prefixes": [str(folder / "heldout")]}
     return worlds.changed(worlds.CONFIG, data=data)
+
+
+@pytest.fixture
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No launcher, and a folder of one's own."""
+    log = logging.getLogger("swarmtrain")
+    before = log.handlers[:], log.propagate, log.level
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SWARMTRAIN_CONFIG"):
+        monkeypatch.setenv(name, "")  # so that what a run sets is taken out again
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    yield
+    log.handlers[:], log.propagate, log.level = before
+    if dist.is_initialized():
+        dist.destroy_process_group()

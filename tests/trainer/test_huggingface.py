@@ -16,9 +16,9 @@ from worlds import changed, manifest, train
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainError
-from swarmtrain.trainer import pretrained
 from swarmtrain.trainer.checkpoint.storage import Reader
-from swarmtrain.trainer.export import export
+from swarmtrain.trainer.huggingface import pretrained
+from swarmtrain.trainer.huggingface.export import export
 from swarmtrain.trainer.model.transformer import Transformer
 
 MODERN = {"norm_type": "rms", "mlp_type": "swiglu", "mlp_factor": 2.75}

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from worlds import ROOT, World
 
 import swarmtrain.trainer
@@ -71,21 +68,6 @@ def test_a_script_that_has_joined_by_itself_goes_on_in_its_world(tmp_path: Path)
     found = lines(tmp_path)
     assert {step: {**line, "found": 0} for step, line in found.items()} == {step: {**expected(step), "found": 0} for step in found}
     assert sorted(found) == [*range(1, LAST + 1)]
-
-
-@pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No launcher, and a folder of one's own."""
-    log = logging.getLogger("swarmtrain")
-    before = log.handlers[:], log.propagate, log.level
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SWARMTRAIN_CONFIG"):
-        monkeypatch.setenv(name, "")  # so that what a run sets is taken out again
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    yield
-    log.handlers[:], log.propagate, log.level = before
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_alone")

@@ -40,7 +40,7 @@ def test_all_errors_come_at_once_in_file_order() -> None:
 
 def test_a_key_that_resembles_none_lists_those_there_are() -> None:
     (problem,) = problems("data: {zzz: 1}")
-    known = "blended_dataset, data_prefixes, packing, use_mmap, validation_data_prefixes, validation_fraction"
+    known = "blended_dataset, data_prefixes, document_token, format, packing, use_mmap, validation_data_prefixes, validation_fraction"
     assert problem == f"config data.zzz (line 1): unknown key | known here: {known}"
 
 

@@ -123,7 +123,7 @@ class DockerLauncher:
     def _create(self, wanted: Stack, name: str, image: str) -> str:
         """Create a service's container with its files, and return its id."""
         title = wanted.document["services"][name]["container_name"]
-        made: str = self._engine.post("/containers/create", bodies.container(wanted, name, image), {"name": title})["Id"]
+        made: str = self._engine.create("/containers/create", bodies.container(wanted, name, image), {"name": title})["Id"]
         if found := bodies.files(wanted, name):
             self._engine.put_files(made, found)
         return made
@@ -131,7 +131,7 @@ class DockerLauncher:
     def _make_network(self, wanted: Stack) -> None:
         body = bodies.network(wanted)
         if body["Name"] not in {item["Name"] for item in self._engine.listing("/networks")}:
-            self._engine.post("/networks/create", body)
+            self._engine.create("/networks/create", body)
 
     def deployed(self, run: str) -> tuple[Config, Cargo]:
         """Return what the run was brought up with, from its containers. Raises RunNotFound, StackError."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
+from weakref import finalize
 
 from swarmtrain.config import Config
 from swarmtrain.config.names import host_address, host_slots
@@ -30,7 +31,7 @@ from swarmtrain.launchers import kept
 from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
 from swarmtrain.launchers.local.folder import in_state
 from swarmtrain.launchers.ssh import checks, follow
-from swarmtrain.launchers.ssh.host import HERE, Host, Team, connect
+from swarmtrain.launchers.ssh.host import HERE, Connections, Host, Team, connect
 from swarmtrain.launchers.ssh.images import pull
 from swarmtrain.launchers.ssh.record import Index, Record
 from swarmtrain.launchers.ssh.specs import There, specs
@@ -83,7 +84,9 @@ class SshLauncher:
     kind = RunnerType.pdsh
 
     def __init__(self) -> None:
-        self._index = Index(self.kind)
+        self._connections = Connections()
+        self._index = Index(self.kind, self._connections)
+        finalize(self, self._connections.close)
 
     @property
     def where(self) -> str:
@@ -96,7 +99,7 @@ class SshLauncher:
 
     def check(self, plan: Plan) -> list[Finding]:
         """Ask each host whether it has what a node needs."""
-        with _team(plan) as team:
+        with self._team(plan) as team:
             up = plan.run in self.runs()
             return checks.findings(plan, team, ports=() if up else (plan.master_port, plan.master_port + 1))
 
@@ -275,7 +278,11 @@ class SshLauncher:
     def _all_hosts(self, plan: Plan) -> Team:
         """Return the hosts of the plan, and those that the run has now."""
         before = self._record(plan.run)
-        return _team(plan, before.pythons if before else {})
+        return self._team(plan, before.pythons if before else {})
+
+    def _team(self, plan: Plan, before: dict[str, str] | None = None) -> Team:
+        pythons = {**(before or {}), **{node.host: _python(plan.config.runner) for node in plan.nodes}}
+        return self._connections.to([*dict.fromkeys([*(node.host for node in plan.nodes), *pythons])], pythons)
 
 
 class SshDockerLauncher(SshLauncher):
@@ -301,11 +308,6 @@ def inventory(runner: RunnerConfig) -> Inventory:
 
 def _python(runner: RunnerConfig) -> str:
     return runner.python or ("python3" if runner.runner_type is RunnerType.pdsh_docker else sys.executable)
-
-
-def _team(plan: Plan, before: dict[str, str] | None = None) -> Team:
-    pythons = {**(before or {}), **{node.host: _python(plan.config.runner) for node in plan.nodes}}
-    return connect([*dict.fromkeys([*(node.host for node in plan.nodes), *pythons])], pythons)
 
 
 @contextlib.contextmanager

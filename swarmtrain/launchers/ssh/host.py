@@ -96,8 +96,7 @@ class Remote:
     """A machine behind `ssh NAME`, with the settings that the user's own ~/.ssh/config has for this name."""
 
     def __init__(self, name: str, python: str) -> None:
-        self.name = name
-        self._python = python
+        self.name, self.python = name, python
         self._connection: _Connection | None = None
         self._one_at_a_time = threading.Lock()
 
@@ -106,7 +105,7 @@ class Remote:
         with self._one_at_a_time:
             try:
                 if self._connection is None:
-                    self._connection = _Connection(self.name, self._python)
+                    self._connection = _Connection(self.name, self.python)
                     self._connection.introduce()
                 reply = self._connection.ask([what, fields], within)
             except BaseException:
@@ -115,6 +114,12 @@ class Remote:
         if "error" in reply:
             raise HostError(reply["error"], place=f"host {self.name}")
         return reply["answer"]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is a connection, with no question under way."""
+        connection = self._connection
+        return connection is not None and connection.ssh.poll() is None and not self._one_at_a_time.locked()
 
     def close(self) -> None:
         """Close the connection; a question that is under way has a moment, and then fails."""
@@ -207,12 +212,42 @@ class _Connection:
         return HostError(text, place=f"host {self.name}", hint=_hint(self.name, text, self.python, self.ssh.returncode))
 
 
+class Connections:
+    """Connections that one command opens once, though it asks the same hosts again and again."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[str, str], Remote] = {}
+
+    def to(self, names: Sequence[str], pythons: Mapping[str, str]) -> Team:
+        """Return hosts by their names, and by the interpreter that each has. What is not open is opened when it is asked."""
+        return Team([self._host(name, pythons) for name in names], pythons, self._give_back)
+
+    def close(self) -> None:
+        """Close those that nobody uses just now."""
+        free, self._free = self._free, {}
+        Team(list(free.values()), {}).close()
+
+    def _host(self, name: str, pythons: Mapping[str, str]) -> Host:
+        if name == HERE:
+            return Here()
+        free = self._free.pop((name, pythons[name]), None)
+        return free if free and free.is_free else Remote(name, pythons[name])
+
+    def _give_back(self, host: Host) -> None:
+        if isinstance(host, Remote) and host.is_free and (host.name, host.python) not in self._free:
+            self._free[host.name, host.python] = host
+        else:
+            host.close()
+
+
 class Team:
     """Several hosts, asked side by side."""
 
-    def __init__(self, hosts: Sequence[Host], pythons: Mapping[str, str]) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], pythons: Mapping[str, str], let_go: Callable[[Host], None] = lambda host: host.close()
+    ) -> None:
         self.hosts = {host.name: host for host in hosts}
-        self._pythons = pythons
+        self._pythons, self._let_go = pythons, let_go
 
     def __enter__(self) -> Team:
         return self
@@ -250,7 +285,7 @@ class Team:
     def close(self) -> None:
         """Let go of all of them."""
         with contextlib.suppress(HostError):
-            self.each(lambda host: host.close())
+            self.each(self._let_go)
 
 
 def connect(names: Sequence[str], pythons: Mapping[str, str]) -> Team:

@@ -15,7 +15,7 @@ from swarmtrain.config.runner import RunnerType
 from swarmtrain.errors import RunNotFound
 from swarmtrain.host.spec import replace as write
 from swarmtrain.launchers.kept import directory, state_directory
-from swarmtrain.launchers.ssh.host import Team, connect
+from swarmtrain.launchers.ssh.host import Connections, Team
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Record:
 class Index:
     """The runs of one kind that were brought up from here."""
 
-    def __init__(self, kind: RunnerType) -> None:
-        self._file = f"{kind.value}.json"
+    def __init__(self, kind: RunnerType, connections: Connections) -> None:
+        self._file, self._connections = f"{kind.value}.json", connections
 
     def runs(self, *, leaving: bool = False) -> list[str]:
         """Return the names of runs, sorted: those that are up, or those that are `leaving`. Raises OSError."""
@@ -94,7 +94,7 @@ class Index:
     def team(self, run: str) -> tuple[Record, Team]:
         """Return what is known of `run`, and its hosts. Raises RunNotFound."""
         record = self.read(run)
-        return record, connect(list(record.pythons), record.pythons)
+        return record, self._connections.to(list(record.pythons), record.pythons)
 
     def _path(self, run: str) -> Path:
         return directory(run) / self._file

@@ -1,7 +1,9 @@
 """Checkpoints: save and restore model and optimizer, whole or not at all, in any world's topology.
 
+held        what is kept: model and optimizer, or what a script of one's own has
 storage     tensor bytes, behind torch's distributed checkpoint
 fit         whether it is of this model and this optimizer
+restore     how these are taken up again
 manifest    everything else, as JSON, with hashes
 stage       written aside, moved in by rename; what stands in save_dir
 retention   what of that stays
@@ -17,29 +19,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
 from swarmtrain.board import Board
 from swarmtrain.config.files import reason
-from swarmtrain.errors import CheckpointError, ForeignCheckpoint
+from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import agreement
-from swarmtrain.trainer.checkpoint import disks, search, stage, survive
+from swarmtrain.trainer.checkpoint import disks, stage, survive
 from swarmtrain.trainer.checkpoint.background import Background, Files, leave_note
-from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load, owners
+from swarmtrain.trainer.checkpoint.held import Held
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.retention import Keep
-from swarmtrain.trainer.checkpoint.storage import Memory, Reader, Writer
-from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.checkpoint.search import Found
+from swarmtrain.trainer.checkpoint.storage import Memory, Writer
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
@@ -93,13 +93,13 @@ class Saved:
 class Checkpoints:
     """The checkpoints of one run, as one world sees them. All methods are called by all ranks together."""
 
-    def __init__(self, here: Runtime, model: ParallelModel, optimizer: Optimizer, data: str, note: Note) -> None:
+    def __init__(self, here: Runtime, held: Held, data: str, note: Note) -> None:
         """Claim save_dir for this world. `data` is the training data's fingerprint; `note` is told of checkpoints that are passed
         over, and of those that cannot be written.
 
         Raises CheckpointError if save_dir cannot be written, or is not the same folder on all nodes.
         """
-        self._here, self._model, self._optimizer, self._data, self._note = here, model, optimizer, data, note
+        self._here, self._held, self._data, self._note = here, held, data, note
         self.save_dir = here.config.trainer.save_dir
         self.saved: int | None = None
         """Step of the newest checkpoint that this world has begun to write, or has read."""
@@ -112,23 +112,12 @@ class Checkpoints:
         self.disk = disks.disk(here, self.save_dir, note) if self.save_dir else None
         self.token = self.disk.claim() if self.disk else 0
 
-    def restore(self) -> tuple[Progress, Path | None]:
-        """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer.
-
-        Return how far it had come and where it is; a fresh Progress and None if there is none and load_dir is not set.
-        Raises ForeignCheckpoint if it belongs to another model or other data, CheckpointError if load_dir has none.
-        """
-        if self.disk and (own := self.disk.newest(self.token)):
-            progress = self._progress(*own, foreign=False)
-            self._load([own], EVERYTHING)
-            self.saved = self._stands = own[1].step
-            return progress, own[0]
-        sources = [self._source(folder) for folder in self._here.config.trainer.load_dir]
-        if not sources:
-            return Progress(), None
-        progress = self._progress(*sources[0], foreign=True)
-        self._load(sources, Rules.of(self._here.config.trainer))
-        return progress, sources[0][0]
+    def newest(self) -> Found | None:
+        """Return the newest valid checkpoint of save_dir, None if there is none. Raises CheckpointError."""
+        found = self.disk.newest(self.token) if self.disk else None
+        if found:
+            self.saved = self._stands = found[1].step
+        return found
 
     def save(self, progress: Progress) -> None:
         """Begin to write a checkpoint into save_dir, which must be set; wait for the end of the one before, and of this one
@@ -159,7 +148,7 @@ class Checkpoints:
         if self._underway:
             self._underway.writing.end()  # it writes from that memory, and counts if the others could write too
         writer = Writer(folder, part, self._memory)
-        return writer, writer.take(self._tensors())
+        return writer, writer.take(self._held.tensors())
 
     def landed(self) -> list[Saved]:
         """Return the checkpoints that have come to stand since this was last asked, as far as this rank has to do with it. Rank 0 has."""
@@ -178,9 +167,9 @@ class Checkpoints:
         folder = disk.begin(progress.step, self.token)
         writer = disk.writer(folder, self._memory)
         try:
-            dcp.save(self._tensors(), storage_writer=writer)
+            dcp.save(self._held.tensors(), storage_writer=writer)
         except CheckpointException as error:  # a BaseException, so nobody else would catch it
-            raise CheckpointError(_first_reason(error), place=f"config trainer.save_dir {save_dir}") from None
+            raise CheckpointError(first_reason(error), place=f"config trainer.save_dir {save_dir}") from None
         disk.divide(writer)
         stood = time.monotonic() - begun
 
@@ -243,7 +232,7 @@ class Checkpoints:
 
         Raises WorldError if a newer world has taken over, CheckpointError if a file is not there, OSError.
         """
-        mesh, config = self._model.mesh, self._here.config
+        config = self._here.config
         content = Manifest(
             token=self.token,
             step=progress.step,
@@ -251,17 +240,13 @@ class Checkpoints:
             loss_before=progress.loss_before,
             data=self._data,
             random={"seed": config.trainer.seed, "derived_from": ["seed", "step", "micro batch"]},
-            topology={
-                "world_size": self._here.size,
-                "data_parallel_size": mesh.data_size,
-                "model_parallel_size": mesh.tensor_size,
-                "pipe_parallel_size": mesh.pipe_size,
-            },
+            topology={"world_size": self._here.size, **self._held.topology},
             files=files,
             tensors=tensors,
             config=config.model_dump(mode="json"),
             versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
             held_out_loss=progress.held_out_loss,
+            state=self._held.state(),
         )
         path = stage.commit(save_dir, folder, content)
         try:
@@ -270,60 +255,8 @@ class Checkpoints:
             LOG.warning("%s: an old checkpoint cannot be removed: %s", save_dir, reason(error))
         return path
 
-    def _source(self, folder: Path) -> tuple[Path, Manifest]:
-        found = search.in_one_folder(self._here, folder, self._note)
-        if found is None:
-            raise CheckpointError(
-                "has no checkpoint that is whole",
-                place=f"config trainer.load_dir {folder}",
-                hint="is it mounted here? without trainer.load_dir the run begins anew",
-            )
-        return found
 
-    def _progress(self, path: Path, content: Manifest, *, foreign: bool) -> Progress:
-        if foreign and not self._here.config.trainer.load_context:
-            return Progress()
-        if content.data == self._data:
-            return Progress(content.step, content.consumed_samples, content.loss_before, content.held_out_loss)
-        if foreign:
-            return Progress(content.step, 0, None)
-        raise ForeignCheckpoint(
-            f"was trained on other data, or in another order{self._changes(content, 'data')}",
-            place=str(path),
-            hint="choose another trainer.save_dir, or bring the data back",
-        )
-
-    def _changes(self, content: Manifest, section: str) -> str:
-        """Return what differs between the checkpoint's config and this one, side by side."""
-        here = self._here.config.model_dump(mode="json")
-        return "".join(f"; {line}" for line in differences(content.config.get(section, {}), here[section], section))
-
-    def _load(self, sources: Sequence[tuple[Path, Manifest]], rules: Rules) -> None:
-        tensors, place = self._tensors(), " and ".join(str(path) for path, _ in sources)
-        owner = owners([content.tensors for _, content in sources])
-        found = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in owner.items()}
-        # What a rank has of the whole is for torch's planner to say; what stages of a pipeline have together is asked here.
-        shapes = agreement.gather({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        wanted = {name: shape for part in shapes for name, shape in part.items()}
-        names = names_to_load(found, wanted, place, rules, self._changes(sources[0][1], "transformer_architecture"))
-        if rules != EVERYTHING or len(sources) > 1:
-            self._note(f"{place}: {listing(found, wanted, names)}")
-        for number, (path, content) in enumerate(sources):
-            known = {name: tensors[name] for name in names if name in tensors and owner[name] == number}
-            try:
-                dcp.load(known, storage_reader=Reader(path, content.tensors))
-            except CheckpointException as error:  # a BaseException, so nobody else would catch it
-                raise CheckpointError(_first_reason(error), place=str(path)) from None
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return all that is saved, as whole (distributed) tensors that share memory with what trains."""
-        shards = self._model.shards
-        whole = {f"model/{name}": shards.whole(name, parameter.detach()) for name, parameter in self._model.parameters.items()}
-        for key, tensor in self._optimizer.moments().items():
-            whole[f"optimizer/{key}"] = shards.whole(key.partition("/")[2], tensor)
-        return whole
-
-
-def _first_reason(error: CheckpointException) -> str:
+def first_reason(error: CheckpointException) -> str:
+    """Return why torch's distributed checkpoint failed, by the first rank on which it did."""
     rank, (reason, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {reason}"

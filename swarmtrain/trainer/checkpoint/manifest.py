@@ -14,7 +14,7 @@ from swarmtrain.errors import CheckpointError
 NAME = "manifest.json"
 FORMAT = 1
 _BLOCK = 1 << 22
-_LATER = {"held_out_loss"}
+_LATER = {"held_out_loss", "state"}
 """What older checkpoints of this format lack."""
 
 
@@ -43,6 +43,8 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     held_out_loss: float | None = None
     """Held-out loss after `step`, if it was measured."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What else a script of one's own keeps: see trees.py."""
     format: int = FORMAT
 
     def to_text(self) -> str:

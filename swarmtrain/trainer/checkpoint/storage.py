@@ -31,7 +31,10 @@ from torch.futures import Future
 from swarmtrain.errors import CheckpointError
 
 _BLOCK = 1 << 24
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_WHOLE)}
+"""What a tensor of a checkpoint can be."""
 
 
 class Memory:
@@ -159,7 +162,7 @@ class Reader(StorageReader):
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         try:
             for name, entry in tensors.items():
-                dtype = _DTYPES[entry["dtype"]]
+                dtype = DTYPES[entry["dtype"]]
                 chunks = [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in entry["chunks"]]
                 entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
                 for chunk, place in zip(chunks, entry["chunks"], strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from swarmtrain.config import Config
-from swarmtrain.config.data import BlendedDatasetConfig, Packing
+from swarmtrain.config.data import BlendedDatasetConfig, Format, Packing
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import blend, order, vocabulary
@@ -21,7 +21,7 @@ from swarmtrain.trainer.data.blend import Blend
 from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
 from swarmtrain.trainer.data.packs import Packs
 from swarmtrain.trainer.data.rows import Rows
-from swarmtrain.trainer.data.spans import Cut
+from swarmtrain.trainer.data.spans import Cut, Spans
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.data.windows import Windows
 from swarmtrain.trainer.model.transformer import IGNORE
@@ -49,7 +49,15 @@ class Batch:
 def open_data(config: Config) -> tuple[Samples, Samples | None]:
     """Open what `config` names: the training data, and the held-out data if there is any. Raises TrainingError."""
     shape, seed, data = config.transformer_architecture, config.trainer.seed, config.data
-    files = partial(Samples, shape=shape, seed=seed, packing=data.packing, use_mmap=data.use_mmap)
+    files = partial(
+        Samples,
+        shape=shape,
+        seed=seed,
+        packing=data.packing,
+        use_mmap=data.use_mmap,
+        format=data.format,
+        document_token=data.document_token,
+    )
     kept = 1 - data.validation_fraction
     training = files(data.data_prefixes, mix=data.blended_dataset, part=(0.0, kept))
     if data.validation_data_prefixes:
@@ -70,6 +78,8 @@ class Samples:
         mix: BlendedDatasetConfig | None = None,
         part: tuple[float, float] = (0.0, 1.0),
         use_mmap: bool = True,
+        format: Format = Format.auto,
+        document_token: int | None = None,
     ) -> None:
         """Open the files; `seed` is that of their order, and `part` says between which fractions of each file's documents to read.
 
@@ -81,11 +91,16 @@ class Samples:
             )
         self.sequence_length, self.vocab_size, self.seed = shape.sequence_length, shape.vocab_size, seed
         self._numbered = shape.tells_documents_apart
-        self.maps = [MemoryMap(prefix, use_mmap=use_mmap).part(*part) for prefix in prefixes]
+        opened = partial(MemoryMap, use_mmap=use_mmap, format=format, document_token=document_token)
+        self.maps = [opened(prefix).part(*part) for prefix in prefixes]
+        if self._numbered or packing is Packing.documents:
+            for file in self.maps:
+                file.check_documents()
         self._cuts: list[Cut] = [_KINDS[packing](file, self.sequence_length) for file in self.maps]
         for file, cut in zip(self.maps, self._cuts, strict=True):
             if not len(cut):
                 raise _nothing(file, packing, part)
+            vocabulary.check_tokenizer(file, self.vocab_size)
             for tokens in _ends(file):
                 vocabulary.check(tokens, self.vocab_size, f": {file.prefix}")
         self._ends = np.cumsum([len(cut) for cut in self._cuts])
@@ -97,7 +112,9 @@ class Samples:
         epoch = min(len(cut) for cut in self._cuts) if self._blend else len(self)
         self._at_once = size = min(max(epoch, _LEAST), _MOST)
         self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * size, size))
-        self._order = "" if plain else f"{packing} {part} {shares}"
+        divided = "" if document_token is None else f" {document_token}"
+        self._batch = lru_cache(maxsize=2)(self._batch_of)
+        self._order = divided if plain else f"{packing} {part} {shares}{divided}"
         self.seconds = 0.0
         """What loading has taken, in all."""
 
@@ -106,6 +123,9 @@ class Samples:
 
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
+        return self._batch(position, count)
+
+    def _batch_of(self, position: int, count: int) -> Batch:
         first, last = position // self._at_once, (position + count - 1) // self._at_once
         ids = np.concatenate([self._block(number) for number in range(first, last + 1)])
         ids = ids[position - first * self._at_once :][:count]
@@ -113,7 +133,7 @@ class Samples:
 
     def targets(self, ids: Ids) -> int:
         """Return how many tokens of the samples `ids` count in the loss."""
-        return sum(int(self._cuts[number].targets(within).sum()) for number, _, within in self._by_file(ids))
+        return sum(self._targets(number, within) for number, _, within in self._by_file(ids))
 
     def load(self, ids: Ids) -> Rows:
         """Return the samples `ids`. Raises DataError for a token outside the vocabulary."""
@@ -133,6 +153,8 @@ class Samples:
                 window = file.tokens[start : start + count + 1]
                 inputs[row, column : column + count] = window[:-1]
                 targets[row, column : column + count] = window[1:]
+                if file.mask is not None:
+                    targets[row, column : column + count][file.mask[start + 1 : start + count + 1] == 0] = IGNORE
             if breaks is not None:
                 at, columns = cut.breaks(within)
                 breaks[rows[at], columns] = 1
@@ -141,12 +163,19 @@ class Samples:
         documents = None if breaks is None else torch.from_numpy(breaks.cumsum(axis=1))
         return Rows(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
 
+    def spans(self, sample: int) -> tuple[MemoryMap, Spans]:
+        """Return the file that has a sample, and where its tokens are in it."""
+        ((number, _, within),) = self._by_file(np.array([sample]))
+        return self.maps[number], self._cuts[number].spans(within)
+
     def expect(self, ids: Ids) -> None:
         """Have the operating system read the samples `ids` from the disk meanwhile: they will be loaded soon."""
         for number, _, within in self._by_file(ids):
             spans = self._cuts[number].spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
                 self.maps[number].tokens.expect(start, count + 1)
+                if mask := self.maps[number].mask:
+                    mask.expect(start, count + 1)
 
     def empty(self) -> Rows:
         """Return one sample in which nothing counts."""
@@ -162,7 +191,18 @@ class Samples:
             digest.update(f"{file.tokens.dtype} {len(file.tokens)}".encode())
             for tokens in _ends(file):
                 digest.update(tokens.tobytes())
+            if file.mask is not None:
+                digest.update(file.mask[:_PROBE].tobytes() + file.mask[-_PROBE:].tobytes())
         return digest.hexdigest()[:16]
+
+    def _targets(self, number: int, within: Ids) -> int:
+        """Return how many tokens count in the loss in the samples `within` file `number`."""
+        mask, cut = self.maps[number].mask, self._cuts[number]
+        if mask is None:
+            return int(cut.targets(within).sum())
+        spans = cut.spans(within)
+        spanned = zip(spans.start.tolist(), spans.count.tolist(), strict=True)
+        return sum(int(np.count_nonzero(mask[start + 1 : start + count + 1])) for start, count in spanned)
 
     def _refuse(self, ids: Ids) -> None:
         """Raise the error that names the token outside the vocabulary which is in the samples `ids`."""
@@ -197,7 +237,7 @@ def _ends(file: MemoryMap) -> tuple[Tokens, Tokens]:
 def _nothing(file: MemoryMap, packing: Packing, part: tuple[float, float]) -> TrainingError:
     if part != (0.0, 1.0):
         return TrainingError(
-            f"{file.prefix}: {file.meta['document_count']} documents are too few to divide it by data.validation_fraction",
+            f"{file.prefix}: {file.count} documents are too few to divide it by data.validation_fraction",
             place="config data",
             hint="name data to hold out as data.validation_data_prefixes",
         )

@@ -30,13 +30,13 @@ _WAITS = (0.5, 1.0, 2.0, 4.0)
 class Mapped:
     """A file that is mapped into memory."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        """Raises OSError, or ValueError if the file does not hold whole numbers of `dtype`."""
-        self.dtype = dtype
+    def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0) -> None:
+        """The numbers begin at byte `offset`. Raises OSError, or ValueError if what follows is not whole numbers of `dtype`."""
+        self.dtype, self._offset = dtype, offset
         with path.open("rb") as file:
-            _check(path, os.fstat(file.fileno()).st_size, dtype)
+            _check(path, os.fstat(file.fileno()).st_size - offset, dtype)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.array: Tokens = np.frombuffer(self._map, dtype=dtype)
+        self.array: Tokens = np.frombuffer(self._map, dtype=dtype, offset=offset)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -47,18 +47,18 @@ class Mapped:
 
     def expect(self, first: int, count: int) -> None:
         """Have the operating system read `count` numbers from `first` on meanwhile: they will be asked for soon."""
-        start = first * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, start, (first + count) * self.dtype.itemsize - start)
+        start = (self._offset + first * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, start, self._offset + (first + count) * self.dtype.itemsize - start)
 
 
 class Read:
     """A file that is read when it is asked for a slice; a read that fails is tried again for some seconds."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        """Raises OSError, or ValueError if the file does not hold whole numbers of `dtype`."""
-        self.dtype, self._path = dtype, path
+    def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0) -> None:
+        """The numbers begin at byte `offset`. Raises OSError, or ValueError if what follows is not whole numbers of `dtype`."""
+        self.dtype, self._path, self._offset = dtype, path, offset
         self._file = os.open(path, os.O_RDONLY)
-        self._size = os.fstat(self._file).st_size
+        self._size = os.fstat(self._file).st_size - offset
         _check(path, self._size, dtype)
 
     def __len__(self) -> int:
@@ -66,7 +66,9 @@ class Read:
 
     def __getitem__(self, where: slice) -> Tokens:
         first, end, _ = where.indices(len(self))
-        data: Tokens = np.frombuffer(self._read(first * self.dtype.itemsize, end * self.dtype.itemsize), dtype=self.dtype)
+        data: Tokens = np.frombuffer(
+            self._read(self._offset + first * self.dtype.itemsize, self._offset + end * self.dtype.itemsize), dtype=self.dtype
+        )
         return data
 
     def __del__(self) -> None:
@@ -80,7 +82,7 @@ class Read:
 
     def expect(self, first: int, count: int) -> None:
         """Have the operating system read `count` numbers from `first` on meanwhile: they will be asked for soon."""
-        os.posix_fadvise(self._file, first * self.dtype.itemsize, count * self.dtype.itemsize, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self._file, self._offset + first * self.dtype.itemsize, count * self.dtype.itemsize, os.POSIX_FADV_WILLNEED)
 
     def _read(self, start: int, end: int) -> bytes:
         failed: OSError | None = None
@@ -113,5 +115,5 @@ class Read:
 
 
 def _check(path: Path, size: int, dtype: np.dtype[Any]) -> None:
-    if size == 0 or size % dtype.itemsize:
-        raise ValueError(f"{path.name} is empty" if size == 0 else f"{path.name} ends within a number: {size} bytes of {dtype}")
+    if size <= 0 or size % dtype.itemsize:
+        raise ValueError(f"{path.name} is empty" if size <= 0 else f"{path.name} ends within a number: {size} bytes of {dtype}")

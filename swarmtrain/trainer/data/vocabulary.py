@@ -74,6 +74,17 @@ def check(tokens: Tokens, vocab_size: int, where: str = "", first: int | None = 
     )
 
 
+def check_tokenizer(file: MemoryMap, vocab_size: int) -> None:
+    """Raise DataError if `file` says that its tokenizer has more tokens than the vocabulary."""
+    tokenizer = file.meta.get("prepared", {}).get("tokenizer", {})
+    if (size := tokenizer.get("vocab_size", 0)) > vocab_size:
+        raise DataError(
+            f"is {vocab_size}, and {tokenizer['name']}, which made the tokens of {file.prefix}, has {size}",
+            place="config transformer_architecture.vocab_size",
+            hint=f"transformer_architecture.vocab_size: {size}, or more",
+        )
+
+
 def look_through(here: Runtime, files: Sequence[MemoryMap], seconds: float = _SECONDS) -> None:
     """Look for tokens outside the vocabulary in `files`, each once, for `seconds` at most. Called by all ranks together.
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Shard
 from swarmtrain.config import Config
 from swarmtrain.config.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision
-from swarmtrain.trainer import pretrained
+from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model import initial
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recompute, tensor

@@ -13,8 +13,8 @@ from torch import Tensor
 from swarmtrain.config.huggingface import architecture, family
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainError
-from swarmtrain.trainer import safetensors
-from swarmtrain.trainer.naming import grouped, part
+from swarmtrain.trainer.huggingface import safetensors
+from swarmtrain.trainer.huggingface.names import grouped, part
 
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 4

@@ -16,12 +16,12 @@ from swarmtrain.config import Config
 from swarmtrain.config.files import reason
 from swarmtrain.config.huggingface import described, family
 from swarmtrain.errors import CheckpointError
-from swarmtrain.trainer import safetensors
 from swarmtrain.trainer.checkpoint import manifest, stage
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import Reader
+from swarmtrain.trainer.huggingface import safetensors
+from swarmtrain.trainer.huggingface.names import grouped, joined
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.naming import grouped, joined
 
 _MODEL = "model/"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

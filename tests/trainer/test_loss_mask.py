@@ -1,0 +1,268 @@
+"""Which tokens count: made from prompts and conversations, kept beside the tokens, and honoured by samples and by training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import prepared
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from prepared import contents, lines, read
+from worlds import changed, train
+
+from swarmtrain.config import Config
+from swarmtrain.config.data import Packing
+from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data import memory_map
+from swarmtrain.trainer.data.memory_map import MemoryMap
+from swarmtrain.trainer.data.samples import Samples
+from swarmtrain.trainer.prepare import job
+from swarmtrain.trainer.prepare.look import look
+from swarmtrain.trainer.prepare.options import Options
+from swarmtrain.trainer.prepare.verify import verify
+
+SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=1 << 16)
+text = some.text(some.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    prepared.tokenizer(path)
+    return path
+
+
+def masked(prefix: Path, documents: Sequence[Sequence[int]], mask: Sequence[int], dtype: str = "uint16") -> None:
+    memory_map.write(prefix, [np.array(document) for document in documents], dtype, {"loss_mask": True})
+    prefix.with_suffix(".mask.bin").write_bytes(bytes(mask))
+
+
+def counts(prefix: Path) -> list[list[int]]:
+    file = MemoryMap(prefix)
+    assert file.mask is not None
+    return [file.mask[start : start + count].tolist() for start, count in file.documents.tolist()]
+
+
+@given(lengths=some.lists(some.integers(1, 11), min_size=2, max_size=20), packing=some.sampled_from(list(Packing)), data=some.data())
+@settings(max_examples=40, deadline=None)
+def test_samples_ask_for_what_counts(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], packing: Packing, data: some.DataObject
+) -> None:
+    """Each token is its own number, so that pairs of input and target can be told from one another."""
+    folder = tmp_path_factory.mktemp("mask")
+    lengths = [*lengths, 2]
+    documents = [list(range(first, end)) for first, end in pairwise([0, *np.cumsum(lengths).tolist()])]
+    mask = data.draw(some.lists(some.integers(0, 1), min_size=sum(lengths), max_size=sum(lengths)))
+    masked(folder / "a", documents, mask)
+    pairs = list(pairwise(range(sum(lengths)))) if packing is Packing.stream else [pair for each in documents for pair in pairwise(each)]
+    wanted = [pair for pair in pairs if mask[pair[1]]]
+    for use_mmap in (True, False):
+        samples = Samples([folder / "a"], SHAPE, 0, packing=packing, use_mmap=use_mmap)
+        batch = samples.batch(0, len(samples))
+        samples.expect(batch.ids)
+        rows = samples.load(batch.ids)
+        there = rows.targets >= 0
+        assert sorted(zip(rows.inputs[there].tolist(), rows.targets[there].tolist(), strict=True)) == wanted
+        assert batch.tokens == len(wanted)
+        assert sum(samples.targets(np.array([sample])) for sample in range(len(samples))) == len(wanted)
+
+
+def test_another_mask_is_other_data(tmp_path: Path) -> None:
+    memory_map.write(tmp_path / "none", [np.arange(9)], "uint16")
+    masked(tmp_path / "one", [range(9)], [1] * 9)
+    masked(tmp_path / "other", [range(9)], [0, *[1] * 8])
+    assert len({Samples([tmp_path / name], SHAPE, 0).fingerprint for name in ("none", "one", "other")}) == 3
+
+
+def test_torn_masks(tmp_path: Path) -> None:
+    masked(tmp_path / "a", [range(9)], [1] * 8)
+    with pytest.raises(TrainingError, match=r"a\.mask\.bin has 8 bytes for 9 tokens"):
+        MemoryMap(tmp_path / "a")
+    (tmp_path / "a.mask.bin").unlink()
+    with pytest.raises(TrainingError, match=r"a\.mask\.bin: no such file"):
+        MemoryMap(tmp_path / "a")
+    masked(tmp_path / "a", [range(9)], [1] * 8 + [2])
+    with pytest.raises(TrainingError, match=r"a\.mask\.bin has 2, and only 0 and 1"):
+        verify(tmp_path / "a")
+
+
+def test_training_is_the_same_in_every_world(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Ranks, and whole steps, have nothing to learn among them. A mask in which all counts changes nothing."""
+    tokens = MemoryMap(Path(config["data"]["data_prefixes"][0])).tokens[0:4000].astype(int)
+    masked(tmp_path / "some", [tokens], [1] * 100 + [0] * 3900, "uint8")
+    masked(tmp_path / "all", [tokens], [1] * 4000, "uint8")
+    memory_map.write(tmp_path / "none", [tokens], "uint8")
+
+    def losses(name: str, size: int = 1) -> dict[int, float]:
+        data = {"data_prefixes": [str(tmp_path / name)], "validation_data_prefixes": []}
+        return train(tmp_path / f"{name}-{size}", changed(config, data=data), size)
+
+    one = losses("some")
+    assert losses("some", 2) == pytest.approx(one, abs=1e-5)
+    assert {loss > 0 for loss in one.values()} == {True, False}
+    assert losses("all") == losses("none")
+
+
+@given(
+    pairs=some.lists(some.tuples(text, text.filter(bool)), min_size=1, max_size=12),
+    end=some.booleans(),
+    own=some.booleans(),
+    size=some.integers(1, 300),
+)
+@settings(max_examples=20, deadline=None)
+def test_prompts_and_completions(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, pairs: list[tuple[str, str]], *, end: bool, own: bool, size: int
+) -> None:
+    """One at a time, one character at a time: a token counts if it has one of the completion's."""
+    folder = tmp_path_factory.mktemp("pairs")
+    name = lines(folder / "a.jsonl", [{"p": prompt, "c": completion} for prompt, completion in pairs])
+    asked = Options(f"{folder}/t", str(tokenizer) if own else "bytes", prompt_key="p", completion_key="c", append_eos=end, workers=2)
+    meta = job.prepare(asked, [name], shard=size)
+    expected, masks = [], []
+    for prompt, completion in pairs:
+        tokens, mask = _slowly(tokenizer if own else None, prompt + completion, range(len(prompt), len(prompt + completion)))
+        expected.append([*tokens, *([0 if own else 256] if end else [])])
+        masks.append([*mask, *([1] if end else [])])
+    assert read(folder / "t") == expected
+    assert counts(folder / "t") == masks
+    assert meta["counted_tokens"] == sum(map(sum, masks))
+    job.prepare(replace(asked, prefix=f"{folder}/u", workers=1), [name])
+    assert contents(folder / "t") == contents(folder / "u")
+    assert (folder / "t.mask.bin").read_bytes() == (folder / "u.mask.bin").read_bytes()
+    assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in verify(folder / "t")
+
+
+def _slowly(tokenizer: Path | None, whole: str, said: Sequence[int], *, special: bool = False) -> tuple[list[int], list[int]]:
+    if tokenizer is None:
+        parts = [(character.encode(), int(place in said)) for place, character in enumerate(whole)]
+        return [byte for part, _ in parts for byte in part], [counted for part, counted in parts for _ in part]
+    library = tokenizers.Tokenizer.from_file(str(tokenizer))
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = not special
+    encoding = library.encode(whole, add_special_tokens=False)
+    return encoding.ids, [int(any(place in said for place in range(*offsets))) for offsets in encoding.offsets]
+
+
+turn = some.tuples(text, some.lists(text, max_size=1), text.map(lambda said: said or "x"))
+
+
+@given(
+    chats=some.lists(some.tuples(some.none() | text, some.lists(turn, min_size=1, max_size=3)), min_size=1, max_size=6),
+    own=some.booleans(),
+    size=some.integers(1, 400),
+)
+@settings(max_examples=20, deadline=None)
+def test_conversations(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, chats: list[Any], *, own: bool, size: int) -> None:
+    """ChatML, written by hand: what the assistant says counts, with the token that ends it, and not the line's end after that."""
+    folder = tmp_path_factory.mktemp("chats")
+    records, expected, masks = [], [], []
+    for system, turns in chats:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for asked, results, answered in turns:
+            messages += [{"role": "user", "content": asked}]
+            for result in results:
+                messages += [{"role": "assistant", "content": "look"}, {"role": "tool", "content": result}]
+            messages += [{"role": "assistant", "content": answered}]
+        records.append({"messages": messages})
+        whole, said = "", list[int]()
+        for message in messages:
+            whole += f"<|im_start|>{message['role']}\n"
+            until = f"{message['content']}<|im_end|>"
+            if message["role"] == "assistant":
+                said += range(len(whole), len(whole + until))
+            whole += f"{until}\n"
+        tokens, mask = _slowly(tokenizer if own else None, whole, said, special=True)
+        expected.append(tokens)
+        masks.append(mask)
+    name = lines(folder / "a.jsonl", records)
+    asked_for = Options(f"{folder}/t", str(tokenizer) if own else "bytes", chat=True, workers=2)
+    job.prepare(asked_for, [name], shard=size)
+    assert read(folder / "t") == expected
+    assert counts(folder / "t") == masks
+
+
+def chat(*roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": f"{role} says"} for role in roles]}
+
+
+WRONG = {
+    "two users": (chat("user", "user", "assistant"), "message 2 is of user, and after user comes assistant"),
+    "assistant first": (chat("assistant", "user", "assistant"), "message 1 is of assistant, and at the beginning comes system or user"),
+    "late system": (chat("user", "assistant", "system"), "message 3 is of system, and after assistant comes user or tool"),
+    "no answer": (chat("system", "user"), "ends with user, and not with the assistant's answer"),
+    "nothing": ({"messages": []}, "has no list of messages"),
+    "a text": ({"messages": "hello"}, "has no list of messages"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 1 is not a role and a content"),
+    "special": (
+        {"messages": [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "b"}]},
+        "message 1 has <|im_end|>, which only the template may write",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_conversations(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    record, said = WRONG[name]
+    path = lines(tmp_path / "a.jsonl", [chat("user", "assistant"), record])
+    for encoder in ("bytes", str(tokenizer)):
+        with pytest.raises(TrainingError) as error:
+            job.prepare(Options(f"{tmp_path}/t", encoder, chat=True, workers=1), [path])
+        assert f"a.jsonl line 2: {said}" in error.value.message
+
+
+def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the tokenizer, that of a file, and those by which it cannot be told where an answer is."""
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "A:{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}[{{ m.content }}]{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    settings_of = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of))
+    path = lines(tmp_path / "a.jsonl", [chat("user", "assistant", "user", "assistant")])
+    asked = Options(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", chat=True, workers=1)
+    job.prepare(asked, [path])
+    assert "chat template: tokenizer_config.json" in capsys.readouterr().err
+    config = {"transformer_architecture": {"sequence_length": 200, "vocab_size": 500}, "data": {"data_prefixes": [f"{tmp_path}/t"]}}
+    (shown,) = look(Config.from_json(json.dumps(config)), 1)
+    runs = [(line.split()[0], json.loads(line.split(": ", 1)[1])) for line in shown.splitlines()[1:]]
+    assert runs == [
+        ("no", "<|endoftext|>[user says]A:"),
+        ("loss", "assistant says<|im_end|>"),
+        ("no", "[user says]A:"),
+        ("loss", "assistant says<|im_end|>"),
+    ]
+    for source, said in {
+        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "writes messages otherwise once others follow",
+        "{{ raise_exception('only weather') }}": "the chat template: only weather",
+        "{{ messages[0].a.b }}": "the chat template: ",
+        "{% for %}": "is no template",
+    }.items():
+        (tmp_path / "own.jinja").write_text(source)
+        with pytest.raises(TrainingError, match=said):
+            job.prepare(replace(asked, chat_template=f"{tmp_path}/own.jinja"), [path])
+
+
+def test_options_that_contradict_each_other(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", [{}])
+    plain = Options(f"{tmp_path}/t", "bytes", workers=1)
+    for changes, said in (
+        ({"prompt_key": "p"}, "go together"),
+        ({"prompt_key": "p", "completion_key": "c", "chat": True}, "without --chat"),
+        ({"chat": True, "append_eos": True}, "ends its messages itself"),
+        ({"chat_template": "a.jinja"}, "is for --chat"),
+        ({"chat": True, "chat_template": f"{tmp_path}/none.jinja"}, "has no chat template"),
+    ):
+        with pytest.raises(TrainingError, match=said):
+            job.prepare(replace(plain, **changes), [path])  # type: ignore[arg-type]
