@@ -118,6 +118,8 @@ def _check_float8(shape: TransformerArchitectureConfig, topology: TopologyConfig
         name, width = "", shape.hidden_size
         if field == "fp8_config_attention":
             name, width = "attention_num_kv_heads", shape.kv_heads * shape.head_size
+        elif field == "fp8_config_attention_dense_out":
+            name, width = "attention_head_size", shape.attention_width
         elif "mlp" in field:
             name, width = "mlp_factor", shape.mlp_width
         if width % whole[1]:

@@ -65,8 +65,10 @@ def _checked(firsts: Sequence[int], stages: int, layers: int) -> Sequence[int]:
 def _costs(shape: TransformerArchitectureConfig) -> list[int]:
     """Return each layer's multiplications for one token, the embedding's and the head's with those of the layer beside them."""
     hidden = shape.hidden_size
-    projections = 2 * hidden * (hidden + hidden * shape.kv_heads // shape.num_attention_heads)
-    scores = hidden * shape.sequence_length  # queries with keys and weights with values, each for half the sequence on average
+    projections = 2 * hidden * (shape.num_attention_heads + shape.kv_heads) * shape.head_size
+    scores = (
+        shape.attention_width * shape.sequence_length
+    )  # queries with keys and weights with values, each for half the sequence on average
     mlp = (3 if shape.mlp_type is MlpType.swiglu else 2) * hidden * shape.mlp_width
     costs = [projections + scores + mlp] * shape.num_layers
     costs[0] += hidden  # the embedding only fetches a row

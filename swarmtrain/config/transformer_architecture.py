@@ -27,6 +27,13 @@ class MlpType(StrEnum):
     swiglu = "swiglu"
 
 
+class Activation(StrEnum):
+    """What a default feed-forward block does between its two matrices."""
+
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+
+
 class PositionType(StrEnum):
     """Ways to tell an attention head how far apart two tokens are."""
 
@@ -51,6 +58,24 @@ class LayerNormConfig(Section):
     layernorm_bias: bool = Field(False, description="Add a bias; norm_type layernorm only.")
 
 
+class RotaryScalingConfig(Section):
+    """Slower rotations for samples longer than a model began with: those that turn too seldom in the old length to have been learned
+    whole are slowed by a factor, those that turn often stay, and in between it is a bit of both (Llama 3.1)."""
+
+    factor: float = Field(8.0, ge=1, description="What slow rotations are slowed by.")
+    low_frequency_factor: float = Field(1.0, gt=0, description="Turns in the original length up to which a rotation is slow.")
+    high_frequency_factor: float = Field(4.0, gt=0, description="Turns in the original length from which it stays as it is.")
+    original_sequence_length: int = Field(8192, ge=1, description="Tokens in a sample of the model before.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RotaryScalingConfig:
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise wrong(
+                "high_frequency_factor", f"{self.high_frequency_factor} is not above low_frequency_factor {self.low_frequency_factor}"
+            )
+        return self
+
+
 class UmupConfig(Section):
     """u-muP: a parametrization in which the best learning rate of a narrow model is that of a wide one."""
 
@@ -73,6 +98,7 @@ class TransformerArchitectureConfig(Section):
     attention_num_kv_heads: int | None = Field(
         None, ge=1, description="Heads of keys and values, shared by groups of heads. null: one each."
     )
+    attention_head_size: int | None = Field(None, ge=1, description="Dimensions of a head. null: hidden_size / num_attention_heads.")
     sequence_length: int = Field(256, ge=1, description="Tokens in a sample.")
     num_local_attention_heads: int = Field(
         0, ge=0, description="The first so many heads see only the tokens near their own; all others see every token before."
@@ -88,11 +114,17 @@ class TransformerArchitectureConfig(Section):
         description="rotary: dimension i turns with i + half a head. rotary_complex: with its neighbour. none: positions are not told.",
     )
     rotary_embedding_base: float = Field(10000, ge=1, description="Base of the rotary frequencies.")
+    rotary_scaling: RotaryScalingConfig | None = Field(
+        None, description="Rotary frequencies for longer samples; {} for Llama 3.1's. null: as they are."
+    )
     rotary_percentage: float = Field(1.0, gt=0, le=1, description="Part of each head's dimensions that rotates; the first ones do.")
+    learned_positions: bool = Field(False, description="Add a learned vector for its place in the sample to each token's, as GPT-2 does.")
     reset_attention_mask: bool = Field(False, description="Documents packed into one sample do not see each other.")
     reset_position_ids: bool = Field(False, description="Positions begin with 0 in each document of a sample.")
     norm_type: NormType = Field(NormType.layernorm, description="layernorm or rms.")
-    mlp_type: MlpType = Field(MlpType.default, description="default (GELU) or swiglu.")
+    mlp_type: MlpType = Field(MlpType.default, description="default (two matrices) or swiglu (three).")
+    activation_function: Activation = Field(Activation.gelu, description="Of mlp_type default: gelu, or its approximation by tanh.")
+    parallel_residual: bool = Field(False, description="Attention and the feed-forward block of a layer see the same stream, as in GPT-J.")
     layernorm: LayerNormConfig = Field(LayerNormConfig(), description="Of all norms, whichever type they are.")
     mlp_bias: bool = Field(False, description="Add biases to the feed-forward block.")
     mlp_factor: float = Field(4.0, gt=0, description="Width of the feed-forward block, in hidden sizes.")
@@ -117,11 +149,11 @@ class TransformerArchitectureConfig(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TransformerArchitectureConfig:
-        check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
-        if self.hidden_size // self.num_attention_heads % 2 and self.rotary_dimensions:
-            raise wrong(
-                "num_attention_heads", f"rotary positions need an even head size, not {self.hidden_size // self.num_attention_heads}"
-            )
+        if self.attention_head_size is None:
+            check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+        if self.head_size % 2 and self.rotary_dimensions:
+            name = "num_attention_heads" if self.attention_head_size is None else "attention_head_size"
+            raise wrong(name, f"rotary positions need an even head size, not {self.head_size}")
         check_multiple("num_attention_heads", self.num_attention_heads, "attention_num_kv_heads", self.kv_heads)
         return self
 
@@ -154,7 +186,18 @@ class TransformerArchitectureConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_its_companion(self) -> TransformerArchitectureConfig:
+        if self.activation_function is not Activation.gelu and self.mlp_type is not MlpType.default:
+            raise wrong("activation_function", f"is for mlp_type default, and mlp_type is {self.mlp_type}")
+        if self.rotary_scaling is not None and self.relative_position_embedding_type is PositionType.none:
+            raise wrong("rotary_scaling", "is for rotary positions, and relative_position_embedding_type is none")
+        return self
+
+    @model_validator(mode="after")
     def _umup_fits(self) -> TransformerArchitectureConfig:
+        for name in ("learned_positions", "parallel_residual"):
+            if self.umup.enable and getattr(self, name):
+                raise wrong(name, "has no scales by u-muP", f"set {name}: false, or umup.enable: false")
         if self.umup.enable and self.weight_tying:
             reason = "u-muP gives the embedding and the output layer other scales, so they cannot be one"
             raise wrong("weight_tying", reason, "set weight_tying: false, or umup.enable: false")
@@ -180,7 +223,12 @@ class TransformerArchitectureConfig(Section):
     @property
     def head_size(self) -> int:
         """Dimensions of one head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.attention_head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Dimensions of all heads."""
+        return self.num_attention_heads * self.head_size
 
     @property
     def rotary_dimensions(self) -> int:

@@ -23,9 +23,16 @@ from swarmtrain.trainer.model.transformer import Transformer
 
 MODERN = {"norm_type": "rms", "mlp_type": "swiglu", "mlp_factor": 2.75}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**MODERN, "attention_num_kv_heads": 2, "weight_tying": False, "attention_bias": True, "mlp_bias": True},
+    "llama": {
+        **MODERN,
+        "attention_num_kv_heads": 2,
+        "weight_tying": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rotary_scaling": {"original_sequence_length": 16},
+    },
     "qwen2": {**MODERN, "attention_num_kv_heads": 2, "attention_bias": True, "attention_output_bias": False},
-    "qwen3": {**MODERN, "attention_num_kv_heads": 1, "key_query_norm": True, "rotary_embedding_base": 50000},
+    "qwen3": {**MODERN, "attention_num_kv_heads": 1, "attention_head_size": 12, "key_query_norm": True, "rotary_embedding_base": 50000},
     "mistral": {**MODERN, "weight_tying": False, "num_local_attention_heads": 4, "local_attention_window_size": 5},
     "gpt_neox": {
         "layernorm": {"layernorm_bias": True},
@@ -33,6 +40,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rotary_percentage": 0.5,
         "weight_tying": False,
+        "parallel_residual": True,
+    },
+    "gpt2": {
+        "layernorm": {"layernorm_bias": True},
+        "mlp_bias": True,
+        "attention_bias": True,
+        "relative_position_embedding_type": "none",
+        "learned_positions": True,
+        "activation_function": "gelu_tanh",
     },
 }
 GIB = 2**30
@@ -113,7 +129,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "qwen2"])
 def test_begun_from_an_export_it_is_the_same_model(trained: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path) -> None:
     folder, config = trained[name]
     given = tmp_path / "out"
@@ -127,7 +143,7 @@ def test_begun_from_an_export_it_is_the_same_model(trained: dict[str, tuple[Path
     [alone] = train(tmp_path / "alone", own).values()
     [noise] = train(tmp_path / "noise", changed(own, trainer={"init_from": None})).values()
     assert abs(alone - noise) > 0.01
-    for kind, topology in TOPOLOGIES.items() if name == "gpt_neox" else [("tensor", TOPOLOGIES["tensor"])]:
+    for kind, topology in TOPOLOGIES.items() if name == "gpt2" else [("tensor", TOPOLOGIES["tensor"])]:
         [divided] = train(tmp_path / kind, changed(own, topology=topology), size=2).values()
         assert divided == pytest.approx(alone, rel=1e-6), kind
 

@@ -42,7 +42,8 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
 }
 DROPOUT = {"dropout_embedding": 0.1, "dropout_after_attention": 0.1, "dropout_after_mlp": 0.1}
 DEEP = {"num_layers": 4, **DROPOUT}
-TIED = {"precision": "float32", "attention_bias": True, "mlp_bias": True, "layernorm": {"layernorm_bias": True}, **DEEP}
+GPT = {"learned_positions": True, "parallel_residual": True, "activation_function": "gelu_tanh"}
+TIED = {"precision": "float32", **GPT, "attention_bias": True, "mlp_bias": True, "layernorm": {"layernorm_bias": True}, **DEEP}
 UNTIED = {
     **DEEP,
     "attention_bias": True,
@@ -50,6 +51,8 @@ UNTIED = {
     "num_local_attention_heads": 2,
     "local_attention_window_size": 5,
     "rotary_percentage": 0.5,
+    "rotary_scaling": {"original_sequence_length": 16},
+    "attention_head_size": 12,
     "reset_attention_mask": True,
     "reset_position_ids": True,
     "weight_tying": False,

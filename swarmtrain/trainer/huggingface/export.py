@@ -20,7 +20,7 @@ from swarmtrain.trainer.checkpoint import manifest, stage
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import Reader
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.names import grouped, joined
+from swarmtrain.trainer.huggingface.names import Tensors
 from swarmtrain.trainer.model.transformer import Transformer
 
 _MODEL = "model/"
@@ -40,7 +40,7 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int) -
     sizes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape, 0).named_parameters()}
     kept = DTYPES[dtype] if dtype else getattr(torch, content.tensors[f"{_MODEL}{next(iter(sizes))}"]["dtype"])
     reader = Reader(path, content.tensors)
-    made_of = grouped(sizes, kind)
+    tensors = Tensors(kind, shape, sizes)
 
     def read(name: str) -> Tensor:
         stored = getattr(torch, content.tensors[f"{_MODEL}{name}"]["dtype"])
@@ -48,9 +48,7 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int) -
         dcp.load(values, storage_reader=reader, no_dist=True)
         return values[f"{_MODEL}{name}"]
 
-    kinds = {
-        theirs: safetensors.Kind(kept, (sum(sizes[name][0] for name in ours), *sizes[ours[0]][1:])) for theirs, ours in made_of.items()
-    }
+    kinds = {theirs: safetensors.Kind(kept, tensors.size(theirs)) for theirs in tensors.made_of}
     files = _divided(kinds, shard_bytes)
     aside = output.with_name(f".{output.name}.partial")
     try:
@@ -60,7 +58,7 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int) -
         try:
             (aside / "config.json").write_text(json.dumps(described(shape, str(kept).removeprefix("torch.")), indent=2) + "\n")
             for file, part in files.items():
-                safetensors.write(aside / file, part, lambda theirs: joined([read(name) for name in made_of[theirs]], shape))
+                safetensors.write(aside / file, part, lambda theirs: tensors.join(theirs, [read(name) for name in tensors.made_of[theirs]]))
             if len(files) > 1:
                 index = {
                     "metadata": {"total_size": sum(one.nbytes for one in kinds.values())},

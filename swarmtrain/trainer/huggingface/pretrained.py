@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmtrain.config.huggingface import architecture, family
+from swarmtrain.config import huggingface
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainError
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.names import grouped, part
+from swarmtrain.trainer.huggingface.names import Tensors, parameters
 
 _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 4
@@ -28,28 +28,22 @@ def load(folder: Path, shape: TransformerArchitectureConfig, sizes: Mapping[str,
     Raises ForeignCheckpoint if the model there is another, with what differs; CheckpointError if it cannot be read.
     """
     try:
-        there = architecture(_json(folder / _CONFIG), str(folder / _CONFIG))
+        values, place = _json(folder / _CONFIG), str(folder / _CONFIG)
+        there = huggingface.shape(values, place)
         if different := _differences(there, shape):
             raise ForeignCheckpoint(
                 f"is another model: {'; '.join(different)}",
                 place=f"config trainer.init_from {folder}",
-                hint="make transformer_architecture what it is there",
+                hint=f"make transformer_architecture what it is there: swarmtrain import {place}",
             )
-        kind = family(shape)
+        tensors = Tensors(huggingface.known(values, place), shape, sizes)
     except CheckpointError:
         raise
     except SwarmtrainError as error:
         raise ForeignCheckpoint(error.message, place=error.place, hint=error.hint) from None
-    found, made_of = _tensors(folder), grouped(sizes, kind)
-    wanted = {theirs: (sum(sizes[name][0] for name in ours), *sizes[ours[0]][1:]) for theirs, ours in made_of.items()}
-    _check(folder, {name: tuple(tensor.shape) for name, tensor in found.items()}, wanted, tied=shape.weight_tying)
-    place = {name: (theirs, number, len(ours)) for theirs, ours in made_of.items() for number, name in enumerate(ours)}
-
-    def value(name: str, size: torch.Size) -> Tensor:
-        theirs, number, of = place[name]
-        return part(found[theirs], number, of, shape)
-
-    return value
+    found = _named(_tensors(folder), tensors.base)
+    _check(folder, found, tensors, tied=shape.weight_tying)
+    return lambda name, _: tensors.part(name, found)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -71,28 +65,31 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in safetensors.read(folder / file).items()}
 
 
-def _differences(there: Mapping[str, Any], shape: TransformerArchitectureConfig) -> list[str]:
+def _named(found: Mapping[str, Tensor], base: str) -> Mapping[str, Tensor]:
+    """Return the tensors by the names they have in a model with a head: one without has none of `base` in them."""
+    return found if any(name.startswith(base) for name in found) else {f"{base}{name}": tensor for name, tensor in found.items()}
+
+
+def _differences(there: TransformerArchitectureConfig, shape: TransformerArchitectureConfig) -> list[str]:
     """Return what of the model is otherwise there, side by side."""
-    other = TransformerArchitectureConfig.model_validate_json(json.dumps(there))
-    pairs = {name: (getattr(other, name), getattr(shape, name)) for name in type(shape).model_fields if not name.startswith(_ELSEWHERE)}
+    pairs = {name: (getattr(there, name), getattr(shape, name)) for name in type(shape).model_fields if not name.startswith(_ELSEWHERE)}
     pairs |= {
-        "attention_num_kv_heads": (other.kv_heads, shape.kv_heads),
-        "attention_output_bias": (other.output_bias, shape.output_bias),
-        "mlp_factor x hidden_size": (other.mlp_width, shape.mlp_width),
+        "attention_head_size": (there.head_size, shape.head_size),
+        "attention_num_kv_heads": (there.kv_heads, shape.kv_heads),
+        "attention_output_bias": (there.output_bias, shape.output_bias),
+        "mlp_factor x hidden_size": (there.mlp_width, shape.mlp_width),
     }
     return [f"{name} is {one} there and {mine} here" for name, (one, mine) in pairs.items() if one != mine]
 
 
-def _check(folder: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+def _check(folder: Path, found: Mapping[str, Tensor], tensors: Tensors, *, tied: bool) -> None:
     """Raise ForeignCheckpoint if the tensors there are not those that are wanted."""
-    # A tied head is the embedding again; the others are computed, not learned.
-    beside = {"lm_head.weight", "embed_out.weight"} if tied else set()
-    extra = {name for name in found.keys() - wanted.keys() - beside if not name.endswith(("inv_freq", "attention.bias", "masked_bias"))}
-    missing = wanted.keys() - found.keys()
-    different = [f"{name} is missing" for name in sorted(missing)] + [f"{name} has no place here" for name in sorted(extra)]
-    different += [
-        f"{name} is {found[name]} there and {size} here" for name, size in wanted.items() if name in found and found[name] != size
-    ]
+    wanted = {theirs: tensors.size(theirs) for theirs in tensors.made_of}
+    extra = set(parameters(found)) - wanted.keys() - set(tensors.heads if tied else ())
+    different = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
+    different += [f"{name} has no place here" for name in sorted(extra)]
+    sizes = [(name, tuple(found[name].shape), size) for name, size in wanted.items() if name in found]
+    different += [f"{name} is {there} there and {size} here" for name, there, size in sizes if there != size]
     if different:
         more = f"; {len(different)} in all" if len(different) > _SHOWN else ""
         raise ForeignCheckpoint(

@@ -30,10 +30,12 @@ class Attention(nn.Module):
         self.dropout = shape.dropout_attention_probs
         bias, narrow, fp8 = shape.attention_bias, shape.kv_heads * shape.head_size, shape.fp8_config_attention
         self.scales = umup.attention_scales(shape) if shape.umup.enable else None
-        self.query = linear(shape, shape.hidden_size, shape.hidden_size, bias=bias, fp8=fp8)
+        self.query = linear(shape, shape.hidden_size, shape.attention_width, bias=bias, fp8=fp8)
         self.key = linear(shape, shape.hidden_size, narrow, bias=bias, fp8=fp8)
         self.value = linear(shape, shape.hidden_size, narrow, bias=bias, fp8=fp8)
-        self.output = linear(shape, shape.hidden_size, shape.hidden_size, bias=shape.output_bias, fp8=shape.fp8_config_attention_dense_out)
+        self.output = linear(
+            shape, shape.attention_width, shape.hidden_size, bias=shape.output_bias, fp8=shape.fp8_config_attention_dense_out
+        )
         # Henry et al. 2020 (arXiv 2010.04245), as Dehghani et al. 2023 (2302.05442) have it: scores cannot grow without bound.
         self.query_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
         self.key_norm = norm(shape.head_size, shape) if shape.key_query_norm else None

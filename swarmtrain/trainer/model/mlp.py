@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmtrain.config.transformer_architecture import MlpType, TransformerArchitectureConfig
+from swarmtrain.config.transformer_architecture import Activation, MlpType, TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
 from swarmtrain.trainer.model.linear import linear
 
@@ -16,19 +16,25 @@ def feed_forward(shape: TransformerArchitectureConfig) -> nn.Module:
 
 
 class Mlp(nn.Module):
-    """Two matrices with a GELU between them."""
+    """Two matrices with a GELU between them, or its approximation by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
 
     def __init__(self, shape: TransformerArchitectureConfig) -> None:
         super().__init__()
+        self.approximate = "tanh" if shape.activation_function is Activation.gelu_tanh else "none"
         self.act_mult = shape.umup.act_mult if shape.umup.enable else None
         self.up = linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp)
         self.down = linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp_dense_out)
 
     def forward(self, hidden: Tensor) -> Tensor:
         up = self.up(hidden)
-        between = functional.gelu(up) if self.act_mult is None else _unit_gelu(up, self.act_mult)
+        between = functional.gelu(up, approximate=self.approximate) if self.act_mult is None else self._unit(up, self.act_mult)
         projected: Tensor = self.down(between)
         return projected
+
+    def _unit(self, up: Tensor, multiplier: float) -> Tensor:
+        scale = umup.gelu_scale(multiplier)
+        between = functional.gelu(multiplier * umup.scaled(up, 1.0, scale), approximate=self.approximate)
+        return umup.scaled(between / multiplier, scale)
 
 
 class SwiGlu(nn.Module):
@@ -46,11 +52,6 @@ class SwiGlu(nn.Module):
         between = functional.silu(gate) * up if self.act_mult is None else _unit_swiglu(gate, up, self.act_mult)
         projected: Tensor = self.down(between)
         return projected
-
-
-def _unit_gelu(up: Tensor, multiplier: float) -> Tensor:
-    scale = umup.gelu_scale(multiplier)
-    return umup.scaled(functional.gelu(multiplier * umup.scaled(up, 1.0, scale)) / multiplier, scale)
 
 
 def _unit_swiglu(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:

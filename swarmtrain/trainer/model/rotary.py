@@ -5,12 +5,13 @@ So the product of a query and a key depends on how far apart they are, and on no
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from swarmtrain.config.transformer_architecture import PositionType, TransformerArchitectureConfig
+from swarmtrain.config.transformer_architecture import PositionType, RotaryScalingConfig, TransformerArchitectureConfig
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines for each position and dimension, 1 where nothing turns, and sines for each position and pair:
@@ -23,8 +24,9 @@ class Rotary(nn.Module):
 
     def __init__(self, shape: TransformerArchitectureConfig) -> None:
         super().__init__()
-        size = shape.rotary_dimensions
+        size, scaling = shape.rotary_dimensions, shape.rotary_scaling
         frequencies = shape.rotary_embedding_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / max(1, size))
+        frequencies = frequencies if scaling is None else _scaled(frequencies, scaling)
         angles = torch.outer(torch.arange(shape.sequence_length, dtype=torch.float64), frequencies)
         still = torch.ones(shape.sequence_length, shape.head_size - size)
         neighbours = shape.relative_position_embedding_type is PositionType.rotary_complex
@@ -52,6 +54,13 @@ def starts(documents: Tensor) -> Tensor:
     same = torch.zeros_like(documents, dtype=torch.bool)
     same[:, 1:] = documents[:, 1:] == documents[:, :-1]
     return places.masked_fill(same, 0).cummax(1).values
+
+
+def _scaled(frequencies: Tensor, how: RotaryScalingConfig) -> Tensor:
+    """Return `frequencies`, in radians a place, for longer samples: Llama 3.1's way (Grattafiori et al. 2024, arXiv 2407.21783)."""
+    turns = frequencies * how.original_sequence_length / (2 * math.pi)
+    kept = (turns - how.low_frequency_factor) / (how.high_frequency_factor - how.low_frequency_factor)
+    return torch.lerp(frequencies / how.factor, frequencies, kept.clamp(0, 1))
 
 
 def rotate(heads: Tensor, rotation: Rotation, kind: PositionType) -> Tensor:

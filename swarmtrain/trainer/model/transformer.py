@@ -1,7 +1,8 @@
 """A decoder-only transformer: pre-normalisation, causal attention, and whatever else `transformer_architecture` says.
 
 attention   queries, keys, values and what is mixed of them
-rotary      positions
+rotary      positions that are told to attention
+positions   positions that are added to the embedding
 masks       which tokens see which, and the kernels that know
 mlp         feed-forward blocks
 norm        normalisation
@@ -30,6 +31,7 @@ from swarmtrain.trainer.model.initial import Initial, fill
 from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import feed_forward
 from swarmtrain.trainer.model.norm import norm
+from swarmtrain.trainer.model.positions import Positions
 from swarmtrain.trainer.model.rotary import Rotary, Rotation, starts
 from swarmtrain.trainer.runtime import derived_seed, seed_torch
 
@@ -41,6 +43,8 @@ class Around(NamedTuple):
     """What all layers of one forward pass share."""
 
     rotation: Rotation | None
+    places: Tensor | None
+    """For each of this rank's tokens (sequence), or (batch, sequence), its position; None where no position is added."""
     masks: Masks
     noise: Tensor | None
     """For each token the number from which its dropout follows (see dropout.noise); None without dropout."""
@@ -69,6 +73,7 @@ class Transformer(nn.Module):
         self.rotary = Rotary(shape)
         with torch.device("meta"):
             self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+            self.positions = Positions(shape) if shape.learned_positions else None
             self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
             self.norm = norm(shape.hidden_size, shape)
             self.head = umup.head(shape)
@@ -95,7 +100,10 @@ class Transformer(nn.Module):
         if places is not None:
             tokens, targets = tokens[:, places] if whole else tokens, None if targets is None else targets[:, places]
         around = self._around(tokens, length, documents, places)
-        hidden = self.embedding_dropout(self.embedding(tokens), around.noise)
+        hidden = self.embedding(tokens)
+        if self.positions is not None:
+            hidden = self.positions(hidden, around.places)
+        hidden = self.embedding_dropout(hidden, around.noise)
         for block in self.blocks:
             hidden = block(hidden, around=around)
         hidden = self.norm(hidden)
@@ -129,14 +137,15 @@ class Transformer(nn.Module):
         rotation = self.rotary(length, first)
         if rotation is not None and places is not None:
             rotation = rotation[0][..., places, :], rotation[1][..., places, :]
-        noise = None
-        if self.shape.drops:
-            part, parts = self.sequence_part
-            mine = torch.arange(length, device=given.device) if places is None else places
-            noise = dropout.noise(given.shape[0], mine.view(parts, -1)[part])
+        part, parts = self.sequence_part
+        mine = (torch.arange(length, device=given.device) if places is None else places).view(parts, -1)[part]
+        noise = dropout.noise(given.shape[0], mine) if self.shape.drops else None
+        added = None
+        if self.positions is not None:
+            added = mine if first is None else mine - first[:, mine]
         if self.shape.dropout_attention_probs:
             seed_torch(derived_seed(torch.initial_seed(), *self.place))
-        return Around(rotation, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
+        return Around(rotation, added, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
 
 
 class Loss(nn.Module):
@@ -181,9 +190,12 @@ class Block(nn.Module):
         self.mlp_norm = norm(shape.hidden_size, shape)
         self.mlp = feed_forward(shape)
         self.mlp_dropout = Dropout(shape.dropout_after_mlp, f"{layer} mlp")
+        self.parallel = shape.parallel_residual
         self.scales = umup.residual_scales(shape, layer) if shape.umup.enable else None
 
     def forward(self, hidden: Tensor, *, around: Around) -> Tensor:
+        if self.parallel:
+            return hidden + self._attended(hidden, around) + self._transformed(hidden, around)
         if self.scales is None:
             hidden = hidden + self._attended(hidden, around)
             return hidden + self._transformed(hidden, around)

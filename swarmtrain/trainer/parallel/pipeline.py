@@ -215,6 +215,8 @@ def _keep(model: Transformer, layers: Collection[int]) -> None:
     absent += [] if last else ["norm", "head"]
     for name in absent:
         model.set_submodule(name, _Elsewhere())
+    if not first:
+        model.positions = None
     model.tied = model.tied and first and last
     model.place = min(layers), model.place[1]
 

@@ -25,6 +25,7 @@ from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.loss import VocabularyParallelLoss
 
 _OF_HEADS = ("query_norm", "key_norm")
+_OF_PLACES = ("positions",)
 
 
 class _Whole(nn.Module):
@@ -40,7 +41,8 @@ class _Whole(nn.Module):
 
 
 class _Shared(nn.Module):
-    """Shows a layer a parameter of which every rank has all, and makes its gradient the sum of what ranks have: each saw its own heads."""
+    """Shows a layer a parameter of which every rank has all, and makes its gradient the sum of what ranks have: each saw its own heads,
+    or its own places."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, 
                     placements[f"{name}.{kind}"] = placement
                 setattr(module, kind, nn.Parameter(parameter.to_local().clone()))
                 parametrize.register_parametrization(module, kind, _Whole(mesh, placement), unsafe=True)
-            elif parameter is not None and name.endswith(_OF_HEADS):
+            elif parameter is not None and name.endswith(_OF_HEADS + (_OF_PLACES if sequence else ())):
                 parametrize.register_parametrization(module, kind, _Shared(mesh), unsafe=True)
         if isinstance(module, Attention):
             module.first_head = mesh.get_local_rank() * (model.shape.num_attention_heads // mesh.size())
