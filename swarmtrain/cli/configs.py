@@ -16,13 +16,17 @@ def register(app: typer.Typer) -> None:
 
 def init(
     path: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to write.")] = Path("config.yml"),
+    *,
+    preset: Annotated[
+        str | None, typer.Option("--preset", metavar="MODEL", help="For a model of the shape of gpt2, llama-3.2-1b, …", show_default=False)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
 ) -> None:
     """Write a commented config with every key and its default."""
     from swarmtrain.config.template import write_template
     from swarmtrain.view.console import say
 
-    write_template(path, force=force)
+    write_template(path, preset, force=force)
     say(f"wrote {path}\nnext: swarmtrain plan {path}")
 
 

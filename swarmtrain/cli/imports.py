@@ -25,14 +25,17 @@ def import_(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="scaling, accelerate, deepspeed, sbatch or compose. Without it: by its content.",
+            help="scaling, accelerate, deepspeed, sbatch, compose or huggingface. Without it: by its content.",
             show_default=False,
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
     json: Json = False,
 ) -> None:
-    """Turn what another tool reads into a config: Scaling, accelerate, DeepSpeed, sbatch, compose; list what it cannot hold."""
+    """Turn what another tool reads into a config: Scaling, accelerate, DeepSpeed, sbatch, compose, a model's config.json.
+
+    What the config cannot hold is listed.
+    """
     from swarmtrain import importers
     from swarmtrain.view.console import say
     from swarmtrain.view.data import show_json

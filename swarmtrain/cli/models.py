@@ -30,6 +30,9 @@ def export(
     *,
     dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Its numbers. Without it: as they are.", show_default=False)] = None,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Most that one of its files has.")] = "5GiB",
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="FILE", help="Its tokenizer.json, to lie beside it.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a checkpoint as a folder that Hugging Face's transformers load: config.json and safetensors."""
@@ -38,7 +41,13 @@ def export(
     from swarmtrain.view.console import progress, say
     from swarmtrain.view.data import show_json
 
-    question = {"source": str(source), "output": str(output), "dtype": dtype, "shard_bytes": memory.size(shard_size, "--shard-size")}
+    question = {
+        "source": str(source),
+        "output": str(output),
+        "dtype": dtype,
+        "shard_bytes": memory.size(shard_size, "--shard-size"),
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+    }
     with progress(f"writing {output}"):
         made = verbs.ask("export", question)
     if json:

@@ -115,6 +115,7 @@ _MODERN = (
     Field("rms_norm_eps", "layernorm.layernorm_epsilon", absent=1e-6),
 )
 _QUERY_BIAS, _MLP_BIAS = Field("attention_bias", "attention_bias", absent=False), Field("mlp_bias", "mlp_bias", absent=False)
+_WIDE_HEAD = Field("head_dim", "attention_head_size", absent=128, there=lambda shape: shape.head_size, here=_own_head)
 _WINDOW = Field(
     "sliding_window",
     "local_attention_window_size",
@@ -137,7 +138,7 @@ _SILU = {"hidden_act": "silu", "use_sliding_window": (None, False), "quantizatio
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", (*_MODERN, _QUERY_BIAS, _MLP_BIAS), _GATED, _SILU),
     Family("qwen2", "Qwen2ForCausalLM", _MODERN, {**_GATED, "attention_bias": True, "mlp_bias": False}, _SILU, output_like_rest=False),
-    Family("qwen3", "Qwen3ForCausalLM", (*_MODERN, _QUERY_BIAS), {**_GATED, "key_query_norm": True, "mlp_bias": False}, _SILU),
+    Family("qwen3", "Qwen3ForCausalLM", (*_MODERN, _WIDE_HEAD, _QUERY_BIAS), {**_GATED, "key_query_norm": True, "mlp_bias": False}, _SILU),
     Family(
         "mistral", "MistralForCausalLM", (*_MODERN, _WINDOW), {**_GATED, "attention_bias": False, "mlp_bias": False}, _SILU, window=True
     ),
@@ -232,7 +233,7 @@ def known(values: Values, place: str) -> Family:
     return kind
 
 
-def architecture(values: Values, place: str) -> dict[str, Any]:
+def paths(values: Values, place: str) -> dict[str, Any]:
     """Return the `transformer_architecture` that a config.json says, by our paths.
 
     Raises SwarmtrainError with what of it makes no sense, or we have not.
@@ -240,10 +241,11 @@ def architecture(values: Values, place: str) -> dict[str, Any]:
     kind, values = known(values, place), plain(values)
     try:
         if strange := _strange(values, kind):
-            raise SwarmtrainError(f"is a {kind.name} of a kind that we have not: {'; '.join(strange)}", place=place)
+            reason = f"is a {kind.name} of a kind that we have not: {'; '.join(strange)}"
+            raise SwarmtrainError(reason, place=place, hint="a script of your own can train it: docs/how-to/own-script.md")
         made = {**kind.fixed, **{field.ours: field.read(values) for field in kind.fields}}
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise SwarmtrainError(f"makes no sense: {error!r}", place=place) from None
+        raise SwarmtrainError(f"makes no sense: {error!r}", place=place, hint="download it again") from None
     if not kind.output_like_rest:
         made["attention_output_bias"] = False
     if made.get("local_attention_window_size") is not None:
@@ -251,16 +253,16 @@ def architecture(values: Values, place: str) -> dict[str, Any]:
     return made
 
 
-def shape(values: Values, place: str) -> TransformerArchitectureConfig:
-    """Return the shape that a config.json says. Raises as `architecture` does."""
+def architecture(values: Values, place: str) -> TransformerArchitectureConfig:
+    """Return the shape that a config.json says. Raises as `paths` does."""
     nested: dict[str, Any] = {}
-    for path, value in architecture(values, place).items():
+    for path, value in paths(values, place).items():
         section, _, name = path.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[name] = value
     try:
         return TransformerArchitectureConfig.model_validate_json(json.dumps(nested))
     except ValueError as error:
-        raise SwarmtrainError(f"makes no sense: {error}", place=place) from None
+        raise SwarmtrainError(f"makes no sense: {error}", place=place, hint="download it again") from None
 
 
 def plain(values: Values) -> dict[str, Any]:

@@ -13,23 +13,30 @@ from pydantic.fields import FieldInfo
 
 from swarmtrain.config import Config
 from swarmtrain.config.files import OPEN, reason, write_all
+from swarmtrain.config.presets import preset
 from swarmtrain.errors import SwarmtrainError
 
 _WIDTH = 110
 
 
-def template() -> str:
-    """Return a config in YAML that loads, with all defaults written out and each field explained above it."""
-    head = "# A swarmtrain config. Every line shows its default: delete what you do not change.\n"
-    return head + _section(Config(), "")
+def template(shape: str | None = None) -> str:
+    """Return a config in YAML that loads, with all defaults written out and each field explained above it.
+
+    `shape`: of which well-known model transformer_architecture is. Raises SwarmtrainError if it is not known.
+    """
+    if shape is None:
+        return "# A swarmtrain config. Every line shows its default: delete what you do not change.\n" + _section(Config(), "")
+    config = Config(transformer_architecture=preset(shape))
+    head = f"# A swarmtrain config for a model of the shape of {shape}. All else shows its default: delete what you do not change.\n"
+    return head + _section(config, "")
 
 
-def write_template(path: Path, *, force: bool = False) -> None:
+def write_template(path: Path, shape: str | None = None, *, force: bool = False) -> None:
     """Write the template to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
     try:
         if path.exists() and not force:
             raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it")
-        write_all({path: (template().encode(), OPEN)})
+        write_all({path: (template(shape).encode(), OPEN)})
     except OSError as error:
         raise SwarmtrainError(f"cannot be written: {reason(error)}", place=str(path), hint="name another file") from None
 

@@ -2,7 +2,7 @@
 
 book        what becomes of each key of a source
 launch      command lines that start training
-scaling, accelerate, deepspeed, sbatch, compose   a format each
+scaling, accelerate, deepspeed, sbatch, compose, huggingface   a format each
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from swarmtrain.config.files import OPEN, Unreadable, reason, write_all
 from swarmtrain.config.files import read as read_bytes
 from swarmtrain.config.source import NotYaml, Source, kind, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
-from swarmtrain.importers import accelerate, compose, deepspeed, sbatch, scaling
+from swarmtrain.importers import accelerate, compose, deepspeed, huggingface, sbatch, scaling
 from swarmtrain.importers.book import Book, Imported, LeftOut, Why
 from swarmtrain.importers.launch import starts_training
 
 __all__ = ["Format", "Import", "Imported", "LeftOut", "Why", "convert", "load", "named", "write"]
 
 _MAX_BYTES = 1_000_000
-_KNOWN = "a Scaling config, an accelerate config, a DeepSpeed JSON or hostfile, an sbatch script, a compose file"
+_KNOWN = "a Scaling config, an accelerate config, a DeepSpeed JSON or hostfile, an sbatch script, a compose file, a model's config.json"
 _OURS = ("swarm", "local", "docker", "slurm")
 
 
@@ -39,6 +39,7 @@ class Format(StrEnum):
     deepspeed = "deepspeed"
     sbatch = "sbatch"
     compose = "compose"
+    huggingface = "huggingface"
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def _read(book: Book, form: Format, source: str, hosts: tuple[str, ...]) -> None
         deepspeed.read(book, hosts)
     elif form is Format.scaling:
         scaling.read(book, hosts)
+    elif form is Format.huggingface:
+        huggingface.read(book, source)
     else:
         compose.read(book, source)
     if hosts:
@@ -161,6 +164,7 @@ def _format(values: dict[str, Any], source: str) -> Format:
         raise SwarmtrainError("is a swarmtrain config already", place=source, hint=f"swarmtrain plan {source}")
     for form, marks in (
         (Format.compose, {"services"} if isinstance(values.get("services"), dict) else set()),
+        (Format.huggingface, huggingface.KEYS),
         (Format.accelerate, accelerate.KEYS),
         (Format.deepspeed, deepspeed.KEYS),
         (Format.scaling, scaling.SECTIONS),

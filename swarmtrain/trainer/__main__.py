@@ -36,7 +36,8 @@ def export(question: dict[str, Any]) -> dict[str, Any]:
     from swarmtrain.trainer.huggingface.export import export
 
     source, output = Path(question["source"]), Path(question["output"])
-    return export(source, output, dtype=question["dtype"], shard_bytes=question["shard_bytes"])
+    tokenizer = Path(question["tokenizer"]) if question["tokenizer"] else None
+    return export(source, output, dtype=question["dtype"], shard_bytes=question["shard_bytes"], tokenizer=tokenizer)
 
 
 VERBS = {"memory": memory, "export": export}

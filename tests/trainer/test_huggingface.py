@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from worlds import changed, manifest, train
 
+from swarmtrain.config import huggingface
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainError
 from swarmtrain.trainer.checkpoint.storage import Reader
@@ -52,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 GIB = 2**30
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +71,7 @@ def trained(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_computes_the_same(
-    trained: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    transformers = pytest.importorskip("transformers")
+def test_transformers_computes_the_same(trained: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path) -> None:
     folder, config = trained[name]
     made = export(folder / "run", tmp_path / "out", dtype=None, shard_bytes=20_000)
     assert (made["family"], made["step"]) == (name, 2)
@@ -86,6 +86,45 @@ def test_transformers_computes_the_same(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+THEIRS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, "head_dim": 12, "rope_parameters": LLAMA3 | {"rope_theta": 1000.0}},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 4, "sliding_window": 6},
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48},
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_what_transformers_made_computes_the_same_here(name: str, tmp_path: Path) -> None:
+    """Their own defaults, random values everywhere, several files; samples shorter than theirs."""
+    sizes = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
+    given = transformers.AutoConfig.for_model(name, **{"vocab_size": 64, **({} if name == "gpt2" else sizes), **THEIRS[name]})
+    theirs = transformers.AutoModelForCausalLM.from_config(given).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.3, 0.3, generator=generator)
+    theirs.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    folders = ["whole"]
+    if given.tie_word_embeddings:
+        theirs.base_model.save_pretrained(tmp_path / "base")
+        folders.append("base")
+    tokens = torch.randint(64, (2, 32), generator=generator)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    for folder in folders:
+        read = json.loads((tmp_path / folder / "config.json").read_text())
+        shape = huggingface.architecture(read, "config.json").model_copy(update={"sequence_length": 32})
+        ours = Transformer(shape, 0)
+        values = pretrained.load(tmp_path / folder, shape, {name: parameter.shape for name, parameter in ours.named_parameters()})
+        ours.initial = values  # type: ignore[assignment]  # called alike
+        with torch.no_grad():
+            found = ours.fill().eval()(tokens)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
 def test_one_file_in_bfloat16(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     step = trained["llama"][0] / "run" / "step-00000002"
     made = export(step, tmp_path / "out", dtype="bfloat16", shard_bytes=GIB)
@@ -94,6 +133,16 @@ def test_one_file_in_bfloat16(trained: dict[str, tuple[Path, dict[str, Any]]], t
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     size = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert 2 * made["parameters"] < size < 2 * made["parameters"] + 8192
+
+
+def test_a_tokenizer_lies_beside_it(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 5, "b": 7}, unk_token="a"))  # noqa: S106  # no password
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    export(trained["llama"][0] / "run", tmp_path / "out", dtype=None, shard_bytes=GIB, tokenizer=tmp_path / "tokenizer.json")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("b a b").input_ids == [7, 5, 7]
+    with pytest.raises(CheckpointError, match="is no tokenizer"):
+        export(trained["llama"][0] / "run", tmp_path / "no", dtype=None, shard_bytes=GIB, tokenizer=tmp_path / "out" / "config.json")
 
 
 def test_what_cannot_be_exported_is_refused(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from pydantic import BaseModel, ValidationError
 
-from swarmtrain.config import Config
+from swarmtrain.config import Config, presets
 from swarmtrain.config.load import parse
 from swarmtrain.config.template import template
 from swarmtrain.config.topology import TopologyConfig
@@ -15,6 +15,11 @@ from swarmtrain.config.topology import TopologyConfig
 
 def test_the_template_loads_and_shows_the_defaults() -> None:
     assert parse(template()) == Config()
+
+
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_the_template_of_a_well_known_shape_loads_and_shows_it(name: str) -> None:
+    assert parse(template(name)) == Config(transformer_architecture=presets.preset(name))
 
 
 def test_the_template_explains_every_field() -> None:

@@ -221,7 +221,7 @@ def sections(values: Any, key: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 def at(values: Any, key: tuple[Any, ...]) -> Any:
     for part in key:
-        if part not in values:
+        if not isinstance(values, dict | list) or part not in values:
             return key
         values = values[part]
     return values

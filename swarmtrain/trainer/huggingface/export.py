@@ -24,16 +24,20 @@ from swarmtrain.trainer.huggingface.names import Tensors
 from swarmtrain.trainer.model.transformer import Transformer
 
 _MODEL = "model/"
+_SETTINGS = "tokenizer_config.json"
+_BESIDE = (_SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int) -> dict[str, Any]:
+def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, tokenizer: Path | None = None) -> dict[str, Any]:
     """Write the checkpoint `source`, or the newest whole one of the run's folder `source`, as the folder `output`.
 
-    Its tensors are as they are in the checkpoint, or `dtype`; a file has at most `shard_bytes` of them, or one.
+    Its tensors are as they are in the checkpoint, or `dtype`; a file has at most `shard_bytes` of them, or one. `tokenizer`, a
+    tokenizer.json, and what lies beside it for one, is copied.
     Return step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, or it is damaged, or
     `output` is there already or cannot be written; SwarmtrainError if no family of models is like this one.
     """
+    copied = _tokenizer(tokenizer) if tokenizer else []
     path, content = _found(source)
     shape = Config.model_validate_json(json.dumps(content.config)).transformer_architecture
     kind = family(shape)
@@ -57,6 +61,10 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int) -
         aside.mkdir(parents=True)
         try:
             (aside / "config.json").write_text(json.dumps(described(shape, str(kept).removeprefix("torch.")), indent=2) + "\n")
+            for each in copied:
+                shutil.copyfile(each, aside / each.name)
+            if copied and not (aside / _SETTINGS).exists():
+                (aside / _SETTINGS).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
             for file, part in files.items():
                 safetensors.write(aside / file, part, lambda theirs: tensors.join(theirs, [read(name) for name in tensors.made_of[theirs]]))
             if len(files) > 1:
@@ -72,6 +80,17 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int) -
         raise CheckpointError(f"cannot be written: {reason(error)}", place=str(output)) from None
     parameters = sum(torch.Size(size).numel() for size in sizes.values())
     return {"checkpoint": str(path), "step": content.step, "family": kind.name, "parameters": parameters, "files": list(files)}
+
+
+def _tokenizer(path: Path) -> list[Path]:
+    """Return the files of a tokenizer. Raises CheckpointError if it is none."""
+    try:
+        json.loads(path.read_text())["model"]
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {reason(error)}", place=str(path), hint="--tokenizer names a tokenizer.json") from None
+    except (ValueError, LookupError, TypeError):
+        raise CheckpointError("is no tokenizer", place=str(path), hint="--tokenizer names a tokenizer.json") from None
+    return [path, *(each for name in _BESIDE if (each := path.with_name(name)).exists())]
 
 
 def _found(source: Path) -> tuple[Path, Manifest]:

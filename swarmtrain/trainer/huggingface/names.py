@@ -88,9 +88,14 @@ class Tensors:
         return self._names.layers.partition(".")[0] + "."
 
     @property
-    def heads(self) -> tuple[str, ...]:
-        """Names of a head's weight, which is not there where it is the embedding's."""
-        return (f"{self._names.outer['head']}.weight",)
+    def head(self) -> str:
+        """The name of the head's weight, which is not wanted where it is the embedding's."""
+        return f"{self._names.outer['head']}.weight"
+
+    @property
+    def positions(self) -> str | None:
+        """The name of learned positions, of which there may be more than samples have."""
+        return next((theirs for theirs, ours in self.made_of.items() if ours == ["positions.weight"]), None)
 
     def size(self, theirs: str) -> tuple[int, ...]:
         """Return the size of a tensor there."""
@@ -114,7 +119,7 @@ class Tensors:
             size = self._shape.head_size
             return whole.reshape(self._shape.num_attention_heads, of, size, *whole.shape[1:])[:, number].flatten(0, 1)
         whole = whole.T if self._turned(theirs) else whole
-        return whole.chunk(of)[number]
+        return whole.chunk(of)[number][: self._sizes[name][0]]
 
     def _turned(self, theirs: str) -> bool:
         """Return whether rows there are columns here."""
