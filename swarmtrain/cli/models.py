@@ -1,4 +1,4 @@
-"""export: what a run has made, for other programs."""
+"""export, sample, evaluate: what a run has made, for other programs and for use."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import Json
+from swarmtrain.cli.options import ConfigFile, Json, Overrides
 
 
 class Dtype(StrEnum):
@@ -17,9 +17,14 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes that share the work.")]
+
+
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Add the commands to `app`."""
     app.command()(export)
+    app.command()(sample)
+    app.command()(evaluate)
 
 
 def export(
@@ -53,3 +58,69 @@ def export(
     if json:
         show_json(made)
     say(f"wrote {output}: {made['family']}, {made['parameters']:,} parameters, as of step {made['step']}")
+
+
+def sample(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run's save_dir: its newest checkpoint. A checkpoint. A folder as Hugging Face has it.",
+            show_default=False,
+        ),
+    ],
+    *,
+    prompt: Annotated[
+        list[str],
+        typer.Option("--prompt", metavar="TEXT", help="What to go on from. Repeatable; else standard input.", show_default=False),
+    ] = [],  # noqa: B006  # typer's way
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="More of them, one a line.", show_default=False, readable=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens at most, for each.")] = 200,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="Above 1 more surprising, below less; 0: always the likeliest.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Of so many of the likeliest tokens. 0: of all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="Of the likeliest tokens that have this much of the probability.")
+    ] = 1.0,
+    stop: Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="End before this. Repeatable.", show_default=False)] = [],  # noqa: B006  # typer's way
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, help="The same number, the same text.", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json, or bytes. Without it: the model's own.", show_default=False),
+    ] = None,
+    ranks: Ranks = 1,
+    json: Json = False,
+) -> None:
+    """Let a model go on from a text: one prompt as it comes, several at once."""
+    from swarmtrain.launchers import verbs
+    from swarmtrain.view.prompts import read
+
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
+    verbs.share("sample", {"source": str(source), "prompts": read(prompt, prompts), "most": max_tokens, **options, "json": json}, ranks)
+
+
+def evaluate(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006  # typer's way
+    *,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="As for sample. Without it: the newest checkpoint in trainer.save_dir.", show_default=False
+        ),
+    ] = None,
+    ranks: Ranks = 1,
+    json: Json = False,
+) -> None:
+    """Tell the held-out loss of a model, as training tells it: over trainer.eval_iterations batches of the config's held-out data."""
+    from swarmtrain.config.load import load
+    from swarmtrain.launchers import verbs
+
+    config = load(config_file, override)
+    verbs.share("evaluate", {"config": config.to_json(), "model": None if model is None else str(model), "json": json}, ranks)

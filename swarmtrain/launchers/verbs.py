@@ -34,6 +34,16 @@ def become(verb: str, what: str, options: Mapping[str, Any], names: Sequence[str
     process.become([*_command(verb, needs), what, json.dumps(options), *names], env={**os.environ, **_QUIET})
 
 
+def share(verb: str, options: Mapping[str, Any], ranks: int) -> NoReturn:
+    """Go on as `verb` on so many ranks of this machine, with its GPUs if it has any. Raises SwarmtrainError if torch is not here."""
+    python, *module = _command(verb)
+    if ranks > 1:
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        # torchrun speaks of threads where nothing is said of them.
+        process.become([python, *several, *module, json.dumps(options)], env={"OMP_NUM_THREADS": "1", **os.environ})
+    process.become([python, *module, json.dumps(options)], env=os.environ)
+
+
 def _command(verb: str, needs: str = "torch") -> list[str]:
     if importlib.util.find_spec(needs) is None:
         raise SwarmtrainError(

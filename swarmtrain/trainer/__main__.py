@@ -2,6 +2,8 @@
 
 bench       how fast a config trains here, for people; also under torchrun
 data        token files: what `swarmtrain data` starts
+sample, evaluate
+            text from a model, and its held-out loss: what `swarmtrain sample` and `evaluate` start, also under torchrun
 memory, export
             for our own command line, which never imports torch: they read their question from standard input as JSON, and answer
             on standard output as JSON, {"error": …} where they cannot
@@ -53,6 +55,11 @@ def main() -> int:
         from swarmtrain.trainer.prepare import command
 
         return command.main(sys.argv[2:])
+    if sys.argv[1:2] in (["sample"], ["evaluate"]):
+        from swarmtrain.trainer.use import evaluate, sample
+
+        act = sample.main if sys.argv[1] == "sample" else evaluate.main
+        return act(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in VERBS:
         sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join(VERBS)} < question.json\n")
         return EXIT_USAGE

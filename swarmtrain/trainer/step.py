@@ -185,11 +185,11 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
 
 def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
     if isinstance(model.replicas, Pipeline):
-        return model.replicas.evaluate(_together(here, data, dealt), lambda *_: _autocast(here))
+        return model.replicas.evaluate(_together(here, data, dealt), lambda *_: autocast(here))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     for _, ids in _filled(dealt, model.replicas.passes):
         rows = _rows(here, data, ids)
-        with _autocast(here):
+        with autocast(here):
             summed += model.local(*rows)
     return summed
 
@@ -218,13 +218,14 @@ def _forward(here: Runtime, number: int, parts: Parts, micro: int, *stage: int) 
     """The forward pass of micro batch `micro` of step `number`, through this `stage` of a pipeline if there is one, goes in the body."""
     with (
         parts.of(FORWARD, micro, *stage),
-        _autocast(here),
+        autocast(here),
         dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch),
     ):
         seed(here.config.trainer.seed, number, micro)
         yield
 
 
-def _autocast(here: Runtime) -> AbstractContextManager[object]:
+def autocast(here: Runtime) -> AbstractContextManager[object]:
+    """Return what a forward pass is made in: numbers as narrow as the config has them."""
     narrow = NARROW.get(here.config.transformer_architecture.precision)
     return torch.autocast(here.device.type, narrow or torch.bfloat16, enabled=narrow is not None)

@@ -32,3 +32,17 @@ def test_no_checkpoint(answer: Answer) -> None:
     answer("swarmtrain export runs/none out")
     answer("swarmtrain export runs/none out --shard-size much")
     answer("swarmtrain export runs/none out --tokenizer tokenizer.json")
+
+
+def test_nothing_to_use(answer: Answer) -> None:
+    """No model to ask, or nothing to ask it
+
+    A model is a run's folder, a checkpoint, or a folder as Hugging Face has it.
+    """
+    pytest.importorskip("torch")
+    answer("swarmtrain sample runs/none --prompt Once")
+    answer("swarmtrain sample runs/none --prompts prompts.txt")
+    answer("swarmtrain sample runs/none --prompt ''")
+    answer.file("config.yml", "trainer: {save_dir: runs/none}")
+    answer("swarmtrain evaluate config.yml")
+    answer("swarmtrain evaluate config.yml -o trainer.save_dir=null")

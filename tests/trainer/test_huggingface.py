@@ -118,7 +118,7 @@ def test_what_transformers_made_computes_the_same_here(name: str, tmp_path: Path
         shape = huggingface.architecture(read, "config.json").model_copy(update={"sequence_length": 32})
         ours = Transformer(shape, 0)
         values = pretrained.load(tmp_path / folder, shape, {name: parameter.shape for name, parameter in ours.named_parameters()})
-        ours.initial = values  # type: ignore[assignment]  # called alike
+        ours.initial = values
         with torch.no_grad():
             found = ours.fill().eval()(tokens)
         assert expected.std() > 0.1

@@ -9,24 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
-from swarmtrain.config import Config
 from swarmtrain.config.files import reason
 from swarmtrain.config.huggingface import described, family
 from swarmtrain.errors import CheckpointError
-from swarmtrain.trainer.checkpoint import manifest, stage
-from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.storage import Reader
+from swarmtrain.trainer.checkpoint import whole
+from swarmtrain.trainer.checkpoint.storage import DTYPES
 from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.names import Tensors
 from swarmtrain.trainer.model.transformer import Transformer
 
-_MODEL = "model/"
 _SETTINGS = "tokenizer_config.json"
 _BESIDE = (_SETTINGS, "special_tokens_map.json", "chat_template.jinja")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, tokenizer: Path | None = None) -> dict[str, Any]:
@@ -38,20 +32,12 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, t
     `output` is there already or cannot be written; SwarmtrainError if no family of models is like this one.
     """
     copied = _tokenizer(tokenizer) if tokenizer else []
-    path, content = _found(source)
-    shape = Config.model_validate_json(json.dumps(content.config)).transformer_architecture
+    checkpoint = whole.find(source)
+    shape = checkpoint.config.transformer_architecture
     kind = family(shape)
     sizes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape, 0).named_parameters()}
-    kept = DTYPES[dtype] if dtype else getattr(torch, content.tensors[f"{_MODEL}{next(iter(sizes))}"]["dtype"])
-    reader = Reader(path, content.tensors)
+    kept = DTYPES[dtype] if dtype else checkpoint.dtype(next(iter(sizes)))
     tensors = Tensors(kind, shape, sizes)
-
-    def read(name: str) -> Tensor:
-        stored = getattr(torch, content.tensors[f"{_MODEL}{name}"]["dtype"])
-        values = {f"{_MODEL}{name}": torch.empty(sizes[name], dtype=stored)}
-        dcp.load(values, storage_reader=reader, no_dist=True)
-        return values[f"{_MODEL}{name}"]
-
     kinds = {theirs: safetensors.Kind(kept, tensors.size(theirs)) for theirs in tensors.made_of}
     files = _divided(kinds, shard_bytes)
     aside = output.with_name(f".{output.name}.partial")
@@ -66,7 +52,11 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, t
             if copied and not (aside / _SETTINGS).exists():
                 (aside / _SETTINGS).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
             for file, part in files.items():
-                safetensors.write(aside / file, part, lambda theirs: tensors.join(theirs, [read(name) for name in tensors.made_of[theirs]]))
+                safetensors.write(
+                    aside / file,
+                    part,
+                    lambda theirs: tensors.join(theirs, [checkpoint.parameter(name, sizes[name]) for name in tensors.made_of[theirs]]),
+                )
             if len(files) > 1:
                 index = {
                     "metadata": {"total_size": sum(one.nbytes for one in kinds.values())},
@@ -79,7 +69,13 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, t
     except OSError as error:
         raise CheckpointError(f"cannot be written: {reason(error)}", place=str(output)) from None
     parameters = sum(torch.Size(size).numel() for size in sizes.values())
-    return {"checkpoint": str(path), "step": content.step, "family": kind.name, "parameters": parameters, "files": list(files)}
+    return {
+        "checkpoint": str(checkpoint.path),
+        "step": checkpoint.content.step,
+        "family": kind.name,
+        "parameters": parameters,
+        "files": list(files),
+    }
 
 
 def _tokenizer(path: Path) -> list[Path]:
@@ -91,23 +87,6 @@ def _tokenizer(path: Path) -> list[Path]:
     except (ValueError, LookupError, TypeError):
         raise CheckpointError("is no tokenizer", place=str(path), hint="--tokenizer names a tokenizer.json") from None
     return [path, *(each for name in _BESIDE if (each := path.with_name(name)).exists())]
-
-
-def _found(source: Path) -> tuple[Path, Manifest]:
-    """Return the checkpoint `source`, or the newest whole one in it. Raises CheckpointError if there is none."""
-    if (source / manifest.NAME).exists():
-        content = manifest.read(source)
-        manifest.verify(source, content, sorted(content.files))
-        return source, content
-    damage = ""
-    for path, content in stage.newest_first(source):
-        try:
-            manifest.verify(path, content, sorted(content.files))
-        except CheckpointError as error:
-            damage = damage or f": {error}"
-        else:
-            return path, content
-    raise CheckpointError(f"has no checkpoint that is whole{damage}", place=str(source), hint="name the trainer.save_dir of a run")
 
 
 def _divided(kinds: Mapping[str, safetensors.Kind], most: int) -> dict[str, dict[str, safetensors.Kind]]:

@@ -16,7 +16,7 @@ from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainErro
 from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.names import Tensors, parameters
 
-_CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 4
 _ELSEWHERE = ("sequence_length", "precision", "dropout", "fp8", "reset", "umup", "mlp_factor", "attention_output_bias")
 """Beginnings of fields that may differ: what the parameters are is the same, or is compared otherwise."""
@@ -28,9 +28,9 @@ def load(folder: Path, shape: TransformerArchitectureConfig, sizes: Mapping[str,
     Raises ForeignCheckpoint if the model there is another, with what differs; CheckpointError if it cannot be read.
     """
     try:
-        values, place = _json(folder / _CONFIG), str(folder / _CONFIG)
+        values, place = read_json(folder / CONFIG), str(folder / CONFIG)
         there = huggingface.architecture(values, place)
-        if different := _differences(there, shape):
+        if different := differences(there, shape):
             raise ForeignCheckpoint(
                 f"is another model: {'; '.join(different)}",
                 place=f"config trainer.init_from {folder}",
@@ -49,7 +49,7 @@ def load(folder: Path, shape: TransformerArchitectureConfig, sizes: Mapping[str,
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of all files in `folder`. Raises CheckpointError."""
     if (folder / _INDEX).exists():
-        index = _json(folder / _INDEX).get("weight_map")
+        index = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(index, dict):
             raise CheckpointError("has no weight_map", place=str(folder / _INDEX))
         files = sorted({Path(str(file)).name for file in index.values()})
@@ -70,7 +70,7 @@ def _named(found: Mapping[str, Tensor], base: str) -> Mapping[str, Tensor]:
     return found if any(name.startswith(base) for name in found) else {f"{base}{name}": tensor for name, tensor in found.items()}
 
 
-def _differences(there: TransformerArchitectureConfig, shape: TransformerArchitectureConfig) -> list[str]:
+def differences(there: TransformerArchitectureConfig, shape: TransformerArchitectureConfig) -> list[str]:
     """Return what of the model is otherwise there, side by side."""
     pairs = {name: (getattr(there, name), getattr(shape, name)) for name in type(shape).model_fields if not name.startswith(_ELSEWHERE)}
     pairs |= {
@@ -98,13 +98,14 @@ def _check(folder: Path, found: Mapping[str, Tensor], tensors: Tensors, *, tied:
     if different:
         more = f"; {len(different)} in all" if len(different) > _SHOWN else ""
         raise ForeignCheckpoint(
-            f"has other tensors than its {_CONFIG} says: {'; '.join(different[:_SHOWN])}{more}",
+            f"has other tensors than its {CONFIG} says: {'; '.join(different[:_SHOWN])}{more}",
             place=f"config trainer.init_from {folder}",
             hint="is the folder whole?",
         )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a file of JSON says. Raises CheckpointError."""
     try:
         values = json.loads(path.read_text())
     except OSError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
+from swarmtrain.trainer.model.context import Gather
 from swarmtrain.trainer.model.linear import linear
 from swarmtrain.trainer.model.masks import Masks, Mixing, mix
 from swarmtrain.trainer.model.norm import norm
@@ -22,8 +21,8 @@ class Attention(nn.Module):
         super().__init__()
         self.first_head = 0
         """The number of this rank's first head, in the undivided model."""
-        self.gather: Callable[[Tensor], Tensor] | None = None
-        """Makes keys or values of this rank's part of each sequence those of the whole, where sequences are divided."""
+        self.gather: Gather | None = None
+        """Comes by the rest of each sequence, where this rank has a part."""
         self.head_size = shape.head_size
         self.local_heads = shape.num_local_attention_heads
         self.position_type = shape.relative_position_embedding_type
@@ -47,7 +46,7 @@ class Attention(nn.Module):
         if rotation is not None:
             query, key = (rotate(heads, rotation, self.position_type) for heads in (query, key))
         if self.gather is not None:
-            key, value = self.gather(key), self.gather(value)
+            key, value = self.gather(key, value)
         if self.scales is None:
             mixed = self._mix(query, key, value, masks, None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,8 +15,9 @@ class Context(Protocol):
     size: int
     """Ranks that share each sequence."""
 
-    def places(self, length: int, device: torch.device) -> Tensor:
-        """Return the places, in sequences of `length`, of the tokens that this rank has."""
+    def places(self, length: int, device: torch.device) -> Tensor | None:
+        """Return the places, in sequences of `length`, of the tokens that this rank has; None: all."""
 
-    def gather(self, heads: Tensor) -> Tensor:
-        """Return `heads` (batch, head, sequence, dimension) of the whole sequence, of which this rank gives its part."""
+
+Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Makes keys and values (batch, head, sequence, dimension) of this rank's part of each sequence those of the whole."""

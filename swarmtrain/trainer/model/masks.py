@@ -25,6 +25,8 @@ Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _SMALLEST = 16
 """Dimensions of a head that flex attention's kernel needs."""
+_FEW = 128
+"""Queries that make a block of it."""
 
 
 class Masks(NamedTuple):
@@ -63,6 +65,7 @@ def build(
     """
     window = shape.local_attention_window_size
     flex = device.type == "cuda" and shape.head_size >= _SMALLEST and not shape.dropout_attention_probs
+    flex = flex and (places is None or len(places) >= _FEW)
     make = _blocks if flex and shape.precision is not Precision.float64 else truth
     samples = batch if documents is not None else 1
     size = length if places is None else len(places), length

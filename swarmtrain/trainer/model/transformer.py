@@ -16,6 +16,7 @@ docs/explanation/model.md has the formulas and their sources.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,8 @@ class Transformer(nn.Module):
     def __init__(self, shape: TransformerArchitectureConfig, seed: int) -> None:
         super().__init__()
         self.shape = shape
-        self.initial = Initial(shape, seed)
+        self.initial: Callable[[str, torch.Size], Tensor] = Initial(shape, seed)
+        """Gives the whole of a parameter by its name and size, before anything is learned."""
         self.tied = shape.weight_tying
         self.sequence_part = (0, 1)
         """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
@@ -95,18 +97,11 @@ class Transformer(nn.Module):
         If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
         logits and loss are those of this rank's part of them.
         """
-        whole, length = tokens.dim() == 2, self._length(tokens)
+        length = self._length(tokens)
         places = None if self.context is None else self.context.places(length, tokens.device)
-        if places is not None:
-            tokens, targets = tokens[:, places] if whole else tokens, None if targets is None else targets[:, places]
-        around = self._around(tokens, length, documents, places)
-        hidden = self.embedding(tokens)
-        if self.positions is not None:
-            hidden = self.positions(hidden, around.places)
-        hidden = self.embedding_dropout(hidden, around.noise)
-        for block in self.blocks:
-            hidden = block(hidden, around=around)
-        hidden = self.norm(hidden)
+        if places is not None and targets is not None:
+            targets = targets[:, places]
+        hidden = self._hidden(tokens, length, documents, places)
         if targets is None:
             logits: Tensor = self.head(hidden)
             return logits
@@ -115,6 +110,27 @@ class Transformer(nn.Module):
         here = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         parameters = list(self.head.parameters())
         return chunks.summed(self._summed, here, targets, parameters, size=self.loss_chunk, parts=self.sequence_part[1])
+
+    def last(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the logits (batch, vocabulary) after the last of `tokens`; see `forward`."""
+        length = self._length(tokens)
+        places = None if self.context is None else self.context.places(length, tokens.device)
+        logits: Tensor = self.head(self._hidden(tokens, length, documents, places)[:, -1:])
+        return logits[:, -1]
+
+    def _hidden(self, tokens: Tensor, length: int, documents: Tensor | None, places: Tensor | None) -> Tensor:
+        """Return what the head is given: of the tokens at `places` of sequences of `length`, if this rank has not all."""
+        if places is not None and tokens.dim() == 2:
+            tokens = tokens[:, places]
+        around = self._around(tokens, length, documents, places)
+        hidden = self.embedding(tokens)
+        if self.positions is not None:
+            hidden = self.positions(hidden, around.places)
+        hidden = self.embedding_dropout(hidden, around.noise)
+        for block in self.blocks:
+            hidden = block(hidden, around=around)
+        normalised: Tensor = self.norm(hidden)
+        return normalised
 
     def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden)

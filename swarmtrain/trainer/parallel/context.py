@@ -29,8 +29,11 @@ class Sharing:
         """Return the places, in sequences of `length`, of the tokens that this rank has. Twice the ranks must divide it."""
         return self._all_places(length, device)[self._rank]
 
-    def gather(self, heads: Tensor) -> Tensor:
-        """Return `heads` of the whole sequence. Their gradients are summed over ranks, and each gets back its part."""
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both of the whole sequence. Their gradients are summed over ranks, and each gets back its part."""
+        return self._whole(key), self._whole(value)
+
+    def _whole(self, heads: Tensor) -> Tensor:
         divided = DTensor.from_local(heads, self._mesh, [Shard(_SEQUENCE)], run_check=False)
         whole = divided.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         order = self._all_places(whole.shape[_SEQUENCE], heads.device).flatten().argsort()
@@ -44,8 +47,8 @@ class Sharing:
 
 def share(model: Transformer, mesh: DeviceMesh) -> None:
     """Let the ranks of `mesh` share each sequence that `model` is given; all of them are given the whole."""
-    model.context = Sharing(mesh)
+    model.context = sharing = Sharing(mesh)
     model.place = model.place[0], model.place[1] * mesh.size() + mesh.get_local_rank()
     for module in model.modules():
         if isinstance(module, Attention):
-            module.gather = model.context.gather
+            module.gather = sharing.gather

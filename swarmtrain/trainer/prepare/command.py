@@ -13,27 +13,19 @@ from typing import Any
 from swarmtrain.config import Config
 from swarmtrain.config.data import Format
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError, TrainingError
+from swarmtrain.trainer.ending import verb
 from swarmtrain.trainer.prepare.job import prepare
 from swarmtrain.trainer.prepare.options import Options
 from swarmtrain.trainer.prepare.verify import verify
 
 
+@verb
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for, and return the exit code."""
+    """Do what the command line asks for, and return the exit code. Raises SwarmtrainError."""
     if len(argv) < 2 or argv[0] not in _VERBS:
         sys.stderr.write(f"usage: python -m swarmtrain.trainer data {'|'.join(_VERBS)} OPTIONS [FILE...]\n")
         return EXIT_USAGE
-    try:
-        return _VERBS[argv[0]](json.loads(argv[1]), argv[2:])
-    except SwarmtrainError as error:
-        sys.stderr.write(error.text)
-        return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+    return _VERBS[argv[0]](json.loads(argv[1]), argv[2:])
 
 
 def _prepare(options: dict[str, Any], names: Sequence[str]) -> int:

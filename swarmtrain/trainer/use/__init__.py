@@ -1,0 +1,8 @@
+"""What a trained model is used for: text, and what it makes of text that it has not seen.
+
+source     a model, wherever it lies
+cache      keys and values of tokens that have been seen
+generate   tokens after tokens
+text       tokens as text, as they come
+sample, evaluate   the verbs
+"""
