@@ -38,6 +38,7 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="FILE", help="Its tokenizer.json, to lie beside it.", show_default=False)
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only what LoRA has learned, as PEFT has it. Without it: merged.")] = False,
     json: Json = False,
 ) -> None:
     """Write a checkpoint as a folder that Hugging Face's transformers load: config.json and safetensors."""
@@ -51,6 +52,7 @@ def export(
         "output": str(output),
         "dtype": dtype,
         "shard_bytes": memory.size(shard_size, "--shard-size"),
+        "adapter": adapter,
         "tokenizer": None if tokenizer is None else str(tokenizer),
     }
     with progress(f"writing {output}"):

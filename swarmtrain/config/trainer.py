@@ -75,6 +75,11 @@ class TrainerConfig(Section):
         description="Folder of a model as Hugging Face has it, config.json and safetensors: a new run begins with its weights. Every "
         "start reads it, so leave it there. null: with noise.",
     )
+    finetunable_parameters: Patterns | None = Field(
+        None,
+        description="Regular expressions searched in parameter names: what they match is trained, and all else stays as it is. null: all; "
+        "with lora_config, what belongs to it.",
+    )
     ignore_keys_in_checkpoint: Patterns = Field(
         (), description="Regular expressions searched in parameter names: what they match is not taken from load_dir."
     )

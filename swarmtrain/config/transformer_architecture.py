@@ -76,6 +76,31 @@ class RotaryScalingConfig(Section):
         return self
 
 
+class LoraLayer(StrEnum):
+    """Layers of a block that LoRA can stand beside."""
+
+    query = "query"
+    key = "key"
+    value = "value"
+    output = "output"
+    gate = "gate"
+    up = "up"
+    down = "down"
+
+
+class LoraConfig(Section):
+    """LoRA: beside the matrix W of a layer a product B A of two narrow ones, which alone is trained."""
+
+    rank: int = Field(8, ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(16.0, gt=0, description="B A is multiplied by alpha / rank.")
+    layers: tuple[LoraLayer, ...] = Field(
+        (LoraLayer.query, LoraLayer.value),
+        min_length=1,
+        strict=False,
+        description="Layers: query, key, value and output of attention; gate, up and down of the feed-forward block.",
+    )
+
+
 class UmupConfig(Section):
     """u-muP: a parametrization in which the best learning rate of a narrow model is that of a wide one."""
 
@@ -135,6 +160,9 @@ class TransformerArchitectureConfig(Section):
     )
     dropout_after_attention: float = Field(0.0, ge=0, lt=1, description="Part of attention's output that is dropped.")
     dropout_after_mlp: float = Field(0.0, ge=0, lt=1, description="Part of the feed-forward block's output that is dropped.")
+    lora_config: LoraConfig | None = Field(
+        None, description="Low-rank matrices beside those of blocks, to fine-tune a model; {} for the usual ones. null: none."
+    )
     umup: UmupConfig = Field(UmupConfig(), description="u-muP; with AdamW alone, without weight_tying and clipping.")
     precision: Precision = Field(Precision.float32, description="float32; bfloat16 or float16 by autocast; float64 to prove things with.")
     fp8_config_attention: FP8LinearConfig | None = Field(
@@ -195,12 +223,22 @@ class TransformerArchitectureConfig(Section):
 
     @model_validator(mode="after")
     def _umup_fits(self) -> TransformerArchitectureConfig:
-        for name in ("learned_positions", "parallel_residual"):
+        for name in ("learned_positions", "parallel_residual", "lora_config"):
             if self.umup.enable and getattr(self, name):
                 raise wrong(name, "has no scales by u-muP", f"set {name}: false, or umup.enable: false")
         if self.umup.enable and self.weight_tying:
             reason = "u-muP gives the embedding and the output layer other scales, so they cannot be one"
             raise wrong("weight_tying", reason, "set weight_tying: false, or umup.enable: false")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_fits(self) -> TransformerArchitectureConfig:
+        if self.lora_config is None:
+            return self
+        if LoraLayer.gate in self.lora_config.layers and self.mlp_type is not MlpType.swiglu:
+            raise wrong("lora_config.layers", f"mlp_type {self.mlp_type} has no gate", "leave gate out")
+        if len(set(self.lora_config.layers)) < len(self.lora_config.layers):
+            raise wrong("lora_config.layers", "names a layer twice", "leave one out")
         return self
 
     @model_validator(mode="after")

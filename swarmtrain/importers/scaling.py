@@ -38,7 +38,7 @@ _LEFT: dict[str, tuple[Why, str]] = {
     "trainer.dataloader_pin_memory": (_OTHERWISE, _LOADER),
     "trainer.dataloader_prefetch_factor": (_OTHERWISE, _LOADER),
     "trainer.separate_file_for_parameters": (_NOTHING, _MODEL),
-    "trainer.merge_lora_after_loading_checkpoint": (_NOTHING, _MODEL),
+    "trainer.merge_lora_after_loading_checkpoint": (_OTHERWISE, "swarmtrain export merges it"),
     "transformer_architecture.vocab_file": (_OTHERWISE, "data hold tokens already; vocab_size says how many there are"),
     "transformer_architecture.attention_qkv_in_one": (_OTHERWISE, "always in one product"),
     "transformer_architecture.attention_use_matmul": (_OTHERWISE, _KERNEL),

@@ -38,6 +38,10 @@ def export(question: dict[str, Any]) -> dict[str, Any]:
     from swarmtrain.trainer.huggingface.export import export
 
     source, output = Path(question["source"]), Path(question["output"])
+    if question["adapter"]:
+        from swarmtrain.trainer.huggingface.adapter import export_adapter
+
+        return export_adapter(source, output, dtype=question["dtype"])
     tokenizer = Path(question["tokenizer"]) if question["tokenizer"] else None
     return export(source, output, dtype=question["dtype"], shard_bytes=question["shard_bytes"], tokenizer=tokenizer)
 

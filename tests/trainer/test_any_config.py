@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
             "attention_bias": [False, True],
             "attention_head_size": [None, 6],
             "learned_positions": [False, True],
+            "lora_config": [None, {"rank": 2, "layers": ["key", "output", "down"]}],
             "parallel_residual": [False, True],
             "rotary_scaling": [None, {}],
             "key_query_norm": [False, True],

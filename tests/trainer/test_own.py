@@ -44,7 +44,7 @@ def test_killed_and_restarted_by_torchrun_every_step_stands_once(tmp_path: Path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DIES": "1"}
     script = ROOT / "tests" / "trainer" / "own_script.py"
-    done = subprocess.run([*torchrun, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([*torchrun, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = lines(tmp_path)
     assert [line.pop("found") for line in found.values()] == [0.0] * 10 + [12.0] * 10, "12 had been written, 10 was gone on after"

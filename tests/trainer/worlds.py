@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-TIMEOUT = 90.0
+TIMEOUT = 180.0
 ROOT = Path(__file__).parents[2]
 
 CONFIG: dict[str, Any] = {

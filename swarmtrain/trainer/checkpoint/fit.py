@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from swarmtrain.config.trainer import TrainerConfig
 from swarmtrain.errors import ForeignCheckpoint
+from swarmtrain.trainer.model.lora import PART
 
 Sizes = Mapping[str, tuple[int, ...]]
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
@@ -28,7 +29,9 @@ class Rules:
     @classmethod
     def of(cls, config: TrainerConfig) -> Rules:
         """Return the rules for trainer.load_dir."""
-        missing, unexpected = config.allowed_missing_keys_in_checkpoint, config.allowed_unexpected_keys_in_checkpoint
+        # What is beside a model is added to one that was trained without.
+        missing = (*config.allowed_missing_keys_in_checkpoint, re.escape(PART))
+        unexpected = config.allowed_unexpected_keys_in_checkpoint
         return cls(config.ignore_keys_in_checkpoint, missing, unexpected, config.load_optimizer_states)
 
     def takes(self, name: str) -> bool:

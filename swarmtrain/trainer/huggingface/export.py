@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from swarmtrain.config.files import reason
 from swarmtrain.config.huggingface import described, family
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import whole
-from swarmtrain.trainer.checkpoint.storage import DTYPES
+from swarmtrain.trainer.checkpoint.whole import Whole
 from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.names import Tensors
+from swarmtrain.trainer.model.lora import PART, merged
 from swarmtrain.trainer.model.transformer import Transformer
 
 _SETTINGS = "tokenizer_config.json"
@@ -27,7 +30,7 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, t
     """Write the checkpoint `source`, or the newest whole one of the run's folder `source`, as the folder `output`.
 
     Its tensors are as they are in the checkpoint, or `dtype`; a file has at most `shard_bytes` of them, or one. `tokenizer`, a
-    tokenizer.json, and what lies beside it for one, is copied.
+    tokenizer.json, and what lies beside it for one, is copied. What LoRA has learned is merged into the layers that it is beside.
     Return step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, or it is damaged, or
     `output` is there already or cannot be written; SwarmtrainError if no family of models is like this one.
     """
@@ -35,39 +38,29 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, t
     checkpoint = whole.find(source)
     shape = checkpoint.config.transformer_architecture
     kind = family(shape)
-    sizes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape, 0).named_parameters()}
-    kept = DTYPES[dtype] if dtype else checkpoint.dtype(next(iter(sizes)))
+    sizes = {name: parameter.shape for name, parameter in Transformer(shape, 0).named_parameters() if PART not in name}
+    kept = safetensors.dtype(dtype) or checkpoint.dtype(next(iter(sizes)))
     tensors = Tensors(kind, shape, sizes)
     kinds = {theirs: safetensors.Kind(kept, tensors.size(theirs)) for theirs in tensors.made_of}
     files = _divided(kinds, shard_bytes)
-    aside = output.with_name(f".{output.name}.partial")
-    try:
-        if output.exists():
-            raise CheckpointError("is there already", place=str(output), hint="name another folder, or remove it")
-        aside.mkdir(parents=True)
-        try:
-            (aside / "config.json").write_text(json.dumps(described(shape, str(kept).removeprefix("torch.")), indent=2) + "\n")
-            for each in copied:
-                shutil.copyfile(each, aside / each.name)
-            if copied and not (aside / _SETTINGS).exists():
-                (aside / _SETTINGS).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
-            for file, part in files.items():
-                safetensors.write(
-                    aside / file,
-                    part,
-                    lambda theirs: tensors.join(theirs, [checkpoint.parameter(name, sizes[name]) for name in tensors.made_of[theirs]]),
-                )
-            if len(files) > 1:
-                index = {
-                    "metadata": {"total_size": sum(one.nbytes for one in kinds.values())},
-                    "weight_map": {name: file for file, part in files.items() for name in part},
-                }
-                (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-            aside.rename(output)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot be written: {reason(error)}", place=str(output)) from None
+    with written(output) as aside:
+        (aside / "config.json").write_text(json.dumps(described(shape, str(kept).removeprefix("torch.")), indent=2) + "\n")
+        for each in copied:
+            shutil.copyfile(each, aside / each.name)
+        if copied and not (aside / _SETTINGS).exists():
+            (aside / _SETTINGS).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+        for file, part in files.items():
+            safetensors.write(
+                aside / file,
+                part,
+                lambda theirs: tensors.join(theirs, [_merged(checkpoint, name, sizes[name]) for name in tensors.made_of[theirs]]),
+            )
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(one.nbytes for one in kinds.values())},
+                "weight_map": {name: file for file, part in files.items() for name in part},
+            }
+            (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     parameters = sum(torch.Size(size).numel() for size in sizes.values())
     return {
         "checkpoint": str(checkpoint.path),
@@ -76,6 +69,34 @@ def export(source: Path, output: Path, *, dtype: str | None, shard_bytes: int, t
         "parameters": parameters,
         "files": list(files),
     }
+
+
+@contextmanager
+def written(output: Path) -> Iterator[Path]:
+    """Give a folder to fill, which becomes `output` when it is whole, and is removed if it does not get so far. Raises CheckpointError."""
+    aside = output.with_name(f".{output.name}.partial")
+    try:
+        if output.exists():
+            raise CheckpointError("is there already", place=str(output), hint="name another folder, or remove it")
+        aside.mkdir(parents=True)
+        try:
+            yield aside
+            aside.rename(output)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be written: {reason(error)}", place=str(output)) from None
+
+
+def _merged(checkpoint: Whole, name: str, size: torch.Size) -> Tensor:
+    """Return a parameter with what LoRA has learned beside it."""
+    weight, config = checkpoint.parameter(name, size), checkpoint.config.transformer_architecture.lora_config
+    around, _, last = name.removesuffix(".weight").rpartition(".")
+    if config is None or last not in config.layers or name.endswith(".bias"):
+        return weight
+    (outputs, inputs), beside = size, f"{around}{PART}{last}"
+    a = checkpoint.parameter(f"{beside}.a.weight", (config.rank, inputs))
+    return merged(weight, a, checkpoint.parameter(f"{beside}.b.weight", (outputs, config.rank)), config)
 
 
 def _tokenizer(path: Path) -> list[Path]:

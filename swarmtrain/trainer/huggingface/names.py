@@ -97,6 +97,11 @@ class Tensors:
         """The name of learned positions, of which there may be more than samples have."""
         return next((theirs for theirs, ours in self.made_of.items() if ours == ["positions.weight"]), None)
 
+    def alone(self, name: str) -> str | None:
+        """Return the tensor there that is parameter `name` as it is here; None if it is made of others too, or turned."""
+        theirs, _ = self._places[name]
+        return theirs if len(self.made_of[theirs]) == 1 and not self._turned(theirs) else None
+
     def size(self, theirs: str) -> tuple[int, ...]:
         """Return the size of a tensor there."""
         first, *rest = zip(*(self._sizes[name] for name in self.made_of[theirs]), strict=True)

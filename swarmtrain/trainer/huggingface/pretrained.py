@@ -18,7 +18,7 @@ from swarmtrain.trainer.huggingface.names import Tensors, parameters
 
 CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 4
-_ELSEWHERE = ("sequence_length", "precision", "dropout", "fp8", "reset", "umup", "mlp_factor", "attention_output_bias")
+_ELSEWHERE = ("sequence_length", "precision", "dropout", "fp8", "reset", "umup", "lora", "mlp_factor", "attention_output_bias")
 """Beginnings of fields that may differ: what the parameters are is the same, or is compared otherwise."""
 
 

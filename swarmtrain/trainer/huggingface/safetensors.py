@@ -24,6 +24,11 @@ _LENGTH = 8
 _LONGEST = 100_000_000
 
 
+def dtype(name: str | None) -> torch.dtype | None:
+    """Return the type of numbers of this name, if there is one."""
+    return next((one for one in _NAMES if str(one) == f"torch.{name}"), None)
+
+
 class Kind(NamedTuple):
     """What a tensor is like."""
 

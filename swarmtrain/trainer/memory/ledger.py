@@ -108,7 +108,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note what the gradients of `parameters` are, whenever a backward pass has made one."""
-        for parameter in parameters:
+        for parameter in (one for one in parameters if one.requires_grad):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda made: self.claim([made.grad], Kind.gradients)
             )

@@ -63,7 +63,7 @@ class _Watched(Optimizer):
     def __init__(self, model: ParallelModel, config: Config, ledger: Ledger) -> None:
         super().__init__(model, config)
         self._ledger = ledger
-        ledger.claim([*model.local.buffers(), *self.parameters.values()], Kind.parameters)
+        ledger.claim([*model.local.buffers(), *model.parameters.values()], Kind.parameters)
         ledger.claim(self.moments().values(), Kind.state)
         ledger.gradients(model.local.parameters())
 

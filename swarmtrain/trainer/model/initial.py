@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.model.lora import PART
 from swarmtrain.trainer.runtime import derived_seed
 
 _DEVIATION = 0.02
@@ -20,7 +21,7 @@ _DEVIATION = 0.02
 @dataclass(frozen=True)
 class Initial:
     """What the parameters of a model of this shape begin with: matrices with noise, of deviation one with u-muP,
-    norms with one, biases with zero."""
+    norms with one, biases with zero; of LoRA the first matrix with noise, the second with zero."""
 
     shape: TransformerArchitectureConfig
     seed: int
@@ -29,7 +30,11 @@ class Initial:
         """Return the whole of parameter `name`, which has this size: float32, on the CPU."""
         if len(size) < 2:
             return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
+        if PART in name and name.endswith(".b.weight"):
+            return torch.zeros(size)
         generator = torch.Generator().manual_seed(derived_seed(self.seed, name))
+        if PART in name:
+            return torch.empty(size).normal_(0, (3 * size[1]) ** -0.5, generator=generator)
         if self.shape.umup.enable:
             return torch.empty(size).normal_(generator=generator)
         into_stream = name.endswith(("attention.output.weight", "mlp.down.weight"))
@@ -48,7 +53,7 @@ def fill(module: nn.Module, names: Mapping[nn.Parameter, str], value: Callable[[
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter.device.type == "meta":
                 if parameter not in made:
-                    made[parameter] = nn.Parameter(value(names[parameter]).to(device))
+                    made[parameter] = nn.Parameter(value(names[parameter]).to(device), requires_grad=parameter.requires_grad)
                 setattr(owner, key, made[parameter])
         for key, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, key, buffer.to(device))

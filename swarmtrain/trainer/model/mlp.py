@@ -8,6 +8,7 @@ from torch.nn import functional
 from swarmtrain.config.transformer_architecture import Activation, MlpType, TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
 from swarmtrain.trainer.model.linear import linear
+from swarmtrain.trainer.model.lora import Beside
 
 
 def feed_forward(shape: TransformerArchitectureConfig) -> nn.Module:
@@ -24,12 +25,12 @@ class Mlp(nn.Module):
         self.act_mult = shape.umup.act_mult if shape.umup.enable else None
         self.up = linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp)
         self.down = linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp_dense_out)
+        self.lora = Beside(shape, {"up": self.up, "down": self.down}.items())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        up = self.up(hidden)
+        up = self.lora.of("up", self.up, hidden)
         between = functional.gelu(up, approximate=self.approximate) if self.act_mult is None else self._unit(up, self.act_mult)
-        projected: Tensor = self.down(between)
-        return projected
+        return self.lora.of("down", self.down, between)
 
     def _unit(self, up: Tensor, multiplier: float) -> Tensor:
         scale = umup.gelu_scale(multiplier)
@@ -46,12 +47,12 @@ class SwiGlu(nn.Module):
         self.gate = linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp)
         self.up = linear(shape, shape.hidden_size, shape.mlp_width, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp)
         self.down = linear(shape, shape.mlp_width, shape.hidden_size, bias=shape.mlp_bias, fp8=shape.fp8_config_mlp_dense_out)
+        self.lora = Beside(shape, {"gate": self.gate, "up": self.up, "down": self.down}.items())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate(hidden), self.up(hidden)
+        gate, up = self.lora.of("gate", self.gate, hidden), self.lora.of("up", self.up, hidden)
         between = functional.silu(gate) * up if self.act_mult is None else _unit_swiglu(gate, up, self.act_mult)
-        projected: Tensor = self.down(between)
-        return projected
+        return self.lora.of("down", self.down, between)
 
 
 def _unit_swiglu(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:

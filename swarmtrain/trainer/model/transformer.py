@@ -9,6 +9,7 @@ norm        normalisation
 dropout     dropout that no topology changes
 initial     what parameters begin with
 linear      products, in float8 where that is asked for
+lora        narrow matrices beside them
 chunks      a loss that never has all logits
 
 docs/explanation/model.md has the formulas and their sources.

@@ -62,8 +62,8 @@ class Optimizer:
 
     def __init__(self, model: ParallelModel, config: Config) -> None:
         """Raises TrainingError if training_groups do not fit the model's parameters."""
-        self.parameters = model.parameters
-        self.groups = groups.divide(model.names, config)
+        self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained}
+        self.groups = groups.divide(model.trained, config)
         self._shards = model.shards
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations

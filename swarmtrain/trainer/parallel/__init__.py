@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from swarmtrain.config import Config
+from swarmtrain.config.pipeline import cuts
 from swarmtrain.config.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model import initial
+from swarmtrain.trainer.model.lora import PART
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recompute, tensor
 from swarmtrain.trainer.parallel.data import Alone, Replicas
@@ -42,6 +46,8 @@ class ParallelModel:
     """This rank's plain tensors, by the names of the undivided model."""
     names: tuple[str, ...]
     """Parameters of the undivided model."""
+    trained: tuple[str, ...]
+    """Those that steps change; the others stay as they are."""
     size: int
     """Numbers in them."""
 
@@ -59,6 +65,9 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     if twin:
         local = {_TIED if name == "head.weight" else name: parameter for name, parameter in local.items()}
         by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
+    trained = trained_names(shapes, config)
+    for name, parameter in local.items():
+        parameter.requires_grad_(name in trained)
     names = {parameter: name for name, parameter in local.items()}
     fill = partial(initial.fill, names=names, value=_values(model, config, layout, shapes, by_tensor), device=here.device)
     replicas = _replicas(model, here, layout, fill, tied=list(local).index(_TIED) if tied else None)
@@ -70,7 +79,30 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     by_data = frozenset(local if _divided(config) else ())
     shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
-    return ParallelModel(layout, model, replicas, shards, dict(zip(local, replicas.parameters, strict=True)), tuple(shapes), size)
+    mine = dict(zip(local, replicas.parameters, strict=True))
+    return ParallelModel(layout, model, replicas, shards, mine, tuple(shapes), tuple(trained), size)
+
+
+def trained_names(names: Iterable[str], config: Config) -> list[str]:
+    """Return those of the undivided model's parameters that are trained.
+
+    Raises TrainingError if there are none, or a pipeline's stage has none: nothing would come back from it.
+    """
+    wanted, names = config.trainer.finetunable_parameters, list(names)
+    if wanted is None:
+        wanted = (re.escape(PART),) if config.transformer_architecture.lora_config else ("",)
+    found = [name for name in names if any(re.search(pattern, name) for pattern in wanted)]
+    place = "config trainer.finetunable_parameters"
+    if not found:
+        raise TrainingError("matches no parameter", place=place, hint=f"they are named like {', '.join(names[:3])}")
+    stages = cuts(config.topology, config.transformer_architecture)
+    for number, layers in enumerate(stages if len(stages) > 1 else ()):
+        own = [f"blocks.{layer}." for layer in layers]
+        tied = ["embedding."] if config.transformer_architecture.weight_tying else []
+        own += ["embedding.", "positions."] if number == 0 else ["norm.", "head.", *tied] if number == len(stages) - 1 else []
+        if not any(name.startswith(tuple(own)) for name in found):
+            raise TrainingError(f"matches nothing in stage {number} of the pipeline", place=place, hint="train something in each of them")
+    return found
 
 
 def _take_part(model: Transformer, config: Config, layout: Mesh) -> dict[str, Placement]:
@@ -89,8 +121,13 @@ def _values(
 ) -> Callable[[str], Tensor]:
     """Return what gives this rank's part of a parameter, by its name in the undivided model, before the first step."""
     precision = torch.float64 if config.transformer_architecture.precision is Precision.float64 else torch.float32
-    given = config.trainer.init_from
-    initial = model.initial if given is None else pretrained.load(given, config.transformer_architecture, shapes)
+    given, initial = config.trainer.init_from, model.initial
+    if given is not None:
+        known = {name: shape for name, shape in shapes.items() if PART not in name}
+        there = pretrained.load(given, config.transformer_architecture, known)
+
+        def initial(name: str, size: torch.Size) -> Tensor:
+            return there(name, size) if name in known else model.initial(name, size)
 
     def value(name: str) -> Tensor:
         whole, how = initial(name, shapes[name]), by_tensor.get(name)

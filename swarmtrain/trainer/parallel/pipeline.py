@@ -178,7 +178,7 @@ class _Copies:
         if group.size() > 1:
             for work in [dist.all_reduce(total, group=group, async_op=True) for total in self._aside.values()]:
                 work.wait()
-        if self._tied is not None:
+        if self._tied in self._aside:
             self._aside[self._tied] = _with_twin(self._aside[self._tied], self._mesh)
         for parameter, total in self._aside.items():
             parameter.grad = total.to(parameter.dtype)

@@ -21,11 +21,14 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.lora import PART
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.loss import VocabularyParallelLoss
 
 _OF_HEADS = ("query_norm", "key_norm")
 _OF_PLACES = ("positions",)
+_AFTER_ROWS = ("output.b", "down.b")
+"""LoRA's second matrices beside layers that are divided by rows: each rank sees its own places, if sequences are divided."""
 
 
 class _Whole(nn.Module):
@@ -73,7 +76,7 @@ def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, 
                     placements[f"{name}.{kind}"] = placement
                 setattr(module, kind, nn.Parameter(parameter.to_local().clone()))
                 parametrize.register_parametrization(module, kind, _Whole(mesh, placement), unsafe=True)
-            elif parameter is not None and name.endswith(_OF_HEADS + (_OF_PLACES if sequence else ())):
+            elif parameter is not None and _seen_in_part(name, sequence=sequence):
                 parametrize.register_parametrization(module, kind, _Shared(mesh), unsafe=True)
         if isinstance(module, Attention):
             module.first_head = mesh.get_local_rank() * (model.shape.num_attention_heads // mesh.size())
@@ -82,6 +85,11 @@ def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, 
         head.original = embedding.original
         placements.pop("head.weight")
     return placements
+
+
+def _seen_in_part(name: str, *, sequence: bool) -> bool:
+    """Return whether each rank sees only a part of what the parameters of module `name` are used for, and has all of them."""
+    return name.endswith(_OF_HEADS) or (sequence and (name.endswith(_OF_PLACES) or (PART in name and name.endswith(_AFTER_ROWS))))
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -97,8 +105,14 @@ def _plan(model: Transformer, *, sequence: bool) -> dict[str, ParallelStyle]:
         "head": ColwiseParallel(input_layouts=between),
     }
     for name, _ in model.named_modules():
-        last = name.rpartition(".")[2]
-        if last in ("query", "key", "value", "up", "gate"):
+        around, _, last = name.rpartition(".")
+        if PART in name:
+            by_rows = around.endswith(("output", "down"))
+            if last == "a" and by_rows:
+                plan[name] = by_row
+            elif last == "b" and not by_rows:
+                plan[name] = by_column
+        elif last in ("query", "key", "value", "up", "gate"):
             plan[name] = by_column
         elif last in ("output", "down"):
             plan[name] = by_row

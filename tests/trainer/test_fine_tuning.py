@@ -1,0 +1,145 @@
+"""A part of a model is trained: the rest stays as it is, however all is divided, and what was learned beside it can be put into it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from worlds import changed, held_out, losses, manifest, train
+
+from swarmtrain.config import Config
+from swarmtrain.errors import CheckpointError, SwarmtrainError, TrainingError
+from swarmtrain.trainer.checkpoint import whole
+from swarmtrain.trainer.huggingface import pretrained
+from swarmtrain.trainer.huggingface.adapter import export_adapter
+from swarmtrain.trainer.huggingface.export import export
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel import trained_names
+
+GATED = {"norm_type": "rms", "mlp_type": "swiglu", "attention_num_kv_heads": 2, "attention_bias": True, "mlp_bias": True}
+LORA = {"rank": 4, "layers": ["query", "key", "value", "output", "gate", "up", "down"]}
+TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
+    "tensor": ({"model_parallel_size": 2}, 2),
+    "tensor and sequence": ({"model_parallel_size": 2, "sequence_parallel": True}, 2),
+    "pipe": ({"pipe_parallel_size": 2}, 2),
+    "fsdp": ({"data_parallel_type": "fsdp", "activation_checkpointing_type": "every_layer"}, 2),
+}
+Base = tuple[Path, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def base(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """A run of three steps, and a config that goes on from it with LoRA."""
+    folder = tmp_path_factory.mktemp("base")
+    own = changed(config, transformer_architecture=GATED, trainer={"train_iterations": 3, "eval_iterations": 1})
+    train(folder, own)
+    begins = {"load_dir": str(folder / "run"), "load_context": False, "load_optimizer_states": False, "train_iterations": 4}
+    return folder, changed(own, trainer=begins, transformer_architecture={"lora_config": LORA})
+
+
+def parameters(folder: Path, step: int) -> dict[str, Tensor]:
+    found = whole.find(folder / "run" / f"step-{step:08}")
+    shape = found.config.transformer_architecture
+    return {name: found.parameter(name, parameter.shape) for name, parameter in Transformer(shape, 0).named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def alone(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, base[1])
+    return folder
+
+
+def test_only_what_is_beside_it_is_trained(base: Base, alone: Path) -> None:
+    before, after = parameters(base[0], 3), parameters(alone, 4)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    beside = after.keys() - before.keys()
+    assert len(beside) == 2 * 7 * 2
+    assert all(after[name].abs().max() > 0 for name in beside)
+    kept = [name for name in manifest(alone, 4)["tensors"] if name.startswith("optimizer/")]
+    assert {name.split("/", 2)[2] for name in kept} == beside
+    measured = held_out(alone)
+    assert measured[0] == held_out(base[0])[3], "it begins as it was"
+    assert measured[4] < measured[0] - 0.01
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_divided_it_learns_the_same(base: Base, alone: Path, name: str, tmp_path: Path) -> None:
+    topology, size = TOPOLOGIES[name]
+    found = train(tmp_path, changed(base[1], topology=topology), size)
+    assert found == pytest.approx(losses(alone), rel=1e-6)
+    wanted = parameters(alone, 4)
+    for parameter, value in parameters(tmp_path, 4).items():
+        torch.testing.assert_close(value, wanted[parameter], rtol=1e-3, atol=1e-5)
+
+
+def test_merged_it_computes_the_same(base: Base, alone: Path, tmp_path: Path) -> None:
+    export(alone / "run", tmp_path / "out", dtype=None, shard_bytes=2**30)
+    beside = whole.find(alone / "run")
+    shape = beside.config.transformer_architecture
+    plain = shape.model_copy(update={"lora_config": None})
+    models = Transformer(shape, 0), Transformer(plain, 0)
+    models[0].initial = beside.parameter
+    models[1].initial = pretrained.load(tmp_path / "out", plain, {name: one.shape for name, one in models[1].named_parameters()})
+    tokens = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        unmerged, merged = (model.fill().eval()(tokens) for model in models)
+    torch.testing.assert_close(merged, unmerged, rtol=0, atol=1e-6)
+    base_model = Transformer(plain, 0)
+    base_model.initial = whole.find(base[0] / "run").parameter
+    with torch.no_grad():
+        assert (base_model.fill().eval()(tokens) - merged).abs().max() > 0.01
+
+
+def test_peft_computes_the_same(base: Base, alone: Path, tmp_path: Path) -> None:
+    for source, output in ((base[0], "base"), (alone, "merged")):
+        export(source / "run", tmp_path / output, dtype=None, shard_bytes=2**30)
+    made = export_adapter(alone / "run", tmp_path / "adapter", dtype=None)
+    assert made["parameters"] < 20_000
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    beside = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")
+    tokens = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, wanted, before = (model.eval()(tokens).logits for model in (beside, load(tmp_path / "merged"), load(tmp_path / "base")))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert (before - wanted).abs().max() > 0.01
+    with pytest.raises(CheckpointError, match="has no LoRA"):
+        export_adapter(base[0] / "run", tmp_path / "none", dtype=None)
+
+
+def test_biases_alone(base: Base, tmp_path: Path) -> None:
+    """BitFit (Ben Zaken et al. 2021, arXiv 2106.10199) is a pattern."""
+    own = changed(base[1], transformer_architecture={"lora_config": None}, trainer={"finetunable_parameters": [r"\.bias$"]})
+    train(tmp_path / "one", own)
+    before, after = parameters(base[0], 3), parameters(tmp_path / "one", 4)
+    assert {name for name, value in before.items() if not torch.equal(after[name], value)} == {
+        name for name in before if name.endswith(".bias")
+    }
+    divided = changed(own, topology={"model_parallel_size": 2, "pipe_parallel_size": 2, "data_parallel_type": "fsdp"})
+    assert train(tmp_path / "four", divided, 4) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+
+
+def test_it_is_taken_up_again_in_another_world(base: Base, alone: Path, tmp_path: Path) -> None:
+    own = changed(base[1], trainer={"train_iterations": 2})
+    train(tmp_path, own, 2)
+    # The learning rate follows the steps there will be; both have the same.
+    train(tmp_path, base[1])
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-6)
+
+
+def test_what_trains_nothing_is_refused(base: Base) -> None:
+    def names(trainer: dict[str, Any], topology: dict[str, Any]) -> list[str]:
+        config = Config.from_json(json.dumps(changed(base[1], trainer=trainer, topology=topology)))
+        return trained_names([name for name, _ in Transformer(config.transformer_architecture, 0).named_parameters()], config)
+
+    with pytest.raises(TrainingError, match="matches no parameter"):
+        names({"finetunable_parameters": ["nothing"]}, {})
+    with pytest.raises(SwarmtrainError, match="matches nothing in stage 1 of the pipeline"):
+        names({"finetunable_parameters": [r"blocks\.0\."]}, {"pipe_parallel_size": 2})
+    assert names({"finetunable_parameters": ["embedding"]}, {"pipe_parallel_size": 2}) == ["embedding.weight"]
