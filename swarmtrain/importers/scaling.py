@@ -194,12 +194,18 @@ def _statistics(book: Book, key: Key) -> None:
     book.carry(key, key, [[glob, [one for one in wanted if one != "entropy"]] for glob, wanted in pairs])
 
 
+def _lora(book: Book, key: Key) -> None:
+    """Attention's output is called dense there."""
+    book.carry(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in book.items(key)])
+
+
 _SPOKEN = {
     ("runner", "hostsfile"): _hostsfile,
     ("runner", "default_gpu_count"): _gpus,
     ("runner", "master_addr"): _master,
     ("runner", "runner_type"): lambda book, key: None,
     ("transformer_architecture", "local_attention_window_size"): _window,
+    ("transformer_architecture", "lora_config", "parallel_modules"): _lora,
     ("data", "blended_dataset", "weights"): _weights,
     ("training", "weight_decay"): _weight_decay,
     ("optimizer", "weight_decay"): _weight_decay,

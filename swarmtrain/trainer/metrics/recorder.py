@@ -43,7 +43,7 @@ class Recorder:
         self._wanted: dict[Key, tuple[Statistic, ...]] = {}
         self._types = {name: kind for of_rank in agreement.gather(self._named()) for name, kind in of_rank.items()}
         for kind in config.kinds:
-            for name in self._types if "activation" in kind else model.names:
+            for name in self._types if "activation" in kind else model.trained if kind is TensorKind.gradients else model.names:
                 if wanted := self._figures(name):
                     self._wanted[kind, name] = wanted
         self._number: int | None = None

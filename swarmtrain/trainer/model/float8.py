@@ -111,11 +111,13 @@ class _Product(torch.autograd.Function):
         return _times(narrow or input, weight, how.forward, how, wide, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         *kept, weight = ctx.saved_tensors
         given = Narrow(kept[0].t(), kept[1]) if ctx.how.keeps_narrow else kept[0].t()
         of_weight = ctx.how.grad_weight if len(gradient) % _ROW == 0 else None
         to_input = _times(gradient, weight.t(), ctx.how.grad_input, ctx.how, ctx.wide)
+        if not ctx.needs_input_grad[1]:
+            return to_input.to(ctx.given), None, None, None
         to_weight = _times(gradient.t(), given, of_weight, ctx.how, weight.dtype if of_weight else ctx.wide)
         return to_input.to(ctx.given), to_weight.to(weight.dtype), None, None
 
