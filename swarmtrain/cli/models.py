@@ -104,7 +104,10 @@ def sample(
     from swarmtrain.view.prompts import read
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
-    verbs.share("sample", {"source": str(source), "prompts": read(prompt, prompts), "most": max_tokens, **options, "json": json}, ranks)
+    code = verbs.share(
+        "sample", {"source": str(source), "prompts": read(prompt, prompts), "most": max_tokens, **options, "json": json}, ranks
+    )
+    raise typer.Exit(code)
 
 
 def evaluate(
@@ -125,4 +128,5 @@ def evaluate(
     from swarmtrain.launchers import verbs
 
     config = load(config_file, override)
-    verbs.share("evaluate", {"config": config.to_json(), "model": None if model is None else str(model), "json": json}, ranks)
+    options = {"config": config.to_json(), "model": None if model is None else str(model), "json": json}
+    raise typer.Exit(verbs.share("evaluate", options, ranks))

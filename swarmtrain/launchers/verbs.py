@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import math
 import os
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +18,7 @@ from swarmtrain import process
 from swarmtrain.errors import SwarmtrainError
 
 _LONGEST = 3600.0
+_FOLLOW_WITHIN, _LOOK_EVERY = 5.0, 0.05
 # No GPU is wanted for it, and looking for one takes a second.
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -34,14 +40,33 @@ def become(verb: str, what: str, options: Mapping[str, Any], names: Sequence[str
     process.become([*_command(verb, needs), what, json.dumps(options), *names], env={**os.environ, **_QUIET})
 
 
-def share(verb: str, options: Mapping[str, Any], ranks: int) -> NoReturn:
-    """Go on as `verb` on so many ranks of this machine, with its GPUs if it has any. Raises SwarmtrainError if torch is not here."""
-    python, *module = _command(verb)
-    if ranks > 1:
-        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        # torchrun speaks of threads where nothing is said of them.
-        process.become([python, *several, *module, json.dumps(options)], env={"OMP_NUM_THREADS": "1", **os.environ})
-    process.become([python, *module, json.dumps(options)], env=os.environ)
+def share(verb: str, options: Mapping[str, Any], ranks: int) -> int:
+    """Do `verb` on so many ranks of this machine, with its GPUs if it has any, and return the exit code: that of the first that failed.
+
+    Raises SwarmtrainError if torch is not here.
+    """
+    argv = [*_command(verb), json.dumps(options)]
+    if ranks == 1:
+        process.become(argv, env=os.environ)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+    return _together([process.start(argv, env={**threads, **meeting, **place}, die_with_parent=True) for place in places])
+
+
+def _together(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Return when all have ended. What is wrong is wrong for all of them; who waits for one that died otherwise is ended."""
+    failed, end = 0, math.inf
+    while any(child.poll() is None for child in children):
+        with contextlib.suppress(KeyboardInterrupt):  # theirs too, and for them to answer
+            failed = failed or next((child.returncode for child in children if child.returncode), 0)
+            end = min(end, time.monotonic() + _FOLLOW_WITHIN) if failed else end
+            for child in children if time.monotonic() > end else ():
+                child.kill()
+            time.sleep(_LOOK_EVERY)
+    return next((abs(child.returncode) for child in children if child.returncode), 0) if not failed else abs(failed)
 
 
 def _command(verb: str, needs: str = "torch") -> list[str]:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from swarmtrain.config import Config
-from swarmtrain.errors import EXIT_USAGE, SwarmtrainError
+from swarmtrain.errors import EXIT_OK, EXIT_USAGE, SwarmtrainError
+from swarmtrain.trainer.ending import verb
 
 
 def memory(question: dict[str, Any]) -> dict[str, Any]:
@@ -49,31 +51,36 @@ def export(question: dict[str, Any]) -> dict[str, Any]:
 VERBS = {"memory": memory, "export": export}
 
 
-def main() -> int:
+@verb
+def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for, and return the exit code."""
-    if sys.argv[1:2] == ["bench"]:
+    name, rest = (argv[0], argv[1:]) if argv else ("", argv)
+    if name == "bench":
         from swarmtrain.trainer import bench
 
-        return bench.main(sys.argv[2:])
-    if sys.argv[1:2] == ["data"]:
+        return bench.main(rest)
+    if name == "data":
         from swarmtrain.trainer.prepare import command
 
-        return command.main(sys.argv[2:])
-    if sys.argv[1:2] in (["sample"], ["evaluate"]):
-        from swarmtrain.trainer.use import evaluate, sample
+        return command.main(rest)
+    if name == "sample":
+        from swarmtrain.trainer.use import sample
 
-        act = sample.main if sys.argv[1] == "sample" else evaluate.main
-        return act(sys.argv[2:])
-    if len(sys.argv) != 2 or sys.argv[1] not in VERBS:
+        return sample.main(rest)
+    if name == "evaluate":
+        from swarmtrain.trainer.use import evaluate
+
+        return evaluate.main(rest)
+    if name not in VERBS or rest:
         sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join(VERBS)} < question.json\n")
         return EXIT_USAGE
     try:
-        answer = VERBS[sys.argv[1]](json.load(sys.stdin))
+        answer = VERBS[name](json.load(sys.stdin))
     except SwarmtrainError as error:
         answer = {"error": {"message": error.message, "place": error.place, "hint": error.hint}}
     sys.stdout.write(json.dumps(answer))
-    return 0
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

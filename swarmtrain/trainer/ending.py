@@ -18,14 +18,18 @@ def verb(act: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]]
         try:
             return act(argv) or EXIT_OK
         except SwarmtrainError as error:
-            if os.environ.get("RANK", "0") == "0":
-                sys.stderr.write(error.text)
+            _say(error.text)
             return error.exit_code
         except KeyboardInterrupt:
-            sys.stderr.write("\ninterrupted\n")
+            _say("\ninterrupted\n")
             return EXIT_INTERRUPTED
         except BrokenPipeError:  # `… | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_OK
 
     return main
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(text)
