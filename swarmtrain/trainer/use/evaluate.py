@@ -20,7 +20,8 @@ from swarmtrain.trainer.parallel import parallelize
 from swarmtrain.trainer.step import held_out_loss
 from swarmtrain.trainer.use import source
 
-_PLACE = "evaluate"
+_HIGHEST = 700.0
+"""Nats, of which e to the power is still a number."""
 
 
 @verb
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> None:
         loss = held_out_loss(here, parallelize(made, here), data, None)
         if here.first and loss is not None:
             samples = min(config.topology.global_batch * config.trainer.eval_iterations, len(data))
+            if not loss < _HIGHEST:
+                raise TrainingError(f"the held-out loss is {loss:g}", place=str(model.place), hint="the model is no good any more")
             facts = {"model": str(model.place), "step": model.step, "loss": loss, "perplexity": math.exp(loss), "samples": samples}
             sys.stdout.write(f"{json.dumps(facts) if asked['json'] else _line(facts)}\n")
 

@@ -51,7 +51,7 @@ def generate(
     """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
-    most = min(most, model.shape.sequence_length - longest)
+    rooms = [min(most, model.shape.sequence_length - len(prompt)) for prompt in prompts]
     tokens = torch.stack([pad(torch.tensor(prompt), (longest - len(prompt), 0)) for prompt in prompts]).to(device)
     documents = None
     if len({len(prompt) for prompt in prompts}) > 1:
@@ -59,18 +59,20 @@ def generate(
         documents = (torch.arange(longest, device=device) >= starts).long()
     generators = [torch.Generator().manual_seed(derived_seed(how.seed, number)) for number in range(len(prompts))]
     ended = [False] * len(prompts)
-    with cached(model, longest + most) if cache else nullcontext(Seen()) as seen:
-        for _ in range(most):
+    with cached(model, longest + max(rooms)) if cache else nullcontext(Seen()) as seen:
+        for made in range(1, max(rooms) + 1):
             logits = whole(model.last(tokens, documents)).float().cpu()
             seen.count = tokens.shape[1]
             drawn = [_drawn(row, how, generator) for row, generator in zip(logits, generators, strict=True)]
             ended = [over or token in ends for over, token in zip(ended, drawn, strict=True)]
             yield [None if over else token for over, token in zip(ended, drawn, strict=True)]
-            ended = [over or done(number) for number, over in enumerate(ended)]
+            ended = [over or done(number) or made == rooms[number] for number, over in enumerate(ended)]
             if all(ended):
                 return
             tokens = torch.cat((tokens, torch.tensor(drawn, device=device)[:, None]), dim=1)
-            documents = None if documents is None else pad(documents, (0, 1), value=1)
+            if documents is not None:
+                # What comes after the end of one is a document a token: no position gets higher than there are.
+                documents = torch.cat((documents, documents[:, -1:] + torch.tensor(ended, device=device)[:, None]), dim=1)
 
 
 def _drawn(logits: Tensor, how: How, generator: torch.Generator) -> int:

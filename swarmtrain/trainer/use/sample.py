@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> None:
                     _print(new)
         if here.first:
             _tell(asked, streams, model, aloud=aloud)
-            room = model.shape.sequence_length - max(map(len, prompts))
-            if max(len(stream.tokens) for stream in streams) == room < asked.most:
+            rooms = [model.shape.sequence_length - len(prompt) for prompt in prompts]
+            if any(len(stream.tokens) == room < asked.most for stream, room in zip(streams, rooms, strict=True)):
                 sys.stderr.write(f"note: ended at {model.shape.sequence_length} tokens, the most that the model was made for\n")
 
 

@@ -11,7 +11,7 @@ _BROKEN = "\ufffd"
 
 
 class Stream:
-    """The text of tokens that come one by one. It ends before the first of `stops` in it."""
+    """The text of tokens that come one by one. It ends before the one of `stops` that is whole first."""
 
     def __init__(self, encoder: Encoder, stops: Sequence[str] = ()) -> None:
         self._encoder, self._stops = encoder, [stop for stop in stops if stop]
