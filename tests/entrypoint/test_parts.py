@@ -180,8 +180,8 @@ def test_an_agent_has_ranks_whatever_they_call_themselves() -> None:
         process.rename("agent")
         if not (pid := os.fork()):
             process.rename("a title")
+            said.send(os.getpid())
             time.sleep(60)
-        said.send(pid)
         os.waitpid(pid, 0)
         time.sleep(60)
 
