@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 # Long enough for a node to be added while the run goes on, on a fast machine too: half a minute.
 STEPS = 400
 # Enough for all others.
-FEW = 100
+FEW = 160
 SMALL = [
     f"trainer.train_iterations={FEW}",
     f"learning_rate_scheduler.learning_rate_decay_iters={STEPS}",
