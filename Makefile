@@ -11,26 +11,35 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PINS := -c requirements/image.txt -c requirements/test.txt
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+LISTS := pyproject.toml requirements/image.txt requirements/test.txt
+# What is imported is compiled then; to compile all that is installed takes a minute.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
+# The system's packages and Python's come side by side.
+PREPARE := @$(MAKE) --no-print-directory --jobs=2 system
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
 .PHONY: demo test contract chaos soak check bench format clean system install install-train install-test
 
-demo: system install
+demo:
+	$(PREPARE) install
 	@VENV=$(VENV) TORCH=$(TORCH) MAKE="$(MAKE)" sh examples/demo.sh
 
-test: system install-test
+test:
+	$(PREPARE) install-test
 	@$(BIN)/python tests/suites.py $(SUITES)
 
-contract: system install-test
+contract:
+	$(PREPARE) install-test
 	@SWARMTRAIN_CONTRACT=all $(BIN)/python tests/suites.py contract
 
-chaos: system install-test
+chaos:
+	$(PREPARE) install-test
 	@SWARMTRAIN_CHAOS=$(or $(ONLY),all) SWARMTRAIN_DOCS=$(DOCS) $(BIN)/python tests/suites.py chaos
 	@$(if $(DOCS),,cat build/chaos.md)
 
-soak: system install-test
+soak:
+	$(PREPARE) install-test
 	@SWARMTRAIN_SOAK=$(or $(MINUTES),30) SWARMTRAIN_SEED=$(SEED) $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/lab/soak.py
 
 check: install-test
@@ -39,7 +48,8 @@ check: install-test
 	$(BIN)/mypy
 	$(BIN)/python tests/suites.py fast
 
-bench: system install-train
+bench:
+	$(PREPARE) install-train
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
 format: install-test
@@ -57,20 +67,23 @@ install-test: $(VENV)/.installed-test
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(BIN)/python pyproject.toml requirements/image.txt requirements/test.txt
-	$(PIP) install $(PINS) -e .
+$(VENV)/.torch: $(BIN)/python
+	$(PIP) $(TORCH)
 	@touch $@
 
-$(VENV)/.installed-train: $(VENV)/.installed
-	$(PIP) install $(TORCH)
-	$(PIP) install $(PINS) -e .[train]
+$(VENV)/.installed: $(BIN)/python $(LISTS)
+	$(PIP) $(PINS) -e .
+	@touch $@
+
+$(VENV)/.installed-train: $(VENV)/.torch $(LISTS)
+	$(PIP) $(PINS) -e .[train]
 	@touch $@
 
 # determined comes alone, into a folder of its own: it asks for an older requests, which pip would tell of ever after, and for 30
 # packages of which we need three, which the extra `test` names.
-$(VENV)/.installed-test: $(VENV)/.installed-train
-	$(PIP) install $(PINS) -e .[train,test]
-	$(PIP) install $(PINS) --no-deps --upgrade --target $(VENV)/determined determined
+$(VENV)/.installed-test: $(VENV)/.torch $(LISTS)
+	$(PIP) $(PINS) -e .[train,test]
+	$(PIP) $(PINS) --no-deps --upgrade --target $(VENV)/determined determined
 	@touch $@
 
 clean:

@@ -19,6 +19,13 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "bench"
 LEAST, MOST = 9, 41
 _CHANCE = 0.025
+_METER = """
+import resource, subprocess, sys
+
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, end="")
+sys.exit(code)
+"""
 SWARMTRAIN = [str(Path(sys.executable).with_name("swarmtrain"))]
 
 
@@ -109,6 +116,15 @@ def cpu_seconds(argv: Sequence[str], env: Mapping[str, str] | None = None) -> fl
     if program.returncode:
         raise ProcessError(process.show(argv, env), program.returncode, "")
     return used.ru_utime + used.ru_stime
+
+
+def peak_memory(argv: Sequence[str], *, input: str = "") -> float:
+    """Run `argv` in the repository's root, with `input`; return the most bytes that it, or a process that it waited for, had at once.
+
+    Raises ProcessError.
+    """
+    # A process inherits the peak of the one that forked it, which should be small.
+    return int(process.run([sys.executable, "-c", _METER, *argv], cwd=ROOT, input=input).rpartition("\n")[2]) * 1024.0
 
 
 def wall_seconds(argv: Sequence[str], env: Mapping[str, str] | None = None) -> float:

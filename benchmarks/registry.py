@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import commands, data, labs, launchers, logs, recovery, runs, services, training
+from benchmarks import commands, data, labs, launchers, logs, models, recovery, runs, services, training
 from benchmarks.measure import Row
 
 
@@ -23,6 +23,8 @@ BENCHMARKS = (
     Benchmark("generate", "CPU time of generate, beside another launcher's dry run", commands.generate_time),
     Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", commands.generate_many),
     Benchmark("data", "tokens from warm token files, and a large one opened", data.loading),
+    Benchmark("prepare", "text into tokens, beside the tokenizer alone", models.prepared),
+    Benchmark("export", "what memory the export of a large model takes", models.exported),
     Benchmark("lab-up-4", "four engines up and joined", labs.lab_up),
     Benchmark("first-step", "deploy to the first optimizer step", runs.first_step),
     Benchmark("launchers", "a job of three nodes to its first step by each launcher, beside the same tools by hand", launchers.first_steps),

@@ -105,12 +105,16 @@ def start(
         raise ProcessError(show(argv, env), 127, str(error)) from None
 
 
-def become(argv: Sequence[str], *, env: Mapping[str, str]) -> NoReturn:
+def become(argv: Sequence[str], *, env: Mapping[str, str], stdin: IO[bytes] | None = None) -> NoReturn:
     """Replace this process by `argv`, with `env` as its whole environment: it has the terminal, and its exit code is ours.
+
+    `stdin`: what it reads instead of our standard input.
 
     Raises ProcessError if the program cannot be started.
     """
     try:
+        if stdin is not None:
+            os.dup2(stdin.fileno(), 0)
         os.execvpe(argv[0], list(argv), dict(env))  # noqa: S606  # no shell is wanted
     except OSError as error:
         raise ProcessError(show(argv), 127, str(error)) from None

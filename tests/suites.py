@@ -37,18 +37,19 @@ _NEWER = [
     "a_deploy_that_cannot_work_says_why_and_leaves_nothing",
 ]
 # `newer` repeats tests of the lab with a newer engine than the system's: those that live by what an engine answers.
-# In the order in which they are taken up, such that the last ones are done at about the same time, and the image is built once.
+# In the order in which they are taken up: the longest first, such that the last ones are done at about the same time, and the image
+# is built once, by the first.
 SUITES = {
     "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS, _CONTRACT)],
-    "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
-    "entrypoint": ["entrypoint"],
     "trainer": ["trainer"],
     "launchers": ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
-    "howto": ["howto"],
-    "contract": ["contract", f"lab/{_CONTRACT}.py"],
-    "faults": [f"lab/{name}.py" for name in _FAULTS],
     "chaos": [f"lab/{_CHAOS}.py"],
+    "howto": ["howto"],
+    "faults": [f"lab/{name}.py" for name in _FAULTS],
+    "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
     "newer": [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER],
+    "entrypoint": ["entrypoint"],
+    "contract": ["contract", f"lab/{_CONTRACT}.py"],
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _MEMORY_DISK = Path("/dev/shm")
@@ -137,7 +138,10 @@ def run(name: str, *, alone: bool) -> Result:
     print(f"--- {name} begins", flush=True)
     argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *(str(ROOT / place) for place in SUITES[name])]
     # Labs of two suites have their registries in two places: both push images of the same names.
-    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(base_directory() / name)}
+    # Two in one folder would close it to others, as pytest does when it begins, while the other has opened it. Paths of sockets are short.
+    folder = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())) / f"t{list(SUITES).index(name)}"
+    folder.mkdir(exist_ok=True)
+    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(base_directory() / name), "PYTEST_DEBUG_TEMPROOT": str(folder)}
     if name == "newer":
         env["SWARMTRAIN_TEST_ENGINE"] = newer_engine()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""export, sample, evaluate: what a run has made, for other programs and for use."""
+"""export, sample, embed, evaluate: what a run has made, for other programs and for use."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +17,22 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        "--base", metavar="FOLDER", help="Where the model is that was tuned, if not where trainer.init_from says.", show_default=False
+    ),
+]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="A run's save_dir: its newest checkpoint. A checkpoint. A folder as Hugging Face has it.", show_default=False
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json, or bytes. Without it: the model's own.", show_default=False),
+]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes that share the work.")]
 
 
@@ -24,6 +40,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command()(export)
     app.command()(sample)
+    app.command()(embed)
     app.command()(evaluate)
 
 
@@ -38,39 +55,29 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="FILE", help="Its tokenizer.json, to lie beside it.", show_default=False)
     ] = None,
+    base: Base = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only what LoRA has learned, as PEFT has it. Without it: merged.")] = False,
     json: Json = False,
 ) -> None:
     """Write a checkpoint as a folder that Hugging Face's transformers load: config.json and safetensors."""
     from swarmtrain.launchers import verbs
     from swarmtrain.view import memory
-    from swarmtrain.view.console import progress, say
-    from swarmtrain.view.data import show_json
 
     question = {
         "source": str(source),
+        "base": None if base is None else str(base),
         "output": str(output),
         "dtype": dtype,
         "shard_bytes": memory.size(shard_size, "--shard-size"),
         "adapter": adapter,
         "tokenizer": None if tokenizer is None else str(tokenizer),
+        "json": json,
     }
-    with progress(f"writing {output}"):
-        made = verbs.ask("export", question)
-    if json:
-        show_json(made)
-    say(f"wrote {output}: {made['family']}, {made['parameters']:,} parameters, as of step {made['step']}")
+    raise typer.Exit(verbs.share("export", question))
 
 
 def sample(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run's save_dir: its newest checkpoint. A checkpoint. A folder as Hugging Face has it.",
-            show_default=False,
-        ),
-    ],
+    source: Model,
     *,
     prompt: Annotated[
         list[str],
@@ -92,22 +99,68 @@ def sample(
         int | None,
         typer.Option("--seed", min=0, help="The same number, the same text.", show_default=False),
     ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json, or bytes. Without it: the model's own.", show_default=False),
-    ] = None,
+    tokenizer: Tokenizer = None,
+    base: Base = None,
     ranks: Ranks = 1,
     json: Json = False,
 ) -> None:
     """Let a model go on from a text: one prompt as it comes, several at once."""
+    from swarmtrain.cli.prompts import read
     from swarmtrain.launchers import verbs
-    from swarmtrain.view.prompts import read
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
-    code = verbs.share(
-        "sample", {"source": str(source), "prompts": read(prompt, prompts), "most": max_tokens, **options, "json": json}, ranks
-    )
-    raise typer.Exit(code)
+    model = {"source": str(source), "base": None if base is None else str(base)}
+    question = {**model, "prompts": read(prompt, prompts), "most": max_tokens, **options, "json": json}
+    raise typer.Exit(verbs.share("sample", question, ranks))
+
+
+def embed(
+    source: Model,
+    *,
+    text: Annotated[
+        list[str], typer.Option("--text", metavar="TEXT", help="A text. Repeatable; else standard input.", show_default=False)
+    ] = [],  # noqa: B006  # typer's way
+    texts: Annotated[
+        Path | None, typer.Option("--texts", metavar="FILE", help="More of them, one a line.", show_default=False, readable=False)
+    ] = None,
+    instruction: Annotated[
+        str,
+        typer.Option(
+            "--instruction",
+            metavar="TEXT",
+            help="Read before each text, without being a part of what the vector is of.",
+            show_default=False,
+        ),
+    ] = "",
+    append_eos: Annotated[
+        bool | None,
+        typer.Option(
+            "--append-eos/--no-append-eos",
+            help="End each text with the tokenizer's token for that. Without it: as its data were.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="A .npy, of float32: a row for each text. Without it: JSON, a line for each.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts at a time.")] = 32,
+    tokenizer: Tokenizer = None,
+    base: Base = None,
+    ranks: Ranks = 1,
+) -> None:
+    """Make vectors of texts, by a model that was trained to: a cosine tells how near two of them are."""
+    from swarmtrain.cli.prompts import read_texts
+    from swarmtrain.launchers import verbs
+
+    model = {"source": str(source), "base": None if base is None else str(base), "tokenizer": tokenizer}
+    options = {"instruction": instruction, "append_eos": append_eos, "batch": batch, "output": None if output is None else str(output)}
+    raise typer.Exit(verbs.share("embed", {**model, "texts": read_texts(text, texts), **options}, ranks))
 
 
 def evaluate(
@@ -120,6 +173,23 @@ def evaluate(
             "--model", metavar="MODEL", help="As for sample. Without it: the newest checkpoint in trainer.save_dir.", show_default=False
         ),
     ] = None,
+    tasks: Annotated[
+        list[str],
+        typer.Option(
+            "--tasks", metavar="NAME,…", help="Tasks of lm-evaluation-harness, instead of held-out data. Repeatable.", show_default=False
+        ),
+    ] = [],  # noqa: B006  # typer's way
+    shots: Annotated[
+        int | None, typer.Option("--shots", min=0, help="Examples before each question. Without it: as the task says.", show_default=False)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Questions of each task. Without it: all.", show_default=False)
+    ] = None,
+    task_files: Annotated[
+        Path | None, typer.Option("--task-files", metavar="FOLDER", help="Tasks of your own.", show_default=False)
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time, under tasks.")] = 8,
+    tokenizer: Tokenizer = None,
     ranks: Ranks = 1,
     json: Json = False,
 ) -> None:
@@ -128,5 +198,15 @@ def evaluate(
     from swarmtrain.launchers import verbs
 
     config = load(config_file, override)
-    options = {"config": config.to_json(), "model": None if model is None else str(model), "json": json}
-    raise typer.Exit(verbs.share("evaluate", options, ranks))
+    question = {
+        "config": config.to_json(),
+        "model": None if model is None else str(model),
+        "tasks": [name for each in tasks for name in each.split(",") if name],
+        "shots": shots,
+        "limit": limit,
+        "task_files": None if task_files is None else str(task_files),
+        "batch": batch,
+        "tokenizer": tokenizer,
+        "json": json,
+    }
+    raise typer.Exit(verbs.share("evaluate", question, ranks))

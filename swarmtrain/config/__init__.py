@@ -76,13 +76,24 @@ class Config(Section):
         for name, size in (("model_parallel_size", tensor), ("context_parallel_size", self.topology.context_parallel_size)):
             if self.trainer.compile and size > 1:
                 raise wrong("trainer.compile", f"is not for ranks that share a layer or a sequence, and topology.{name} is {size}")
-        for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
-            if getattr(self.logger, name) and not (self.logger.log_dir or self.trainer.save_dir):
-                raise wrong(f"logger.{name}", "has no folder to write to", "logger.log_dir: logs")
         cuts(self.topology, shape)
         _check_float8(shape, self.topology)
         if shape.umup.enable:
             _check_umup(self.optimizer, self.training_groups)
+        return self
+
+    @model_validator(mode="after")
+    def _trainer_and_logger_fit(self) -> Config:
+        for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
+            if getattr(self.logger, name) and not (self.logger.log_dir or self.trainer.save_dir):
+                raise wrong(f"logger.{name}", "has no folder to write to", "logger.log_dir: logs")
+        vocabulary = self.transformer_architecture.vocab_size
+        if beyond := [token for token in self.trainer.finetunable_token_ids if token >= vocabulary]:
+            raise wrong("trainer.finetunable_token_ids", f"{beyond[0]} is not below transformer_architecture.vocab_size {vocabulary}")
+        if self.trainer.sampling_config is not None:
+            _check_samples(self.topology)
+        _check_pairs(self)
+        _check_texts(self)
         return self
 
     def to_json(self) -> str:
@@ -108,6 +119,53 @@ class Config(Section):
     def digest(self) -> str:
         """First 10 hexadecimal digits of the SHA-256 of `to_json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+
+
+def _check_pairs(config: Config) -> None:
+    """What is tuned is compared with the model that it stands beside, which must not change."""
+    trainer, place = config.trainer, "trainer.preference_config"
+    if (trainer.preference_config is None) == bool(config.data.rejected_prefixes):
+        one, other = ("is null", "are some") if config.data.rejected_prefixes else ("is set", "are none")
+        raise wrong(place, f"{one}, and data.rejected_prefixes {other}: they go together")
+    if trainer.preference_config is None:
+        return
+    if not config.transformer_architecture.beside:
+        raise wrong(place, "needs something to tune beside the model", "transformer_architecture.lora_config: {}")
+    if trainer.finetunable_parameters is not None or trainer.finetunable_token_ids:
+        raise wrong(place, "compares with the model itself, and finetunable_parameters or finetunable_token_ids would change it")
+    if config.topology.context_parallel_size > 1:
+        raise wrong(place, "is not for topology.context_parallel_size above 1: an answer's likelihood is a sum over all of it")
+
+
+def _check_texts(config: Config) -> None:
+    """A text's vector is made of all of it, and compared with those of other texts."""
+    trainer, place = config.trainer, "trainer.contrastive_config"
+    wanted = trainer.contrastive_config is not None
+    for name, there in (
+        ("data.positive_prefixes", bool(config.data.positive_prefixes)),
+        ("transformer_architecture.embedding_head_config", config.transformer_architecture.embedding_head_config is not None),
+    ):
+        if there != wanted:
+            one, other = ("is set", "not") if wanted else ("is null", "set")
+            raise wrong(place, f"{one}, and {name} is {other}: they go together")
+    if not wanted:
+        return
+    if config.topology.context_parallel_size > 1:
+        raise wrong(place, "is not for topology.context_parallel_size above 1: a vector is made of all of a text")
+    if trainer.sampling_config is not None:
+        raise wrong("trainer.sampling_config", "is for a model that goes on from a text, and trainer.contrastive_config makes vectors")
+
+
+def _check_samples(topology: TopologyConfig) -> None:
+    """Tokens come one by one, so each rank must have whole sequences and all layers."""
+    divides = {
+        "pipe_parallel_size": topology.pipeline > 1,
+        "context_parallel_size": topology.context_parallel_size > 1,
+        "sequence_parallel": topology.sequence_parallel,
+    }
+    if found := [name for name, divided in divides.items() if divided]:
+        reason = f"is not for topology.{found[0]}: a token that comes alone cannot be divided"
+        raise wrong("trainer.sampling_config", reason, "leave it out, and run swarmtrain sample on the run's checkpoints")
 
 
 def _check_float8(shape: TransformerArchitectureConfig, topology: TopologyConfig) -> None:

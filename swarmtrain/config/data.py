@@ -73,6 +73,20 @@ class DataConfig(Section):
 
     data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the training data.")
     validation_data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the held-out data. It is never blended.")
+    rejected_prefixes: tuple[Path, ...] = Field(
+        (),
+        description="For trainer.preference_config: one for each of data_prefixes, whose document i loses to document i there.",
+    )
+    validation_rejected_prefixes: tuple[Path, ...] = Field((), description="The same for validation_data_prefixes.")
+    positive_prefixes: tuple[Path, ...] = Field(
+        (), description="For trainer.contrastive_config: one for each of data_prefixes, whose document i is the answer to document i there."
+    )
+    negative_prefixes: tuple[Path, ...] = Field(
+        (),
+        description="Beside them, one or several for each of data_prefixes, whose document i is none: first one for each, then another.",
+    )
+    validation_positive_prefixes: tuple[Path, ...] = Field((), description="The answers to validation_data_prefixes.")
+    validation_negative_prefixes: tuple[Path, ...] = Field((), description="What is none to them, as many for each as in training.")
     format: Format = Field(
         Format.auto,
         description="auto: what lies under each prefix tells. nanogpt, which has no header, must be said. It goes for all prefixes.",
@@ -112,6 +126,40 @@ class DataConfig(Section):
             raise wrong("validation_fraction", "is not used where there are validation_data_prefixes", "keep one of them")
         return self
 
+    @model_validator(mode="after")
+    def _each_has_its_own(self) -> DataConfig:
+        if self.rejected_prefixes and self.positive_prefixes:
+            raise wrong("positive_prefixes", "excludes rejected_prefixes: they are for two ways to learn", "keep one of them")
+        if self.negative_prefixes and not self.positive_prefixes:
+            raise wrong("negative_prefixes", "are beside positive_prefixes, and there are none")
+        for kind in _BESIDE:
+            times = []
+            for name in ("", "validation_"):
+                given, count = (len(getattr(self, f"{name}{each}_prefixes")) for each in (kind, "data"))
+                if given and (not count or given % count or (given > count and kind != "negative")):
+                    raise wrong(f"{name}{kind}_prefixes", f"are {given} for {count} {name}data_prefixes", "give each its own")
+                times.append(given // count if count else 0)
+            if self.validation_data_prefixes and times[0] != times[1]:
+                reason = f"are {times[1]} for each, and {kind}_prefixes {times[0]}" if times[1] else "are missing, and there are"
+                raise wrong(f"validation_{kind}_prefixes", reason if times[1] else f"{reason} {kind}_prefixes")
+        return self
 
+    def beside(self, *, held_out: bool = False) -> tuple[tuple[Path, ...], ...]:
+        """Return what goes with data_prefixes, or with those of held-out data: lists as long as they are, of the other rows of samples."""
+        if held_out:
+            count = len(self.validation_data_prefixes)
+            given = (*self.validation_rejected_prefixes, *self.validation_positive_prefixes, *self.validation_negative_prefixes)
+        else:
+            count = len(self.data_prefixes)
+            given = (*self.rejected_prefixes, *self.positive_prefixes, *self.negative_prefixes)
+        return tuple(tuple(given[first : first + count]) for first in range(0, len(given), max(1, count)))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a sample: texts that are seen together."""
+        return 1 + len(self.beside())
+
+
+_BESIDE = ("rejected", "positive", "negative")
 MOST_SETS = 4096
 """Files that one blend can have."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from swarmtrain.config.transformer_architecture import RotaryScalingConfig, TransformerArchitectureConfig
+from swarmtrain.config.base import Section
+from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import SwarmtrainError
 
 Values = Mapping[str, Any]
@@ -114,6 +116,7 @@ _MODERN = (
     Field("head_dim", "attention_head_size", there=lambda shape: shape.head_size, here=_own_head),
     Field("rms_norm_eps", "layernorm.layernorm_epsilon", absent=1e-6),
 )
+_HEAD = re.compile("ForCausalLM|LMHeadModel")
 _QUERY_BIAS, _MLP_BIAS = Field("attention_bias", "attention_bias", absent=False), Field("mlp_bias", "mlp_bias", absent=False)
 _WIDE_HEAD = Field("head_dim", "attention_head_size", absent=128, there=lambda shape: shape.head_size, here=_own_head)
 _WINDOW = Field(
@@ -217,7 +220,8 @@ def described(shape: TransformerArchitectureConfig, dtype: str) -> dict[str, Any
     """Return the config.json of a model of this shape, whose tensors are in `dtype`. Raises SwarmtrainError as `family` does."""
     kind = family(shape)
     # Ours are the data's; those that Hugging Face would take for granted need not be in the vocabulary.
-    head = {"architectures": [kind.model], "model_type": kind.name, "dtype": dtype, "bos_token_id": None, "eos_token_id": None}
+    model = kind.model if shape.embedding_head_config is None else _HEAD.sub("Model", kind.model)
+    head = {"architectures": [model], "model_type": kind.name, "dtype": dtype, "bos_token_id": None, "eos_token_id": None}
     always = {key: value for key, value in kind.always.items() if isinstance(value, str)}
     values = {**head, "use_cache": True, **always, **{field.theirs: field.write(shape) for field in kind.fields}}
     return {key: value for key, value in values.items() if key != "rope_scaling" or value}
@@ -292,7 +296,7 @@ def _strange(values: Values, kind: Family) -> list[str]:
 def _unlike(shape: TransformerArchitectureConfig, kind: Family) -> list[str]:
     """Return what of `shape` a family cannot be."""
     ours = {field.ours for field in kind.fields}
-    wanted = dict(kind.fixed) | {"attention_output_bias": shape.attention_bias if kind.output_like_rest else False}
+    wanted = dict(kind.fixed) | {"adapter_config": None, "attention_output_bias": shape.attention_bias if kind.output_like_rest else False}
     if kind.window and shape.local_attention_window_size is not None:
         wanted["num_local_attention_heads"] = shape.num_attention_heads
     else:
@@ -307,7 +311,7 @@ def _unlike(shape: TransformerArchitectureConfig, kind: Family) -> list[str]:
 
 
 def _said(value: Any) -> str:
-    return "set" if isinstance(value, RotaryScalingConfig) else repr(getattr(value, "value", value))
+    return "set" if isinstance(value, Section) else repr(getattr(value, "value", value))
 
 
 def _at(shape: TransformerArchitectureConfig, path: str) -> Any:

@@ -72,7 +72,7 @@ def _costs(shape: TransformerArchitectureConfig) -> list[int]:
     mlp = (3 if shape.mlp_type is MlpType.swiglu else 2) * hidden * shape.mlp_width
     costs = [projections + scores + mlp] * shape.num_layers
     costs[0] += hidden  # the embedding only fetches a row
-    costs[-1] += hidden * shape.vocab_size
+    costs[-1] += 0 if shape.embedding_head_config else hidden * shape.vocab_size
     return costs
 
 

@@ -9,7 +9,10 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, model_validator
 
 from swarmtrain.config.base import Patterns, Section, wrong
+from swarmtrain.config.contrastive import ContrastiveConfig
 from swarmtrain.config.interval import AUTO, IntervalText
+from swarmtrain.config.preference import PreferenceConfig
+from swarmtrain.config.sampling import SamplingConfig
 from swarmtrain.config.tensor_statistics import TensorStatisticsRecorderConfig
 
 
@@ -37,6 +40,13 @@ class NonFinite(StrEnum):
     roll_back = "roll_back"
 
 
+class Best(StrEnum):
+    """Which of several numbers is best."""
+
+    lowest = "lowest"
+    highest = "highest"
+
+
 class TrainerConfig(Section):
     """How long to train, when to save, and what from."""
 
@@ -60,6 +70,9 @@ class TrainerConfig(Section):
     keep_best_checkpoints: int = Field(
         0, ge=0, description="Beside them, so many with the lowest held-out loss: one is saved after each that is measured."
     )
+    best_checkpoints_are: Best = Field(
+        Best.lowest, description="Which are best: lowest, of a loss; highest, where a script of your own measures a score."
+    )
     keep_checkpoints_every: int | None = Field(
         None, ge=1, description="Beside them, all whose step is a multiple of this: one is saved at each. null: none."
     )
@@ -72,13 +85,32 @@ class TrainerConfig(Section):
     load_context: bool = Field(True, description="Take step and place in the data from load_dir too. false: begin at step 0.")
     init_from: Path | None = Field(
         None,
-        description="Folder of a model as Hugging Face has it, config.json and safetensors: a new run begins with its weights. Every "
-        "start reads it, so leave it there. null: with noise.",
+        description="Folder of a model as Hugging Face has it, config.json and safetensors, or of a checkpoint: a new run begins with its "
+        "weights. Every start reads it, so leave it there. null: with noise.",
     )
     finetunable_parameters: Patterns | None = Field(
         None,
         description="Regular expressions searched in parameter names: what they match is trained, and all else stays as it is. null: all; "
-        "with lora_config, what belongs to it.",
+        "with lora_config or adapter_config, what belongs to these; with finetunable_token_ids alone, the embedding.",
+    )
+    finetunable_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (),
+        description="Of the embedding, and of the output layer where weight_tying makes it the same, the rows of these tokens alone are "
+        "trained, without weight decay. []: all, if any.",
+    )
+    preference_config: PreferenceConfig | None = Field(
+        None,
+        description="Learn from pairs of answers, data.data_prefixes and data.rejected_prefixes, by DPO; {} for the usual. What is tuned "
+        "stands beside a model (lora_config, adapter_config), with which it is compared. null: learn what the data say.",
+    )
+    contrastive_config: ContrastiveConfig | None = Field(
+        None,
+        description="Learn which of data.positive_prefixes is the answer to each of data.data_prefixes; {} for the usual. It needs "
+        "transformer_architecture.embedding_head_config. null: learn to go on.",
+    )
+    save_frozen_parameters: bool = Field(
+        True,
+        description="false: checkpoints have what is trained alone, and the rest is read from init_from at every start.",
     )
     ignore_keys_in_checkpoint: Patterns = Field(
         (), description="Regular expressions searched in parameter names: what they match is not taken from load_dir."
@@ -124,6 +156,9 @@ class TrainerConfig(Section):
         description="Tokens of a micro batch whose logits are there at a time. Fewer need less memory, and very few are slow. "
         "In float16 all are, whose small gradients need the loss's scale.",
     )
+    sampling_config: SamplingConfig | None = Field(
+        None, description="Let the model go on from some prompts now and then, into the log and all places that metrics go to. null: never."
+    )
     tensor_statistics_recorder_config: TensorStatisticsRecorderConfig | None = Field(
         None, description="Figures of weights, activations and gradients. {}: the usual ones every 100 steps. null: none."
     )
@@ -139,6 +174,12 @@ class TrainerConfig(Section):
     def _begins_with_one(self) -> TrainerConfig:
         if self.init_from is not None and self.load_dir:
             raise wrong("init_from", "load_dir gives the weights already", "leave out one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _the_rest_is_somewhere(self) -> TrainerConfig:
+        if not self.save_frozen_parameters and self.init_from is None:
+            raise wrong("save_frozen_parameters", "the rest would be nowhere: init_from is null", "trainer.init_from: a model's folder")
         return self
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -93,11 +94,47 @@ class LoraConfig(Section):
 
     rank: int = Field(8, ge=1, description="Rows of A and columns of B.")
     alpha: float = Field(16.0, gt=0, description="B A is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Part of what A is given that is dropped in training.")
     layers: tuple[LoraLayer, ...] = Field(
         (LoraLayer.query, LoraLayer.value),
         min_length=1,
         strict=False,
         description="Layers: query, key, value and output of attention; gate, up and down of the feed-forward block.",
+    )
+
+
+class AdapterConfig(Section):
+    """Adapters: what attention and the feed-forward block make goes through a narrow block of its own, which alone is trained."""
+
+    attention_downsampling_factor: float | None = Field(
+        0.25, gt=0, description="Width of the narrow block after attention, in hidden sizes. null: there is none."
+    )
+    mlp_downsampling_factor: float | None = Field(0.25, gt=0, description="The same after the feed-forward block.")
+
+    @model_validator(mode="after")
+    def _there_is_one(self) -> AdapterConfig:
+        if self.attention_downsampling_factor is None and self.mlp_downsampling_factor is None:
+            raise wrong("mlp_downsampling_factor", "null, and attention_downsampling_factor too: there is nothing to train")
+        return self
+
+
+class Pooling(StrEnum):
+    """What one vector is made of a text's tokens."""
+
+    mean = "mean"
+    weighted_mean = "weighted_mean"
+    last_token = "last_token"  # noqa: S105  # no secret
+
+
+class EmbeddingHeadConfig(Section):
+    """A head that makes one vector, of length one, of each text, in place of the one that makes logits."""
+
+    pooling: Pooling = Field(
+        Pooling.weighted_mean,
+        description="mean of all its tokens; weighted_mean, in which a token counts by its place, the first one least; last_token alone.",
+    )
+    proj_layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="Widths of linear layers behind it, with a GELU between each two. []: none, the vector is hidden_size wide."
     )
 
 
@@ -163,6 +200,14 @@ class TransformerArchitectureConfig(Section):
     lora_config: LoraConfig | None = Field(
         None, description="Low-rank matrices beside those of blocks, to fine-tune a model; {} for the usual ones. null: none."
     )
+    adapter_config: AdapterConfig | None = Field(
+        None,
+        description="Narrow blocks behind attention and the feed-forward block, to fine-tune a model; {} for the usual ones. null: none.",
+    )
+    embedding_head_config: EmbeddingHeadConfig | None = Field(
+        None,
+        description="Make a vector of each text instead of logits, by trainer.contrastive_config; {} for the usual head. null: logits.",
+    )
     umup: UmupConfig = Field(UmupConfig(), description="u-muP; with AdamW alone, without weight_tying and clipping.")
     precision: Precision = Field(Precision.float32, description="float32; bfloat16 or float16 by autocast; float64 to prove things with.")
     fp8_config_attention: FP8LinearConfig | None = Field(
@@ -223,9 +268,9 @@ class TransformerArchitectureConfig(Section):
 
     @model_validator(mode="after")
     def _umup_fits(self) -> TransformerArchitectureConfig:
-        for name in ("learned_positions", "parallel_residual", "lora_config"):
+        for name in ("learned_positions", "parallel_residual", "lora_config", "adapter_config", "embedding_head_config"):
             if self.umup.enable and getattr(self, name):
-                raise wrong(name, "has no scales by u-muP", f"set {name}: false, or umup.enable: false")
+                raise wrong(name, "has no scales by u-muP", f"leave {name} out, or set umup.enable: false")
         if self.umup.enable and self.weight_tying:
             reason = "u-muP gives the embedding and the output layer other scales, so they cannot be one"
             raise wrong("weight_tying", reason, "set weight_tying: false, or umup.enable: false")
@@ -279,9 +324,26 @@ class TransformerArchitectureConfig(Section):
         return int(self.hidden_size * self.mlp_factor)
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """The fields that put something beside the model to tune it."""
+        return tuple(name for name in ("lora_config", "adapter_config") if getattr(self, name) is not None)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the output layer too."""
+        return self.weight_tying and self.embedding_head_config is None
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Dimensions of a text's vector; None if there are logits."""
+        head = self.embedding_head_config
+        return (self.hidden_size, *head.proj_layers)[-1] if head else None
+
+    @property
     def drops(self) -> bool:
         """Whether anything but attention's weights is dropped in training."""
-        return any((self.dropout_embedding, self.dropout_after_attention, self.dropout_after_mlp))
+        beside = self.lora_config.dropout if self.lora_config else 0.0
+        return any((self.dropout_embedding, self.dropout_after_attention, self.dropout_after_mlp, beside))
 
     @property
     def tells_documents_apart(self) -> bool:

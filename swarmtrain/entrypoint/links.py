@@ -23,6 +23,8 @@ _CHUNK = 1 << 16
 _BUFFER = 1 << 18
 _DATAGRAMS_ARRIVE = 0.1
 _PATIENCE = 3.0
+# Who has been met is called for so long: on a busy machine an overlay loses a peer now and then, and finds it again.
+_CALLING = 20.0
 _SILENT = 20.0
 _IP_HEADERS = 28
 _SIZES = (576, 1000, 1200, 1280, 1350, 1370, 1400, 1420, 1450, 1480, 1500, 4000, 8000, 8950, 9000)
@@ -144,13 +146,23 @@ class Ends:
     def _call(self, peer: str, patience: float) -> socket.socket:
         """Return a line to `peer` once it has time for it."""
         try:
-            line = socket.create_connection((self._addresses[peer], self._port), timeout=_PATIENCE, source_address=(self._bind, 0))
+            line = self._line_to(self._addresses[peer])
             line.sendall(self.name.encode() + b"\n")
             line.settimeout(patience)
             _exactly(line, 1)
         except OSError as error:
             raise OSError(f"{peer} cannot be reached from {self.name}: {error}") from None
         return line
+
+    def _line_to(self, address: str) -> socket.socket:
+        end = time.monotonic() + _CALLING
+        while True:
+            try:
+                return socket.create_connection((address, self._port), timeout=_PATIENCE, source_address=(self._bind, 0))
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
     def _called_by(self, peer: str, patience: float) -> socket.socket:
         with self._arrived:

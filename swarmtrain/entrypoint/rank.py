@@ -42,6 +42,7 @@ def run() -> None:
     node = NodeEnv.from_env(os.environ)
     _print_by_lines()
     _draw_own_random_numbers()
+    _keep_process_groups()
     receipt = Receipt()
     try:
         if os.environ["LOCAL_RANK"] == "0":
@@ -181,6 +182,24 @@ def _draw_own_random_numbers() -> None:
     """NumPy's global generator was seeded in the forkserver: forked ranks would all draw the same numbers."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+
+
+def _keep_process_groups() -> None:
+    """Let torch's process groups live as long as this process, which leaves without destructors.
+
+    gloo's waits for a thread that may want what Python holds just then. A script that leaves its world before the last thing that has
+    the group goes, as DistributedDataParallel does, would hang in two of five runs.
+    """
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    if torch is None:
+        return
+    leave, kept = torch.destroy_process_group, []
+
+    def destroy_process_group(group: object = None) -> None:
+        kept.extend(torch._world.pg_map)
+        leave(group)
+
+    torch.destroy_process_group = sys.modules["torch.distributed"].destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
 
 def _run_exit_functions() -> None:

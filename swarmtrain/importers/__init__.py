@@ -88,7 +88,8 @@ def load(path: Path, *, hostsfile: Path | None = None, form: Format | None = Non
     """
     text = _text(path)
     hosts = deepspeed.read_hosts(_text(hostsfile), str(hostsfile)) if hostsfile else ()
-    return convert(text, str(path), hosts=hosts, form=form)
+    model = str(path.parent) if next(path.parent.glob("*.safetensors"), None) else None
+    return convert(text, str(path), hosts=hosts, form=form, model=model)
 
 
 def named(form: str | None) -> Format | None:
@@ -98,8 +99,8 @@ def named(form: str | None) -> Format | None:
     return None if form is None else Format(form)
 
 
-def convert(text: str, source: str, *, hosts: tuple[str, ...] = (), form: Format | None = None) -> Import:
-    """Return the import of `text`, which came from `source`. Raises as `load` does."""
+def convert(text: str, source: str, *, hosts: tuple[str, ...] = (), form: Format | None = None, model: str | None = None) -> Import:
+    """Return the import of `text`, which came from `source`; `model` is the folder of weights beside it. Raises as `load` does."""
     if not text.strip():
         raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN}")
     if form is Format.sbatch or (form is None and _is_script(text)):
@@ -120,7 +121,7 @@ def convert(text: str, source: str, *, hosts: tuple[str, ...] = (), form: Format
         raise SwarmtrainError(f"is none that is known: it holds {kind(found.values)}", place=source, hint=f"it can be {_KNOWN}")
     form = form or _format(found.values, source)
     book = Book(found.values, found.lines)
-    _read(book, form, source, hosts)
+    _read(book, form, source, hosts, model)
     return Import(source, form, book.close(source))
 
 
@@ -141,7 +142,7 @@ def _script(text: str, source: str, hosts: tuple[str, ...]) -> Import:
     return Import(source, Format.sbatch, book.close(source))
 
 
-def _read(book: Book, form: Format, source: str, hosts: tuple[str, ...]) -> None:
+def _read(book: Book, form: Format, source: str, hosts: tuple[str, ...], model: str | None) -> None:
     if form is Format.accelerate:
         accelerate.read(book, hosts)
         return
@@ -150,7 +151,7 @@ def _read(book: Book, form: Format, source: str, hosts: tuple[str, ...]) -> None
     elif form is Format.scaling:
         scaling.read(book, hosts)
     elif form is Format.huggingface:
-        huggingface.read(book, source)
+        huggingface.read(book, source, model)
     else:
         compose.read(book, source)
     if hosts:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from swarmtrain.config import huggingface
 from swarmtrain.importers.book import Book, Why
 
@@ -21,8 +19,11 @@ _ELSEWHERE = {
 }
 
 
-def read(book: Book, source: str) -> None:
-    """Carry the config.json at `source`. Raises SwarmtrainError if no model here is like it."""
+def read(book: Book, source: str, model: str | None) -> None:
+    """Carry the config.json that came from `source`; `model` is the folder of the weights, if they lie beside it.
+
+    Raises SwarmtrainError if no model here is like it.
+    """
     here = huggingface.paths(book.source, source)
     kind, folded = huggingface.known(book.source, source), isinstance(book.get("rope_parameters"), dict)
     of = {field.ours: field.theirs for field in kind.fields}
@@ -39,8 +40,8 @@ def read(book: Book, source: str) -> None:
         if book.has(key):
             book.leave(key, *told)
     book.use(*(key for key in kind.always if book.has(key)))
-    if next(Path(source).parent.glob("*.safetensors"), None):
-        book.put("trainer.init_from", str(Path(source).parent))
+    if model:
+        book.put("trainer.init_from", model)
         book.note("trainer.init_from is where the model lies here: it must be there on every node")
     else:
         book.note("no model lies beside it: name its folder as trainer.init_from, or begin with noise")

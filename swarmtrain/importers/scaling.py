@@ -31,13 +31,14 @@ _LEFT: dict[str, tuple[Why, str]] = {
     "optimizer.debug_log": (_NOTHING, ""),
     "training.use_deterministic_torch_algorithms": (_OTHERWISE, "trainer.deterministic"),
     "training.allow_missing_params_in_optimizer": (_NOTHING, "every parameter is in a group"),
-    "training.loss_function_config": (_NOTHING, "cross entropy; " + _MODEL),
+    "training.loss_function_config": (_OTHERWISE, "cross entropy, or trainer.contrastive_config with data.positive_prefixes"),
+    "transformer_architecture.embedding_head_config": (_OTHERWISE, "the same, with trainer.contrastive_config"),
     "trainer.assert_checkpoint_loaded": (_OTHERWISE, "load_dir must have a checkpoint; save_dir is gone on with where it has one"),
     "trainer.delete_past_optimizer_states": (_OTHERWISE, "trainer.keep_checkpoints"),
     "trainer.dataloader_num_workers": (_OTHERWISE, _LOADER),
     "trainer.dataloader_pin_memory": (_OTHERWISE, _LOADER),
     "trainer.dataloader_prefetch_factor": (_OTHERWISE, _LOADER),
-    "trainer.separate_file_for_parameters": (_NOTHING, _MODEL),
+    "trainer.separate_file_for_parameters": (_OTHERWISE, "trainer.save_frozen_parameters: false"),
     "trainer.merge_lora_after_loading_checkpoint": (_OTHERWISE, "swarmtrain export merges it"),
     "transformer_architecture.vocab_file": (_OTHERWISE, "data hold tokens already; vocab_size says how many there are"),
     "transformer_architecture.attention_qkv_in_one": (_OTHERWISE, "always in one product"),
@@ -45,10 +46,18 @@ _LEFT: dict[str, tuple[Why, str]] = {
     "transformer_architecture.masked_softmax": (_OTHERWISE, _KERNEL),
     "transformer_architecture.layernorm.optimization_type": (_OTHERWISE, "trainer.compile"),
     "transformer_architecture.lm_head": (_NOTHING, _MODEL),
+    "transformer_architecture.lora_config.name": (_NOTHING, ""),
+    "transformer_architecture.adapter_config.name": (_NOTHING, ""),
+    "transformer_architecture.adapter_config.init_std": (_OTHERWISE, "it begins as if it were not there"),
+    "transformer_architecture.softprompt_config": (
+        _OTHERWISE,
+        "trainer.finetunable_token_ids, of tokens that the tokenizer keeps in reserve",
+    ),
+    "transformer_architecture.bitfit_bias_config": (_OTHERWISE, "trainer.finetunable_parameters: [bias]"),
     "transformer_architecture.causal": (_NOTHING, "always causal"),
     "transformer_architecture.umup.allow_non_umup_params": (_NOTHING, ""),
-    "data.finetuning_dataset": (_NOTHING, "a Dataset in datautils.py"),
-    "data.finetuning_chat_dataset": (_NOTHING, "a Dataset in datautils.py"),
+    "data.finetuning_dataset": (_OTHERWISE, "swarmtrain data prepare --prompt-key"),
+    "data.finetuning_chat_dataset": (_OTHERWISE, "swarmtrain data prepare --chat"),
     "data.legacy_dataset": (_NOTHING, "write the tokens anew"),
     "data.load_mmap_index_to_memory": (_OTHERWISE, "data.use_mmap"),
     "data.load_data_item_mmap_index_to_memory": (_OTHERWISE, "data.use_mmap"),
@@ -199,6 +208,13 @@ def _lora(book: Book, key: Key) -> None:
     book.carry(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in book.items(key)])
 
 
+def _tokens(book: Book, key: Key) -> None:
+    if book.items(key):
+        book.carry(key, "trainer.finetunable_token_ids")
+    else:
+        book.leave(key, Why.default, "trainer.finetunable_token_ids")
+
+
 _SPOKEN = {
     ("runner", "hostsfile"): _hostsfile,
     ("runner", "default_gpu_count"): _gpus,
@@ -206,6 +222,7 @@ _SPOKEN = {
     ("runner", "runner_type"): lambda book, key: None,
     ("transformer_architecture", "local_attention_window_size"): _window,
     ("transformer_architecture", "lora_config", "parallel_modules"): _lora,
+    ("transformer_architecture", "finetunable_token_ids"): _tokens,
     ("data", "blended_dataset", "weights"): _weights,
     ("training", "weight_decay"): _weight_decay,
     ("optimizer", "weight_decay"): _weight_decay,

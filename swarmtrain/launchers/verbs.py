@@ -10,9 +10,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from swarmtrain import process
 from swarmtrain.errors import SwarmtrainError
@@ -40,33 +41,52 @@ def become(verb: str, what: str, options: Mapping[str, Any], names: Sequence[str
     process.become([*_command(verb, needs), what, json.dumps(options), *names], env={**os.environ, **_QUIET})
 
 
-def share(verb: str, options: Mapping[str, Any], ranks: int) -> int:
+def share(verb: str, question: Mapping[str, Any], ranks: int = 1) -> int:
     """Do `verb` on so many ranks of this machine, with its GPUs if it has any, and return the exit code: that of the first that failed.
 
-    Raises SwarmtrainError if torch is not here.
+    The first rank has the terminal; what another says is shown if the first was not at fault. Raises SwarmtrainError if torch is
+    not here.
     """
-    argv = [*_command(verb), json.dumps(options)]
+    argv = _command(verb)
     if ranks == 1:
-        process.become(argv, env=os.environ)
+        process.become(argv, env=os.environ, stdin=_file(question))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
-    return _together([process.start(argv, env={**threads, **meeting, **place}, die_with_parent=True) for place in places])
+    shared = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **meeting}
+    said = [None, *(tempfile.TemporaryFile() for _ in range(1, ranks))]  # noqa: SIM115  # gone with this process
+    children = [
+        process.start(
+            argv, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=_file(question), stderr=mouth, die_with_parent=True
+        )
+        for rank, mouth in enumerate(said)
+    ]
+    failed = _first_that_fails(children)
+    if failed is not None and (mouth := said[failed]) is not None:
+        mouth.seek(0)
+        sys.stderr.write(mouth.read().decode(errors="replace"))
+    return 0 if failed is None else abs(children[failed].returncode)
 
 
-def _together(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Return when all have ended. What is wrong is wrong for all of them; who waits for one that died otherwise is ended."""
-    failed, end = 0, math.inf
+def _first_that_fails(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Return the number of the first that fails, when all have ended; who waits for it is ended."""
+    failed, end = None, math.inf
     while any(child.poll() is None for child in children):
         with contextlib.suppress(KeyboardInterrupt):  # theirs too, and for them to answer
-            failed = failed or next((child.returncode for child in children if child.returncode), 0)
-            end = min(end, time.monotonic() + _FOLLOW_WITHIN) if failed else end
+            if failed is None and (found := [number for number, child in enumerate(children) if child.returncode]):
+                failed, end = found[0], time.monotonic() + _FOLLOW_WITHIN
             for child in children if time.monotonic() > end else ():
                 child.kill()
             time.sleep(_LOOK_EVERY)
-    return next((abs(child.returncode) for child in children if child.returncode), 0) if not failed else abs(failed)
+    return next((number for number, child in enumerate(children) if child.returncode), None) if failed is None else failed
+
+
+def _file(question: Mapping[str, Any]) -> IO[bytes]:
+    """Return a file of `question`, to be read: a command line has no room for many prompts, and everybody can see it."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # whoever is started has it
+    file.write(json.dumps(question).encode())
+    file.seek(0)
+    return file
 
 
 def _command(verb: str, needs: str = "torch") -> list[str]:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from swarmtrain.trainer.loop import Result, train
     from swarmtrain.trainer.model.transformer import Transformer
     from swarmtrain.trainer.optim import Optimizer
-    from swarmtrain.trainer.own import Run, make, run
+    from swarmtrain.trainer.own import Run, make, ramp, run
     from swarmtrain.trainer.parallel import parallelize
 
-__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "make", "open_data", "parallelize", "run", "runtime", "train"]
+__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "make", "open_data", "parallelize", "ramp", "run", "runtime", "train"]
 
 # Imported when asked for: what prepares data needs none of them, nor torch, which takes seconds.
 _PLACES = {
@@ -36,6 +36,7 @@ _PLACES = {
     "make": "own",
     "open_data": "data.samples",
     "parallelize": "parallel",
+    "ramp": "own",
     "run": "own",
     "train": "loop",
 }

@@ -2,19 +2,19 @@
 
 bench       how fast a config trains here, for people; also under torchrun
 data        token files: what `swarmtrain data` starts
-sample, evaluate
-            text from a model, and its held-out loss: what `swarmtrain sample` and `evaluate` start, also under torchrun
-memory, export
-            for our own command line, which never imports torch: they read their question from standard input as JSON, and answer
-            on standard output as JSON, {"error": …} where they cannot
+export, sample, embed, evaluate
+            what our own commands of these names start, once a rank: they read what is asked from standard input as JSON, and have
+            the terminal
+memory      for our own command line, which never imports torch: reads its question from standard input as JSON, and answers on
+            standard output as JSON, {"error": …} where it cannot
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from swarmtrain.config import Config
@@ -35,20 +35,13 @@ def memory(question: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def export(question: dict[str, Any]) -> dict[str, Any]:
-    """Write a checkpoint as a folder of Hugging Face's, and return what it is."""
-    from swarmtrain.trainer.huggingface.export import export
-
-    source, output = Path(question["source"]), Path(question["output"])
-    if question["adapter"]:
-        from swarmtrain.trainer.huggingface.adapter import export_adapter
-
-        return export_adapter(source, output, dtype=question["dtype"])
-    tokenizer = Path(question["tokenizer"]) if question["tokenizer"] else None
-    return export(source, output, dtype=question["dtype"], shard_bytes=question["shard_bytes"], tokenizer=tokenizer)
-
-
-VERBS = {"memory": memory, "export": export}
+_COMMANDS = {
+    "export": "swarmtrain.trainer.huggingface.command",
+    "sample": "swarmtrain.trainer.use.sample",
+    "embed": "swarmtrain.trainer.use.embed",
+    "evaluate": "swarmtrain.trainer.use.evaluate",
+}
+VERBS = {"memory": memory}
 
 
 @verb
@@ -63,16 +56,10 @@ def main(argv: Sequence[str]) -> int:
         from swarmtrain.trainer.prepare import command
 
         return command.main(rest)
-    if name == "sample":
-        from swarmtrain.trainer.use import sample
-
-        return sample.main(rest)
-    if name == "evaluate":
-        from swarmtrain.trainer.use import evaluate
-
-        return evaluate.main(rest)
+    if name in _COMMANDS and not rest:
+        return int(importlib.import_module(_COMMANDS[name]).main(json.load(sys.stdin)))
     if name not in VERBS or rest:
-        sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join(VERBS)} < question.json\n")
+        sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join((*VERBS, *_COMMANDS))} < question.json\n")
         return EXIT_USAGE
     try:
         answer = VERBS[name](json.load(sys.stdin))

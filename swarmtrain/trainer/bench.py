@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -100,7 +101,8 @@ def measure(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Sam
 def _data(here: Runtime) -> Iterator[tuple[Samples, bool]]:
     """Give the config's training data, or, where it is not there on every node, tokens of no meaning; and whether it is these."""
     given = here.config.data
-    if all(agreement.gather(bool(given.data_prefixes) and all(map(memory_map.exists, given.data_prefixes)))):
+    prefixes = [*given.data_prefixes, *chain(*given.beside())]
+    if all(agreement.gather(bool(prefixes) and all(map(memory_map.exists, prefixes)))):
         yield open_data(here.config)[0], False
         return
     folder = Path(tempfile.gettempdir()) / agreement.by_first_rank(lambda: f"swarmtrain-bench-{secrets.token_hex(8)}")
@@ -110,7 +112,13 @@ def _data(here: Runtime) -> Iterator[tuple[Samples, bool]]:
             if not here.local_rank:
                 folder.mkdir(mode=0o700)
                 _write(prefix, here.config)
-        made_up = type(given)(data_prefixes=(prefix,), packing=given.packing)
+        made_up = type(given)(
+            data_prefixes=(prefix,),
+            rejected_prefixes=(prefix,) if given.rejected_prefixes else (),
+            positive_prefixes=(prefix,) if given.positive_prefixes else (),
+            negative_prefixes=(prefix,) * (given.rows - 2) if given.negative_prefixes else (),
+            packing=given.packing,
+        )
         yield open_data(here.config.model_copy(update={"data": made_up}))[0], True
     finally:
         if not here.local_rank:

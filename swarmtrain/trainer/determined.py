@@ -15,6 +15,7 @@ from typing import Any
 from swarmtrain import world
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import agreement
+from swarmtrain.trainer.metrics.sinks.texts import texts
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.wire import EXIT_PLANNED
 
@@ -47,7 +48,7 @@ class Trial:
 
     def write(self, values: dict[str, Any]) -> None:
         """Report `values`, one of which is `step`: held-out losses as validation, of the steps those that are logged."""
-        if self._context is None or self._deaf:
+        if self._context is None or self._deaf or texts(values):
             return
         step, metrics = values["step"], {name: value for name, value in values.items() if name != "step" and value is not None}
         if "held_out_loss" in metrics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.saving import Saving
 from swarmtrain.trainer.soundness import Soundness
 from swarmtrain.trainer.step import Step, asked_to_leave, held_out_loss, make_step
+from swarmtrain.trainer.use.meanwhile import Sampling
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,15 @@ def train(
     Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
     """
     config, last = here.config.trainer, here.config.trainer.train_iterations
-    patience = Patience(model.mesh.groups)
-    trial = Trial(here)
+    patience, trial = Patience(model.mesh.groups), Trial(here)
     with Report(here, trial) as report, StopFlag(trial.asks) as stop, Attended(here, model, optimizer, patience) as attended:
         _check_same_data(here, data, held_out)
-        trained = Trained(model, optimizer)
+        trained = Trained(model, optimizer, apart=not config.save_frozen_parameters)
         checkpoints = Checkpoints(here, trained, data.fingerprint, report.note)
         progress, path = restore(here, checkpoints, trained, data.fingerprint, report.note)
-        vocabulary.look_through(here, [*data.maps, *(held_out.maps if held_out else ())])
-        report.begins(progress.step, path, checkpoints.token, model)
+        _begin(here, data, held_out, lambda: report.begins(progress.step, path, checkpoints.token, model))
         saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)
-        soundness = Soundness(here)
+        soundness, sampling = Soundness(here), Sampling(here, model)
         parts = attended.measures(data, progress.step)
         audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
         made: Step | None = None
@@ -75,6 +74,7 @@ def train(
                         saving.leave(progress)
                     progress = progress.measured(loss)
                     report.evaluated(progress.step, loss)
+                report.sampled(progress.step, sampling.samples(progress.step, parts, done=done))
                 if done:
                     break
                 with parts.of(CHECKPOINT):
@@ -110,11 +110,18 @@ def train(
         return Result(progress.step, progress.loss_before, loss)
 
 
+def _begin(here: Runtime, data: Samples, held_out: Samples | None, tell: Callable[[], None]) -> None:
+    """Look through the data, now that it is known whose they are, and tell that it begins. Raises DataError, TrainingError."""
+    vocabulary.look_through(here, [*data.files, *(held_out.files if held_out else ())])
+    tell()
+
+
 def _due(step: int, interval: int | None) -> bool:
     return step > 0 and interval is not None and step % interval == 0
 
 
 def _check_same_data(here: Runtime, data: Samples, held_out: Samples | None) -> None:
+    """Raise TrainingError if ranks have different data."""
     prints = agreement.gather((data.fingerprint, held_out.fingerprint if held_out else "", here.node))
     for rank, (*others, node) in enumerate(prints):
         if others != list(prints[0][:-1]):

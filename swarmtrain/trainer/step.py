@@ -21,6 +21,7 @@ from swarmtrain.trainer.guard import StopFlag
 from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.optim import Optimizer, Update
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.contrast import Contrast, contrast
 from swarmtrain.trainer.parallel.pipeline import Pipeline, Scaled
 from swarmtrain.trainer.parts import BACKWARD, COMMUNICATION, DATA, FORWARD, LOGGING, OPTIMIZER, OTHER, Parts
 from swarmtrain.trainer.runtime import Runtime, derived_seed, seed
@@ -84,7 +85,7 @@ def make_step(
     mine, ahead = (each.dealt(mesh.shares, mesh.data_rank, topology.micro_batch) for each in (batch, following))
     for _, ids in ahead:
         data.expect(ids)  # read from the disk while this step is computed
-    counted = max(1, batch.tokens)  # none, if the loss mask has none in these samples
+    counted = max(1, batch.counted)  # none, if the loss mask has none in these samples
     summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / counted), parts=parts)
     if passed:
         with parts.of(LOGGING):
@@ -115,7 +116,7 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
     None if `stop` is given and any rank has been asked to leave meanwhile.
     """
     topology, mesh = here.config.topology, model.mesh
-    loss, tokens = 0.0, 0
+    loss, counted = 0.0, 0
     count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
     for position in range(0, count, topology.global_batch):
         batch = data.batch(position, topology.global_batch)
@@ -125,8 +126,8 @@ def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: Stop
         (loss_sum,), (asked,) = _exchange(model, [float(summed)], stop is not None and stop.raised)
         if asked:
             return None
-        loss, tokens = loss + loss_sum, tokens + batch.tokens
-    return loss / max(1, tokens)
+        loss, counted = loss + loss_sum, counted + batch.counted
+    return loss / max(1, counted)
 
 
 def asked_to_leave(stop: StopFlag) -> bool:
@@ -151,39 +152,73 @@ def _exchange(model: ParallelModel, values: Sequence[float], *flags: bool) -> tu
 def _in_its_place(model: ParallelModel, data: Samples, mine: Dealt, loss: float) -> list[float]:
     """Return for each replica a number: of this rank's the mean of its `loss`, a sum, and zero of the others."""
     found = [0.0] * model.mesh.data_size
-    if tokens := sum(data.targets(ids) for _, ids in mine):
-        found[model.mesh.data_rank] = loss / tokens
+    if counted := sum(data.counted(ids) for _, ids in mine):
+        found[model.mesh.data_rank] = loss / counted
     return found
 
 
 def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, number: int, scaled: Scaled, parts: Parts) -> Tensor:
     """Make this rank's passes of step `number`: gradients of the loss, `scaled`. Return the loss, a sum."""
+    forward = partial(_forward, here, number, parts)
+    compared = _compared(here, model, data, dealt, forward)
     if isinstance(model.replicas, Pipeline):
         first = dealt[0][0] if dealt else 0
         rows = _together(here, data, dealt)
         parts.begins(BACKWARD)  # between passes it waits for other stages
-        forward = partial(_forward, here, number, parts)
-        return model.replicas.step(
+        loss = model.replicas.step(
             rows,
             scaled,
             lambda index, stage: forward(first + index, stage),
             lambda index, stage: parts.of(BACKWARD, first + index, stage),
+            compared.pulls if compared else None,
         )
+        return compared.loss if compared else loss
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     passes = _filled(dealt, model.replicas.passes)
     for index, (micro, ids) in enumerate(passes):
         with model.replicas.micro_batch(last=index == len(passes) - 1):
             parts.begins(DATA)
             rows = _rows(here, data, ids)
-            with _forward(here, number, parts, micro):
-                loss: Tensor = model.replicas(*rows)
+            with forward(micro):
+                made: Tensor = model.replicas(*rows)
+                loss = (made * compared.of(index, len(made))).sum() if compared else made
             parts.begins(BACKWARD, micro)
             torch.autograd.backward(scaled(loss))
         summed += loss.detach()
-    return summed
+    return compared.loss if compared else summed
+
+
+def _compared(
+    here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, forward: Callable[..., AbstractContextManager[object]]
+) -> Contrast | None:
+    """Return how this replica's vectors compare with all others of the global batch; None if they are not to, or it has none here.
+
+    `forward` takes a micro batch's number, and in a pipeline the stage's.
+    """
+    config, topology, mesh = here.config.trainer.contrastive_config, here.config.topology, model.mesh
+    if config is None:
+        return None
+    first = dealt[0][0] if dealt else 0
+    with torch.no_grad():
+        if isinstance(model.replicas, Pipeline):
+            mine = model.replicas.vectors(_together(here, data, dealt), lambda index, stage: forward(first + index, stage))
+        else:
+            made = []
+            for micro, ids in _filled(dealt, model.replicas.passes):
+                rows = _rows(here, data, ids)
+                with forward(micro):
+                    made.append(model.local(*rows)[: 0 if ids is None else None])
+            mine = torch.cat(made)
+    if mine is None:
+        return None
+    first = sum(mesh.shares[: mesh.data_rank]) * topology.micro_batch
+    return contrast(mine, config, rows=data.rows, first=first, samples=topology.global_batch, group=mesh.data_group)
 
 
 def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
+    if here.config.trainer.contrastive_config:
+        compared = _compared(here, model, data, dealt, lambda *_: autocast(here))
+        return compared.loss if compared else torch.zeros((), dtype=torch.float64, device=here.device)
     if isinstance(model.replicas, Pipeline):
         return model.replicas.evaluate(_together(here, data, dealt), lambda *_: autocast(here))
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
@@ -219,7 +254,7 @@ def _forward(here: Runtime, number: int, parts: Parts, micro: int, *stage: int) 
     with (
         parts.of(FORWARD, micro, *stage),
         autocast(here),
-        dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch),
+        dropout.at(derived_seed(here.config.trainer.seed, number), micro * here.config.topology.micro_batch * here.config.data.rows),
     ):
         seed(here.config.trainer.seed, number, micro)
         yield

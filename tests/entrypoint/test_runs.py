@@ -255,6 +255,32 @@ def test_who_leaves_by_os_exit_has_finished(small_run: Any) -> None:
     assert "not at os._exit" not in small_run.output()
 
 
+WORLDS_LEFT_EARLY = """
+import os, sys
+import torch, torch.distributed as dist
+
+def train(number):
+    store = f"file://{sys.argv[1]}/store-{number}"
+    dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))))
+    for _ in range(3):
+        model(torch.randn(8, 64)).sum().backward()
+    dist.destroy_process_group()  # the model still has the group
+
+for number in range(60):
+    train(number)
+print("sixty times")
+"""
+
+
+def test_a_script_can_leave_its_world_before_its_model_goes(small_run: Any) -> None:
+    """Without what keeps process groups alive gloo's destructor hung in most of such runs, within seconds."""
+    small_run.start_board(min_nodes=1)
+    small_run.start_node(0, WORLDS_LEFT_EARLY, str(small_run.folder), nodes=(1, 1))
+    assert small_run.finish() == {"node0": 0, "board": 0}
+    assert small_run.output().count("sixty times") == 2
+
+
 def test_a_rank_that_has_returned_ends_at_once_whatever_its_script_did_with_sigterm(small_run: Any) -> None:
     """It waits for its agent to fetch its return value, and torch would wait 16 s for it to end."""
     script = (

@@ -74,6 +74,16 @@ def open_shell(tmp_path: Path) -> Iterator[OpenShell]:
         shell.close()
 
 
+@pytest.fixture
+def trainer_folder(tmp_path: Path) -> Path:
+    """A folder with what a person who trains copies there."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("training_code.py", "datautils.py"):
+        shutil.copy(ROOT / name, here / name)
+    return here
+
+
 @pytest.fixture(scope="session")
 def labs(environment: dict[str, str]) -> Iterator[Callable[[str], Lab]]:
     """Return a function that gives the lab of a name, not up yet; what is left of one is removed at the end."""

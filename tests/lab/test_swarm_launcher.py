@@ -228,9 +228,12 @@ def test_following_ends_when_the_run_is_taken_down(launcher: SwarmLauncher, plan
 
 def test_logs_are_one_stream_in_the_order_of_time(launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     launcher.up(planned(), say)
-    lines = list(launcher.logs(RUN, follow=False))
+    end = time.monotonic() + 60
+    lines: list[LogLine] = []
+    while {line.node for line in lines} != {"node0", "node1"}:
+        assert time.monotonic() < end, lines
+        lines = list(launcher.logs(RUN, follow=False))
     assert [line.time for line in lines] == sorted(line.time for line in lines)
-    assert {line.node for line in lines} == {"node0", "node1"}
     assert len(list(launcher.logs(RUN, follow=False, tail=1))) == 2
     assert {line.node for line in launcher.logs(RUN, follow=False, node="node1")} == {"node1"}
     since = lines[len(lines) // 2].time

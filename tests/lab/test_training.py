@@ -236,7 +236,7 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
     assert [*shown][-1] == STEPS
     assert max(later - earlier for earlier, later in pairwise(shown)) < STEPS / 4, "twice a second is told of a step"
     assert marked[0] in ("restart", "2 → 1 nodes")
-    assert marked[-1] == "2 → 3 nodes"
+    assert marked[-1] in ("2 → 3 nodes", "1 → 3 nodes")  # the lost one is back in a world before the new ones are, or with them
 
 
 def times_joined(events: list[Event], node: str) -> int:

@@ -72,11 +72,13 @@ class User:
         assert command.returncode == code, out + errors
         return out, errors
 
+    def made(self, name: str) -> Path:
+        return self.hosts.own(name) / f"{self.path.name}.made"
+
     def tiny(self, name: str) -> str:
         """Return the version of `tiny` that the environment of a host has, by its own interpreter, and that nothing half-made is there."""
-        made = self.hosts.own(name) / f"{self.path.name}.made"
         used = (self.hosts.own(name) / self.path.name).readlink()
-        assert sorted(path.name for path in made.iterdir()) == sorted([used.name, "lock"])
+        assert sorted(path.name for path in self.made(name).iterdir()) == sorted([used.name, "lock"])
         python = str(self.path / "bin" / "python3")
         argv = [str(self.hosts.bin / "ssh"), name, python, "-c", "'import tiny, sys; print(tiny.VERSION, sys.prefix)'"]
         done = subprocess.run(argv, check=False, capture_output=True, text=True)
@@ -157,7 +159,7 @@ def test_one_that_is_interrupted_leaves_what_was_there(user: User) -> None:
         command.send_signal(number)
         command.communicate(timeout=30)
         assert command.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL)
-        until(lambda: not any((user.hosts.own(name) / f"{user.path.name}.made" / "wheels").exists() for name in NAMES))
+        until(lambda: all(len([*user.made(name).iterdir()]) == 2 for name in NAMES))  # it cleans up after whoever asked has gone
         until(lambda: not any(user.hosts.programs(name) for name in NAMES))
         assert [user.tiny(name) for name in NAMES] == ["1.0"] * 3
 

@@ -136,6 +136,14 @@ def starts(launcher: SlurmLauncher, name: str) -> list[str]:
     return [line.text for line in launcher.logs(name, follow=False) if line.text.startswith("start at")]
 
 
+def started(launcher: SlurmLauncher, name: str, wanted: list[str], since: int = -1) -> None:
+    """Wait until the ranks have said how they start, from the line `since` on: theirs may come after what the board has."""
+    end = time.monotonic() + 60
+    while (found := starts(launcher, name)[since:]) != wanted:
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
+
+
 def number_of(launcher: SlurmLauncher, name: str) -> str:
     return str(json.loads(Path(f"home/swarmtrain/{name}/slurm.json").read_text())["job"])
 
@@ -208,7 +216,7 @@ def test_near_its_time_limit_a_job_saves_and_queues_itself_again(launcher: Slurm
     saved = (tmp_path / "demo.state").read_text()
     in_world(launcher, "demo", 2)
     assert number_of(launcher, "demo") == number
-    assert starts(launcher, "demo")[2:] == [f"start at {saved} of world 2, hush"] * 2
+    started(launcher, "demo", [f"start at {saved} of world 2, hush"] * 2, since=2)
     assert not [event for event in launcher.events("demo") if event.kind in ("failure", VERDICT)]
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
@@ -226,7 +234,7 @@ def test_a_preempted_job_saves_within_its_grace_time_and_is_queued_again(launche
     release(number)
     saved = (tmp_path / "demo.state").read_text()
     in_world(launcher, "demo", 2)
-    assert starts(launcher, "demo")[2:] == [f"start at {saved} of world 2, hush"] * 2
+    started(launcher, "demo", [f"start at {saved} of world 2, hush"] * 2, since=2)
     assert not [event for event in launcher.events("demo") if event.kind in ("failure", VERDICT)]
     # One that is cancelled is told to leave in the same way, and stays away.
     job.tell(number)
@@ -277,7 +285,7 @@ def test_inside_an_allocation_srun_takes_its_nodes(launcher: SlurmLauncher, tmp_
     saved = (tmp_path / "demo.state").read_text()
     launcher.up(plan_of(), print)
     in_world(launcher, "demo", 2)
-    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
+    started(launcher, "demo", [f"start at {saved} of world 2, hush"])
     launcher.down("demo", print)
     assert ours(tmp_path) == []
     assert job.state(number).state == "RUNNING"
@@ -327,7 +335,7 @@ def test_a_job_whose_first_node_dies_is_queued_again_by_the_others(launcher: Slu
     saved = int((tmp_path / "demo.state").read_text())
     assert saved > 0
     in_world(launcher, "demo", 2)
-    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
+    started(launcher, "demo", [f"start at {saved} of world 2, hush"])
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
@@ -351,7 +359,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, lab
     release(number)
     saved = (tmp_path / "demo.state").read_text()
     in_world(launcher, "demo", 3)
-    assert starts(launcher, "demo")[-1] == f"start at {saved} of world 2, hush"
+    started(launcher, "demo", [f"start at {saved} of world 2, hush"])
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = followed(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)

@@ -52,6 +52,67 @@ def test_several_mistakes(answer: Answer) -> None:
     answer("swarmtrain plan config.yml", hint=False)
 
 
+def test_tuning_that_does_not_fit(answer: Answer) -> None:
+    """Tuning that does not fit
+
+    A part of a model is tuned, and the rest, or the part, is nowhere.
+    """
+    answer.config("""\
+        trainer:
+          save_frozen_parameters: false
+        transformer_architecture:
+          adapter_config: {attention_downsampling_factor: null, mlp_downsampling_factor: null}
+        """)
+    answer("swarmtrain plan config.yml")
+    answer.config("trainer: {finetunable_token_ids: [3, 300]}")
+    answer("swarmtrain plan config.yml", hint=False)
+
+
+def test_pairs_that_are_none(answer: Answer) -> None:
+    """Pairs that are none
+
+    Learning from pairs needs the answers that lose, something to tune beside a model, and whole answers on each rank.
+    """
+    answer.config("trainer: {preference_config: {}}")
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        trainer: {preference_config: {}}
+        data: {data_prefixes: [a], rejected_prefixes: [b]}
+        """)
+    answer("swarmtrain plan config.yml")
+    answer.config("data: {data_prefixes: [a], rejected_prefixes: [b, c]}")
+    answer("swarmtrain plan config.yml")
+
+
+def test_texts_that_do_not_belong_together(answer: Answer) -> None:
+    """Texts that do not belong together
+
+    Learning which texts do takes answers to queries, a head that makes vectors, and whole texts on each rank.
+    """
+    answer.config("trainer: {contrastive_config: {}}")
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("""\
+        trainer: {contrastive_config: {}}
+        data: {data_prefixes: [a], positive_prefixes: [b]}
+        """)
+    answer("swarmtrain plan config.yml", hint=False)
+    answer.config("data: {data_prefixes: [a], positive_prefixes: [b], rejected_prefixes: [c]}")
+    answer("swarmtrain plan config.yml")
+
+
+def test_samples_of_a_pipeline(answer: Answer) -> None:
+    """Samples of a pipeline
+
+    A model can speak while it is trained where each rank has all layers and whole sequences.
+    """
+    answer.config("""\
+        topology: {pipe_parallel_size: 2, global_batch_size: 8, micro_batch_size: 4}
+        trainer:
+          sampling_config: {prompts: [once]}
+        """)
+    answer("swarmtrain plan config.yml")
+
+
 def test_out_of_range(answer: Answer) -> None:
     """Value out of range
 

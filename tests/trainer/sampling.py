@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,4 +10,4 @@ from swarmtrain.trainer.use import sample
 
 
 def main() -> None:
-    sys.exit(sample.main([Path("asked.json").read_text()]))
+    sys.exit(sample.main(json.loads(Path("asked.json").read_text())))

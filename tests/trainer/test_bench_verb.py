@@ -50,6 +50,9 @@ def test_what_is_not_there_is_made_up_and_removed(tmp_path: Path, config: dict[s
     assert rows["data"] == "made up: the config's is not here"
     assert rows["step"].endswith(" ms")
     assert not list((tmp_path / "tmp").glob("swarmtrain-bench-*"))
+    texts = {"trainer": {"contrastive_config": {}}, "transformer_architecture": {"embedding_head_config": {}}}
+    others = {"positive_prefixes": ["nowhere"], "negative_prefixes": ["nowhere", "nowhere"]}
+    assert "made up" in run(tmp_path, changed(nowhere, data=others, **texts), "--steps", "1", before=[])
     said = run(tmp_path, changed(nowhere, topology={"micro_batch_size": 0}), before=[], code=1)
     assert "micro_batch_size" in said
     assert "Traceback" not in said

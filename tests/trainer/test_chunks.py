@@ -16,7 +16,7 @@ from swarmtrain.config.transformer_architecture import TransformerArchitectureCo
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.memory import Kind
 from swarmtrain.trainer.memory.rehearsal import rehearse
-from swarmtrain.trainer.model.transformer import IGNORE
+from swarmtrain.trainer.model.targets import IGNORE
 
 
 @pytest.mark.parametrize(("tied", "umup"), [(True, False), (False, True)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
@@ -195,6 +196,31 @@ def test_begun_from_an_export_it_is_the_same_model(trained: dict[str, tuple[Path
     for kind, topology in TOPOLOGIES.items() if name == "gpt2" else [("tensor", TOPOLOGIES["tensor"])]:
         [divided] = train(tmp_path / kind, changed(own, topology=topology), size=2).values()
         assert divided == pytest.approx(alone, rel=1e-6), kind
+
+
+def test_one_that_was_killed_is_not_in_the_way(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    left = tmp_path / ".out.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    export(trained["llama"][0] / "run", tmp_path / "out", dtype=None, shard_bytes=GIB)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_masks_that_were_saved_as_truth_values_are_passed_over(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    """Older files of GPT-NeoX and GPT-2 have them."""
+    folder, config = trained["gpt_neox"]
+    given = tmp_path / "out"
+    export(folder / "run", given, dtype=None, shard_bytes=GIB)
+    file = given / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
+    safetensors.torch.save_file(tensors, file)
+    own = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
+    sizes = {name: parameter.shape for name, parameter in Transformer(own, 0).named_parameters()}
+    value = pretrained.load(given, own, sizes)
+    assert torch.equal(value("embedding.weight", sizes["embedding.weight"]), tensors["gpt_neox.embed_in.weight"])
+    with pytest.raises(ForeignCheckpoint, match=r"umup\.enable is False there and True here"):
+        pretrained.load(given, own.model_copy(update={"umup": own.umup.model_copy(update={"enable": True})}), sizes)
 
 
 def test_another_model_is_refused(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from swarmtrain.config.transformer_architecture import LayerNormConfig, MlpType,
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.model import dropout, masks
 from swarmtrain.trainer.model.rotary import Rotary, rotate
-from swarmtrain.trainer.model.transformer import IGNORE, Loss
+from swarmtrain.trainer.model.targets import IGNORE
+from swarmtrain.trainer.model.transformer import Loss
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 16}
 TOKENS = torch.arange(16).reshape(1, 16)
@@ -79,7 +80,7 @@ def test_gradients_of_the_loss_are_torchs() -> None:
     targets = torch.tensor([3, 0, IGNORE, 10, 3, IGNORE])
     theirs = functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     [slope] = torch.autograd.grad(theirs * 3, logits)
-    ours = Loss()(logits * 1, targets)
+    ours = Loss()(logits * 1, targets).sum()
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
     torch.testing.assert_close(torch.autograd.grad(ours * 3, logits), (slope,), rtol=1e-12, atol=1e-15)
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from own_loop import BATCH, EPOCHS, SAMPLES
+from own_shards import EPOCHS as SHARDS_EPOCHS
+from own_shards import LENGTHS, batch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from worlds import World, losses, manifest, steps_saved
@@ -87,6 +89,74 @@ def test_another_world_goes_on_with_the_same_samples_and_losses(tmp_path: Path, 
     whole, other = losses(tmp_path / "whole"), losses(tmp_path / "changed")
     assert other == pytest.approx(whole, rel=1e-5)
     assert ran(tmp_path / "changed", 1).log().count("the end") == size + 1, "a run that is done has nothing left to do"
+
+
+def shards(folder: Path, code: int = 0, **environ: str) -> World:
+    world = World(folder, {}, len(LENGTHS), environ, script="own_shards")
+    assert world.wait() == [code] * len(LENGTHS), world.log()
+    return world
+
+
+def read(folder: Path) -> dict[tuple[int, int], tuple[int, int, float]]:
+    """Return what each rank has seen at each step: epoch, batch, weight."""
+    found = {}
+    for rank in range(len(LENGTHS)):
+        for line in map(json.loads, (folder / f"seen-{rank}.jsonl").read_text().splitlines()):
+            found[rank, line["step"]] = line["epoch"], line["name"], line["weight"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("joined")
+    shards(folder)
+    return folder
+
+
+def test_shards_of_unequal_lengths_are_read_to_the_end_of_the_longest(joined: Path) -> None:
+    longest, size = max(LENGTHS), len(LENGTHS)
+    wanted = {}
+    for epoch in range(SHARDS_EPOCHS):
+        for number in range(longest):
+            having = sum(number < length for length in LENGTHS)
+            for rank, length in enumerate(LENGTHS):
+                name, weight = 10 * rank + min(number, length - 1), size / having if number < length else 0.0
+                wanted[rank, epoch * longest + number + 1] = epoch, name, weight
+    assert read(joined) == wanted
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = {}
+    for step in range(1, SHARDS_EPOCHS * longest + 1):
+        number = (step - 1) % longest
+        batches = [batch(rank, number) for rank, length in enumerate(LENGTHS) if number < length]
+        loss = (model(torch.cat(batches)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        told[step] = float(loss.detach())
+    assert losses(joined) == pytest.approx(told, rel=1e-5), "the mean over what there is"
+
+
+@pytest.mark.parametrize("step", [4, 5, 8])
+def test_they_go_on_where_some_have_nothing_left(joined: Path, tmp_path: Path, step: int) -> None:
+    shards(tmp_path, EXIT_PLANNED, LEAVES=str(step))
+    assert f"goes on after step {step}" in shards(tmp_path).log()
+    assert read(tmp_path) == read(joined)
+    assert weights(tmp_path) == weights(joined)
+
+
+def test_what_is_changed_at_random_is_changed_alike(joined: Path, tmp_path: Path) -> None:
+    shards(tmp_path / "whole", AUGMENTED="1")
+    shards(tmp_path / "again", EXIT_PLANNED, AUGMENTED="1", LEAVES="7")
+    shards(tmp_path / "again", AUGMENTED="1")
+    assert weights(tmp_path / "again") == weights(tmp_path / "whole") != weights(joined)
+
+
+def test_a_shard_without_anything_is_told(tmp_path: Path) -> None:
+    world = World(tmp_path, {}, 3, {"LENGTHS": "[2, 0, 1]"}, script="own_shards")
+    assert all(world.wait())
+    assert world.log().count("rank 1 has no batch, and others have") >= 3
 
 
 def test_what_it_is_saved_with(undisturbed: Path) -> None:
@@ -224,16 +294,38 @@ def test_functions_are_called_in_their_order_and_the_end_comes_whatever_happens(
 
 
 @pytest.mark.usefixtures("_alone")
-def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
-    kept = {"keep_checkpoints": 1, "keep_best_checkpoints": 2, "eval_interval": 1}
-    trainer = {"save_dir": "run", "save_interval": None, "save_in_background": False, **kept}
+@pytest.mark.parametrize(("highest_or_lowest", "kept"), [("lowest", [2, 4, 7]), ("highest", [1, 3, 7])])
+def test_the_best_checkpoints_are_kept(tmp_path: Path, highest_or_lowest: str, kept: list[int]) -> None:
+    keeps = {"keep_checkpoints": 1, "keep_best_checkpoints": 2, "eval_interval": 1, "best_checkpoints_are": highest_or_lowest}
+    trainer = {"save_dir": "run", "save_interval": None, "save_in_background": False, **keeps}
     with swarmtrain.trainer.run(trainer=trainer) as run:
         run.keep(model=nn.Linear(1, 1))
         for number in run.steps([5, 1, 4, 0.5, 3, 2, 9]):
-            run.save_if_due(held_out_loss=number if run.step != 7 else None)
+            run.save_if_due(measured=number if run.step != 7 else None)
             assert not run.asked_to_leave
-    assert steps_saved(tmp_path) == [2, 4, 7]
-    assert manifest(tmp_path, 2)["held_out_loss"] == 1
+    assert steps_saved(tmp_path) == kept
+    assert manifest(tmp_path, 3 if 3 in kept else 2)["held_out_loss"] in (4, 1)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_rates_are_ramped_up_and_go_on_where_they_were() -> None:
+    """Step k is made at the rate that the line from 0.1 to 0.4 has after k - 1 of four steps."""
+    rates: list[float] = []
+    for last in (3, 7):
+        with swarmtrain.trainer.run(trainer={"save_dir": "run"}) as run:
+            model = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            schedule = swarmtrain.trainer.ramp(optimizer, 4, steps=4)
+            run.keep(model=model, optimizer=optimizer, schedule=schedule)
+            for given in run.steps([1.0] * 7, steps=last):
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.zero_grad()
+                model(torch.tensor([given])).square().sum().backward()
+                optimizer.step()
+                schedule.step()
+                run.save_if_due()
+                assert not run.asked_to_leave
+    assert rates == pytest.approx([0.1, 0.175, 0.25, 0.325, 0.4, 0.4, 0.4])
 
 
 def test_objects_are_made_by_their_path() -> None:

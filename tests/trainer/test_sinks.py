@@ -17,10 +17,13 @@ import master as of_determined
 import pytest
 import wandb_service
 from test_metrics import KEY, files_with_the_key, wandb_config
+from wandb.proto.wandb_internal_pb2 import Record
+from wandb.sdk.internal.datastore import DataStore
 from worlds import World, changed
 
 from swarmtrain.trainer.metrics.sinks import Sink
 from swarmtrain.trainer.metrics.sinks.lines import MetricsFile
+from swarmtrain.trainer.metrics.sinks.offline_files import cut_off
 from swarmtrain.trainer.metrics.sinks.past import Past
 from swarmtrain.trainer.metrics.sinks.table import Table
 from swarmtrain.trainer.metrics.sinks.tensorboard import EventFile
@@ -133,6 +136,27 @@ def test_each_step_once_where_the_files_of_two_worlds_are_sent_later(tmp_path: P
         assert done.returncode == 0, done.stderr
         rows = [json.loads(row) for row in service.rows]
     assert [(row["_step"], row["loss"]) for row in rows] == [(line["step"], line["loss"]) for line in (*FIRST, *AGAIN)]
+
+
+@pytest.mark.parametrize("left", range(9))
+def test_files_of_wandb_that_are_cut_at_the_end_of_a_block_can_be_read(left: int, tmp_path: Path) -> None:
+    """A record's head has seven bytes; where fewer are left, the block is filled up."""
+    path = tmp_path / "offline-run-1-x" / "run-x.wandb"
+    path.parent.mkdir()
+    one, two, three = (Record(history={"step": {"num": step}}) for step in (1, 2, 3))
+    two.uuid = "x" * 30_000
+    two.uuid += "x" * ((1 << 15) - left - 7 - (7 + one.ByteSize()) - (7 + two.ByteSize()))
+    store: Any = DataStore()  # its methods are not typed
+    store.open_for_write(str(path))
+    for record in (one, two, three):
+        store.write(record)
+    store.close()
+    assert cut_off(tmp_path, "x", 3) == 2
+    assert path.stat().st_size == (1 << 15) - (left if left >= 7 else 0)
+    read: Any = DataStore()
+    read.open_for_scan(str(path))
+    assert [Record.FromString(read.scan_data()).history.step.num for _ in range(2)] == [1, 2]
+    assert read.scan_data() is None
 
 
 def test_the_key_is_in_no_file(told: tuple[Path, of_determined.Master]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import World, changed, held_out, train
+from pydantic import ValidationError
+from worlds import World, changed, held_out, losses, train
 
+from swarmtrain.config import Config
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import EXIT_ERROR, CheckpointError, TrainingError
 from swarmtrain.trainer.huggingface.export import export
@@ -141,7 +144,12 @@ def trained(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 def asked(place: Path, *prompts: str, **options: Any) -> dict[str, Any]:
     usual = {"most": 20, "temperature": 0, "top_k": 0, "top_p": 1.0, "stop": [], "seed": None, "tokenizer": "bytes", "json": True}
-    return {"source": str(place), "prompts": list(prompts), **usual, **options}
+    return {"source": str(place), "base": None, "prompts": list(prompts), **usual, **options}
+
+
+def measured(config: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:
+    usual = {"tasks": [], "shots": None, "limit": None, "task_files": None, "batch": 3, "tokenizer": "bytes", "json": True}
+    return {"config": json.dumps(config), "model": str(folder / "run"), **usual, **options}
 
 
 def sampled(folder: Path, question: dict[str, Any], size: int) -> dict[str, Any]:
@@ -173,15 +181,89 @@ def test_what_cannot_be_used_is_refused(trained: tuple[Path, dict[str, Any]], tm
     with pytest.raises(TrainingError, match="has 256 tokens, and the model has 64"):
         replace(found, shape=found.shape.model_copy(update={"vocab_size": 64})).encoder(None)
     other = changed(trained[1], transformer_architecture={**GATED, "num_layers": 3})
-    assert evaluate.main([json.dumps({"config": json.dumps(other), "model": str(trained[0] / "run"), "json": True})]) == EXIT_ERROR
+    assert evaluate.main(measured(other, trained[0])) == EXIT_ERROR
     assert "num_layers is 2 there and 3 here" in capsys.readouterr().err
+    beside = changed(trained[1], transformer_architecture={"lora_config": {}})
+    assert evaluate.main(measured(beside, trained[0])) == EXIT_ERROR
+    assert "lora_config is None there" in capsys.readouterr().err
+    broken = model("usual")
+    with torch.no_grad():
+        broken.norm.weight.fill_(torch.nan)
+    with pytest.raises(TrainingError, match="is no number"):
+        said(broken, PROMPTS)
 
 
 @pytest.mark.usefixtures("_alone")
 def test_what_it_is_worth_is_what_training_said(trained: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     folder, config = trained
-    assert evaluate.main([json.dumps({"config": json.dumps(config), "model": str(folder / "run"), "json": True})]) == 0
+    assert evaluate.main(measured(config, folder)) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["step"] == 6
     assert round(told["loss"], 4) == round(held_out(folder)[6], 4)
     assert told["samples"] == 24
+
+
+SAYS = {"prompts": ["01", "0123456"], "interval": 4, "max_tokens": 12, "temperature": 0, "tokenizer": "bytes"}
+
+
+def samples(folder: Path) -> dict[int, list[dict[str, str]]]:
+    read = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["generated"]) for line in read if "generated" in line]
+    assert len(dict(found)) == len(found), "each once"
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("topology", "trainer", "size"),
+    [
+        ({}, {}, 1),
+        ({}, {}, 2),
+        ({"model_parallel_size": 2}, {}, 2),
+        ({"data_parallel_type": "fsdp"}, {}, 2),
+        ({"model_parallel_size": 2, "data_parallel_type": "fsdp"}, {}, 4),
+        ({}, {"compile": True}, 1),
+    ],
+)
+def test_it_speaks_while_it_is_trained(
+    trained: tuple[Path, dict[str, Any]], topology: dict[str, Any], trainer: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    wanted = sampled(tmp_path / "later", asked(trained[0] / "run", *SAYS["prompts"], most=12), 1)["samples"]
+    train(tmp_path, changed(trained[1], topology=topology, trainer={**trainer, "sampling_config": SAYS}), size)
+    assert losses(tmp_path) == (pytest.approx(losses(trained[0]), rel=1e-6) if topology or trainer else losses(trained[0]))
+    said = samples(tmp_path)
+    assert sorted(said) == [4, 6]
+    assert said[6] == [{"prompt": row["prompt"], "text": row["text"]} for row in wanted]
+
+
+def test_what_it_says_goes_everywhere(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = {"use_csv": True, "use_tensorboard": True, "use_wandb": True, "wandb_offline": True}
+    own = changed(trained[1], trainer={"sampling_config": {**SAYS, "prompts": ["01\n2"]}}, logger=logger)
+    train(tmp_path, changed(own, trainer={"train_iterations": 4}))
+    train(tmp_path, own)
+    said = samples(tmp_path)
+    assert sorted(said) == [4, 6]
+    log = (tmp_path / "rank-0.log").read_text()
+    assert "step 6/6  says: 01\\n2" in log
+    read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert read.Tags()["tensors"] == ["samples/0"]
+    texts = {point.step: point.tensor_proto.string_val[0].decode() for point in read.Tensors("samples/0")}
+    assert sorted(texts) == [4, 6]
+    assert texts[6].startswith("    01\n    2")
+    tables = list((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/*.json"))
+    assert [json.loads(path.read_text())["columns"] for path in tables] == [["prompt", "text"]] * len(tables)
+    assert len(tables) >= 2
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        assert {int(row["step"]): json.loads(row["generated"]) for row in csv.DictReader(file) if row["generated"]} == said
+
+
+def test_what_cannot_be_said_is_refused(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    for number, (says, why) in enumerate(
+        [({"tokenizer": "none.json"}, "none.json"), ({"prompts": ["x" * 40]}, "has 40 tokens"), ({"prompts": [""]}, "holds nothing")]
+    ):
+        with pytest.raises(AssertionError, match=why):
+            train(tmp_path / str(number), changed(trained[1], trainer={"sampling_config": {**SAYS, **says}}))
+    with pytest.raises(ValidationError, match="pipe_parallel_size"):
+        Config.from_json(json.dumps(changed(trained[1], topology={"pipe_parallel_size": 2}, trainer={"sampling_config": SAYS})))

@@ -43,6 +43,7 @@ from swarmtrain.trainer.checkpoint.storage import Memory, Writer
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
+_LANDS_WITHIN = 10.0
 Note = Callable[[str], None]
 T = TypeVar("T")
 
@@ -149,6 +150,13 @@ class Checkpoints:
             self._underway.writing.end()  # it writes from that memory, and counts if the others could write too
         writer = Writer(folder, part, self._memory)
         return writer, writer.take(self._held.tensors())
+
+    def let_land(self) -> None:
+        """Return when what is being written stands, or after some seconds: an error ends this rank. Needs no other rank."""
+        if underway := self._underway:
+            underway.writing.end(_LANDS_WITHIN)
+            if underway.committing:
+                underway.committing.end(_LANDS_WITHIN)
 
     def landed(self) -> list[Saved]:
         """Return the checkpoints that have come to stand since this was last asked, as far as this rank has to do with it. Rank 0 has."""

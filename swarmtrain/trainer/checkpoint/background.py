@@ -48,9 +48,9 @@ class Background(Generic[T]):
         """True if it has raised an error."""
         return self._error is not None
 
-    def end(self) -> None:
-        """Wait for the call to end, whatever has become of it."""
-        self._thread.join()
+    def end(self, seconds: float | None = None) -> None:
+        """Wait for the call to end, whatever has become of it; if they are given, for so many `seconds` at most."""
+        self._thread.join(seconds)
 
     def result(self) -> T:
         """Wait for the call to end, and return what it has. Raises what it raised."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from swarmtrain.config.trainer import TrainerConfig
 from swarmtrain.errors import ForeignCheckpoint
-from swarmtrain.trainer.model.lora import PART
+from swarmtrain.trainer.model.beside import ADAPTER, LORA
 
 Sizes = Mapping[str, tuple[int, ...]]
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
@@ -25,12 +25,14 @@ class Rules:
     may_lack: tuple[str, ...] = ()
     may_have: tuple[str, ...] = ()
     optimizer: bool = True
+    tells: bool = True
+    """Whether what is taken is told: it is not all that there is."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Rules:
         """Return the rules for trainer.load_dir."""
         # What is beside a model is added to one that was trained without.
-        missing = (*config.allowed_missing_keys_in_checkpoint, re.escape(PART))
+        missing = (*config.allowed_missing_keys_in_checkpoint, re.escape(LORA), re.escape(ADAPTER))
         unexpected = config.allowed_unexpected_keys_in_checkpoint
         return cls(config.ignore_keys_in_checkpoint, missing, unexpected, config.load_optimizer_states)
 
@@ -45,7 +47,7 @@ class Rules:
         return (there or _matches(self.may_lack, name)) and (here or _matches(self.may_have, name))
 
 
-EVERYTHING = Rules()
+EVERYTHING = Rules(tells=False)
 
 
 def names_to_load(found: Sizes, wanted: Sizes, place: str, rules: Rules = EVERYTHING, because: str = "") -> list[str]:

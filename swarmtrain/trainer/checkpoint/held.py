@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.checkpoint.manifest import BASE
+
+if TYPE_CHECKING:
+    from swarmtrain.trainer.optim import Optimizer
+    from swarmtrain.trainer.parallel import ParallelModel
 
 
 class Held(Protocol):
@@ -35,6 +38,8 @@ class Trained:
 
     model: ParallelModel
     optimizer: Optimizer
+    apart: bool = False
+    """Save what is trained, and of the rest only which model it is."""
 
     @property
     def topology(self) -> Mapping[str, int]:
@@ -42,6 +47,16 @@ class Trained:
         return {"data_parallel_size": mesh.data_size, "model_parallel_size": mesh.tensor_size, "pipe_parallel_size": mesh.pipe_size}
 
     def tensors(self) -> dict[str, Tensor]:
+        frozen = {f"model/{name}" for name in self.frozen} if self.apart else set()
+        return {name: tensor for name, tensor in self.everything().items() if name not in frozen}
+
+    @property
+    def frozen(self) -> set[str]:
+        """The parameters that stay as they are."""
+        return set(self.model.names) - set(self.model.trained)
+
+    def everything(self) -> dict[str, Tensor]:
+        """Return what `tensors` does, and what is not saved."""
         shards = self.model.shards
         whole = {f"model/{name}": shards.whole(name, parameter.detach()) for name, parameter in self.model.parameters.items()}
         for key, tensor in self.optimizer.moments().items():
@@ -49,4 +64,4 @@ class Trained:
         return whole
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {BASE: self.model.base} if self.apart else {}

@@ -13,6 +13,8 @@ from swarmtrain.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = 1
+BASE = "base"
+"""Of a manifest's state: see Manifest.base."""
 _BLOCK = 1 << 22
 _LATER = {"held_out_loss", "state"}
 """What older checkpoints of this format lack."""
@@ -46,6 +48,18 @@ class Manifest:
     state: dict[str, Any] = field(default_factory=dict)
     """What else a script of one's own keeps: see trees.py."""
     format: int = FORMAT
+
+    @property
+    def fingerprint(self) -> str:
+        """What its tensors are, as a digest: those of the model that it stands beside included."""
+        files = sorted((name, facts["sha256"]) for name, facts in self.files.items())
+        return hashlib.sha256(json.dumps([files, self.base]).encode()).hexdigest()
+
+    @property
+    def base(self) -> str | None:
+        """The fingerprint of the model, trainer.init_from, that has what was not trained; None if all is here."""
+        found: str | None = self.state.get(BASE)
+        return found
 
     def to_text(self) -> str:
         """Return the manifest as JSON, its own digest included."""

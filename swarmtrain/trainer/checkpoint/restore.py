@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ def restore(here: Runtime, checkpoints: Checkpoints, trained: Trained, data: str
     loader = _Loader(here, trained, data, note)
     if own := checkpoints.newest():
         progress = loader.progress(*own, foreign=False)
-        loader.load([own], EVERYTHING)
+        loader.load([own], loader.own(*own))
         return progress, own[0]
     sources = [loader.source(folder) for folder in here.config.trainer.load_dir]
     if not sources:
@@ -72,15 +73,28 @@ class _Loader:
             hint="choose another trainer.save_dir, or bring the data back",
         )
 
+    def own(self, path: Path, content: Manifest) -> Rules:
+        """Return the rules for the run's own checkpoint. Raises ForeignCheckpoint if it stands beside another model."""
+        if content.base is None:
+            return EVERYTHING
+        if content.base != self.trained.model.base:
+            reason = "is none here" if self.trained.model.base is None else "is another model, or has changed"
+            raise ForeignCheckpoint(
+                f"has what was trained alone, and trainer.init_from, which has the rest, {reason}",
+                place=str(path),
+                hint=f"make trainer.init_from what it was: {content.config['trainer']['init_from']}",
+            )
+        return Rules(may_lack=tuple(f"^{re.escape(name)}$" for name in self.trained.frozen), tells=False)
+
     def load(self, sources: Sequence[Found], rules: Rules) -> None:
-        tensors, place = self.trained.tensors(), " and ".join(str(path) for path, _ in sources)
+        tensors, place = self.trained.everything(), " and ".join(str(path) for path, _ in sources)
         owner = owners([content.tensors for _, content in sources])
         found = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in owner.items()}
         # What a rank has of the whole is for torch's planner to say; what stages of a pipeline have together is asked here.
         shapes = agreement.gather({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         wanted = {name: shape for part in shapes for name, shape in part.items()}
         names = names_to_load(found, wanted, place, rules, self._changes(sources[0][1], "transformer_architecture"))
-        if rules != EVERYTHING or len(sources) > 1:
+        if rules.tells or len(sources) > 1:
             self.note(f"{place}: {listing(found, wanted, names)}")
         for number, (path, content) in enumerate(sources):
             known = {name: tensors[name] for name in names if name in tensors and owner[name] == number}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarmtrain.config.trainer import TrainerConfig
+from swarmtrain.config.trainer import Best, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,16 @@ class Keep:
     newest: int
     """So many, by (token, step); at least one."""
     best: int = 0
-    """So many of those whose held-out loss is lowest."""
+    """So many of those whose held-out loss is lowest, or whatever was measured."""
     every: int | None = None
     """All of a step that is a multiple of this."""
+    highest: bool = False
+    """Of what was measured more is better."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Keep:
-        return cls(config.keep_checkpoints, config.keep_best_checkpoints, config.keep_checkpoints_every)
+        highest = config.best_checkpoints_are is Best.highest
+        return cls(config.keep_checkpoints, config.keep_best_checkpoints, config.keep_checkpoints_every, highest)
 
 
 def kept(standing: Iterable[Standing], keep: Keep) -> set[Standing]:
@@ -44,6 +47,8 @@ def kept(standing: Iterable[Standing], keep: Keep) -> set[Standing]:
     for one in newest_first:
         if not own or one.step < own[-1].step:
             own.append(one)
-    measured = sorted((one for one in own if one.held_out_loss is not None), key=lambda one: (one.held_out_loss, -one.step))
+    sign = -1.0 if keep.highest else 1.0
+    ranked = [(sign * one.held_out_loss, -one.step, one) for one in own if one.held_out_loss is not None]
+    measured = [one for *_, one in sorted(ranked, key=lambda each: each[:2])]
     multiples = [one for one in own if keep.every and one.step % keep.every == 0]
     return {*newest_first[: keep.newest], *measured[: keep.best], *multiples}

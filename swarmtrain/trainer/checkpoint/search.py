@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections import Counter
@@ -130,8 +128,7 @@ def _candidates(folder: Path, note: Note) -> list[tuple[Path, str]]:
 
 
 def _copy(content: Manifest) -> _Copy:
-    files = sorted((name, facts["sha256"]) for name, facts in content.files.items())
-    return _Copy(content.token, content.step, hashlib.sha256(json.dumps(files).encode()).hexdigest())
+    return _Copy(content.token, content.step, content.fingerprint)
 
 
 def _sound(path: Path, content: Manifest, names: Sequence[str]) -> tuple[list[str], str | None]:

@@ -177,23 +177,30 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._read(item))
+            self._read(item, target)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, item: ReadItem) -> Tensor:
+    def _read(self, item: ReadItem, target: Tensor) -> None:
+        """Fill `target`: straight from the file if what it wants lies there in one piece, so that nothing is in memory twice."""
         name, offset, dtype, sizes = self._places[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
-        data = bytearray(sizes.numel() * dtype.itemsize)
+        starts, lengths = item.storage_offsets, item.lengths
+        if sizes:  # of a chunk's rows, only those that are wanted are read
+            offset += starts[0] * sizes[1:].numel() * dtype.itemsize
+            starts, sizes = torch.Size([0, *starts[1:]]), torch.Size([lengths[0], *sizes[1:]])
+        at_once = sizes == lengths and target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
+        read = target if at_once else torch.empty(sizes, dtype=dtype)
+        data = read.reshape(-1).view(torch.uint8).numpy().data
         with (self.folder / name).open("rb") as file:
             file.seek(offset)
             if file.readinto(data) != len(data):
                 raise CheckpointError(f"{name} ends too early", place=str(self.folder))
-        tensor = torch.frombuffer(data, dtype=dtype).view(sizes)
-        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, start, length)
-        return tensor
+        if not at_once:
+            for dimension, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                read = read.narrow(dimension, start, length)
+            target.copy_(read)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...

@@ -30,13 +30,13 @@ from swarmtrain import wire
 from swarmtrain.board import Board
 from swarmtrain.errors import BoardError, SwarmtrainError
 from swarmtrain.trainer.checkpoint import stage
-from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.wire import Event, Rescue, Stand
 
 if TYPE_CHECKING:
     from swarmtrain.trainer.checkpoint import Checkpoints, Progress
+    from swarmtrain.trainer.optim import Optimizer
+    from swarmtrain.trainer.parallel import ParallelModel
 
 LOG = logging.getLogger("swarmtrain")
 _POLL = 0.05
@@ -67,6 +67,7 @@ def outlived(
     try:
         yield
     except SwarmtrainError:
+        checkpoints.let_land()
         raise
     except Exception:
         try:

@@ -19,6 +19,8 @@ from swarmtrain.trainer.data.spans import Spans
 class Packs:
     """The samples of one file. Keeps 22 bytes of memory a document, and reads the whole index at the start."""
 
+    shift = 1
+
     def __init__(self, file: MemoryMap, length: int) -> None:
         starts, inputs = file.documents[:, 0], np.maximum(file.documents[:, 1].astype(np.int64) - 1, 0)
         whole = inputs // length

@@ -21,10 +21,11 @@ from swarmtrain.trainer.data.blend import Blend
 from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
 from swarmtrain.trainer.data.packs import Packs
 from swarmtrain.trainer.data.rows import Rows
+from swarmtrain.trainer.data.singles import Singles, Texts
 from swarmtrain.trainer.data.spans import Cut, Spans
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.data.windows import Windows
-from swarmtrain.trainer.model.transformer import IGNORE
+from swarmtrain.trainer.model.targets import IGNORE
 from swarmtrain.trainer.runtime import derived_seed
 
 _PROBE = 1 << 20
@@ -39,6 +40,8 @@ class Batch:
 
     ids: Ids
     tokens: int
+    counted: int
+    """What the loss is a mean over: these tokens, or samples of several rows."""
 
     def dealt(self, shares: Sequence[int], replica: int, micro_batch: int) -> list[tuple[int, Ids]]:
         """Return the micro batches of `replica`, with their numbers in the whole step. Empty if it gets none."""
@@ -49,6 +52,7 @@ class Batch:
 def open_data(config: Config) -> tuple[Samples, Samples | None]:
     """Open what `config` names: the training data, and the held-out data if there is any. Raises TrainingError."""
     shape, seed, data = config.transformer_architecture, config.trainer.seed, config.data
+    texts = config.trainer.contrastive_config is not None
     files = partial(
         Samples,
         shape=shape,
@@ -57,12 +61,13 @@ def open_data(config: Config) -> tuple[Samples, Samples | None]:
         use_mmap=data.use_mmap,
         format=data.format,
         document_token=data.document_token,
+        texts=texts,
     )
     kept = 1 - data.validation_fraction
-    training = files(data.data_prefixes, mix=data.blended_dataset, part=(0.0, kept))
+    training = files(data.data_prefixes, mix=data.blended_dataset, part=(0.0, kept), beside=data.beside())
     if data.validation_data_prefixes:
-        return training, files(data.validation_data_prefixes)
-    return training, files(data.data_prefixes, part=(kept, 1.0)) if kept < 1 else None
+        return training, files(data.validation_data_prefixes, beside=data.beside(held_out=True))
+    return training, files(data.data_prefixes, part=(kept, 1.0), beside=data.beside()) if kept < 1 else None
 
 
 class Samples:
@@ -80,8 +85,14 @@ class Samples:
         use_mmap: bool = True,
         format: Format = Format.auto,
         document_token: int | None = None,
+        beside: Sequence[Sequence[Path]] = (),
+        singles: bool = False,
+        texts: bool = False,
     ) -> None:
         """Open the files; `seed` is that of their order, and `part` says between which fractions of each file's documents to read.
+
+        `beside`: lists of as many prefixes: each document there goes with the one of its number. `singles`: each document is a
+        sample. `texts`: and it is seen as a whole.
 
         Raises TrainingError if there is none, or one has no sample, or tokens outside the vocabulary at its beginning or end.
         """
@@ -93,23 +104,31 @@ class Samples:
         self._numbered = shape.tells_documents_apart
         opened = partial(MemoryMap, use_mmap=use_mmap, format=format, document_token=document_token)
         self.maps = [opened(prefix).part(*part) for prefix in prefixes]
-        if self._numbered or packing is Packing.documents:
+        cut = Texts if texts else Singles if beside or singles else _KINDS[packing]
+        others = partial(Samples, shape=shape, seed=seed, part=part, use_mmap=use_mmap, format=format, document_token=document_token)
+        self.beside = [others(each, singles=True, texts=texts) for each in beside]
+        """What goes with it, as worse answers do: sample i of each with sample i here."""
+        self.rows = 1 + len(beside)
+        """Rows of a sample."""
+        if self._numbered or cut is not Windows:
             for file in self.maps:
                 file.check_documents()
-        self._cuts: list[Cut] = [_KINDS[packing](file, self.sequence_length) for file in self.maps]
-        for file, cut in zip(self.maps, self._cuts, strict=True):
-            if not len(cut):
+        self._cuts: list[Cut] = [cut(file, self.sequence_length) for file in self.maps]
+        for file, of_file in zip(self.maps, self._cuts, strict=True):
+            if not len(of_file):
                 raise _nothing(file, packing, part)
             vocabulary.check_tokenizer(file, self.vocab_size)
             for tokens in _ends(file):
                 vocabulary.check(tokens, self.vocab_size, f": {file.prefix}")
-        self._ends = np.cumsum([len(cut) for cut in self._cuts])
+        self._ends = np.cumsum([len(each) for each in self._cuts])
+        for other in self.beside:
+            _check_pairs(self, other)
         self._begins = np.concatenate([[0], self._ends[:-1]])
         documents = [len(file.documents) for file in self.maps]
         shares = blend.shares(blend.weights(mix, documents)) if mix and mix.enabled else []
         self._blend = Blend(shares) if shares else None
         plain = (packing, part, shares) == (Packing.stream, (0.0, 1.0), [])
-        epoch = min(len(cut) for cut in self._cuts) if self._blend else len(self)
+        epoch = min(len(each) for each in self._cuts) if self._blend else len(self)
         self._at_once = size = min(max(epoch, _LEAST), _MOST)
         self._block = lru_cache(maxsize=2)(lambda number: self._ids(number * size, size))
         divided = "" if document_token is None else f" {document_token}"
@@ -121,6 +140,11 @@ class Samples:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def files(self) -> list[MemoryMap]:
+        """All files, those of what goes with it too."""
+        return [*self.maps, *(file for other in self.beside for file in other.maps)]
+
     def batch(self, position: int, count: int) -> Batch:
         """Return the batch of `count` samples from global `position` on."""
         return self._batch(position, count)
@@ -129,16 +153,21 @@ class Samples:
         first, last = position // self._at_once, (position + count - 1) // self._at_once
         ids = np.concatenate([self._block(number) for number in range(first, last + 1)])
         ids = ids[position - first * self._at_once :][:count]
-        return Batch(ids, self.targets(ids))
+        return Batch(ids, self.targets(ids), self.counted(ids))
 
     def targets(self, ids: Ids) -> int:
         """Return how many tokens of the samples `ids` count in the loss."""
-        return sum(self._targets(number, within) for number, _, within in self._by_file(ids))
+        own = sum(self._targets(number, within) for number, _, within in self._by_file(ids))
+        return own + sum(other.targets(ids) for other in self.beside)
+
+    def counted(self, ids: Ids) -> int:
+        """Return what the loss of the samples `ids` is a mean over: tokens that count, or samples of several rows."""
+        return len(ids) if self.rows > 1 else self.targets(ids)
 
     def load(self, ids: Ids) -> Rows:
-        """Return the samples `ids`. Raises DataError for a token outside the vocabulary."""
+        """Return the samples `ids`, each with what goes with it. Raises DataError for a token outside the vocabulary."""
         begun = time.perf_counter()
-        rows = self._load(ids)
+        rows = self._load(ids).alternating([other.load(ids) for other in self.beside])
         self.seconds += time.perf_counter() - begun
         return rows
 
@@ -150,11 +179,11 @@ class Samples:
             file, cut = self.maps[number], self._cuts[number]
             spans = cut.spans(within)
             for row, column, start, count in zip(rows[spans.row], spans.column, spans.start, spans.count, strict=True):
-                window = file.tokens[start : start + count + 1]
-                inputs[row, column : column + count] = window[:-1]
-                targets[row, column : column + count] = window[1:]
+                window = file.tokens[start : start + count + cut.shift]
+                inputs[row, column : column + count] = window[:count]
+                targets[row, column : column + count] = window[cut.shift :]
                 if file.mask is not None:
-                    targets[row, column : column + count][file.mask[start + 1 : start + count + 1] == 0] = IGNORE
+                    targets[row, column : column + count][file.mask[start + cut.shift : start + cut.shift + count] == 0] = IGNORE
             if breaks is not None:
                 at, columns = cut.breaks(within)
                 breaks[rows[at], columns] = 1
@@ -163,23 +192,27 @@ class Samples:
         documents = None if breaks is None else torch.from_numpy(breaks.cumsum(axis=1))
         return Rows(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
 
-    def spans(self, sample: int) -> tuple[MemoryMap, Spans]:
-        """Return the file that has a sample, and where its tokens are in it."""
+    def spans(self, sample: int) -> tuple[MemoryMap, Spans, int]:
+        """Return the file that has a sample, where its tokens are in it, and by how much its targets are shifted."""
         ((number, _, within),) = self._by_file(np.array([sample]))
-        return self.maps[number], self._cuts[number].spans(within)
+        cut = self._cuts[number]
+        return self.maps[number], cut.spans(within), cut.shift
 
     def expect(self, ids: Ids) -> None:
         """Have the operating system read the samples `ids` from the disk meanwhile: they will be loaded soon."""
+        for other in self.beside:
+            other.expect(ids)
         for number, _, within in self._by_file(ids):
-            spans = self._cuts[number].spans(within)
+            cut = self._cuts[number]
+            spans = cut.spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
-                self.maps[number].tokens.expect(start, count + 1)
+                self.maps[number].tokens.expect(start, count + cut.shift)
                 if mask := self.maps[number].mask:
-                    mask.expect(start, count + 1)
+                    mask.expect(start, count + cut.shift)
 
     def empty(self) -> Rows:
         """Return one sample in which nothing counts."""
-        nothing = torch.zeros((1, self.sequence_length), dtype=torch.int64)
+        nothing = torch.zeros((self.rows, self.sequence_length), dtype=torch.int64)
         return Rows(nothing, torch.full_like(nothing, IGNORE), nothing if self._numbered else None)
 
     @property
@@ -187,6 +220,8 @@ class Samples:
         """A hash of sizes, of the first and last MiB of each file and of what decides the order:
         enough to tell that two nodes or two runs read other data."""
         digest = hashlib.sha256(f"{self.sequence_length}{self._order}".encode())
+        for other in self.beside:
+            digest.update(other.fingerprint.encode())
         for file in self.maps:
             digest.update(f"{file.tokens.dtype} {len(file.tokens)}".encode())
             for tokens in _ends(file):
@@ -202,14 +237,15 @@ class Samples:
             return int(cut.targets(within).sum())
         spans = cut.spans(within)
         spanned = zip(spans.start.tolist(), spans.count.tolist(), strict=True)
-        return sum(int(np.count_nonzero(mask[start + 1 : start + count + 1])) for start, count in spanned)
+        return sum(int(np.count_nonzero(mask[start + cut.shift : start + cut.shift + count])) for start, count in spanned)
 
     def _refuse(self, ids: Ids) -> None:
         """Raise the error that names the token outside the vocabulary which is in the samples `ids`."""
         for number, _, within in self._by_file(ids):
-            spans, file = self._cuts[number].spans(within), self.maps[number]
+            cut, file = self._cuts[number], self.maps[number]
+            spans = cut.spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
-                vocabulary.check(file.tokens[start : start + count + 1], self.vocab_size, f": {file.prefix}", start)
+                vocabulary.check(file.tokens[start : start + count + cut.shift], self.vocab_size, f": {file.prefix}", start)
 
     def _ids(self, position: int, count: int) -> Ids:
         if self._blend is None:
@@ -228,6 +264,17 @@ class Samples:
         for number in np.unique(files).tolist():
             rows = np.flatnonzero(files == number)
             yield number, rows, ids[rows] - self._begins[number]
+
+
+def _check_pairs(these: Samples, others: Samples) -> None:
+    """Raise TrainingError if they are not equally many in each file."""
+    for one, other in zip(these.maps, others.maps, strict=True):
+        if len(one.documents) != len(other.documents):
+            raise TrainingError(
+                f"{other.prefix} has {len(other.documents)} documents, and {one.prefix} {len(one.documents)}",
+                place="config data",
+                hint="prepare both from the same records, with --on-bad stop: document i of one goes with document i of the other",
+            )
 
 
 def _ends(file: MemoryMap) -> tuple[Tokens, Tokens]:

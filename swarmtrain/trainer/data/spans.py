@@ -12,7 +12,7 @@ from swarmtrain.trainer.data.memory_map import Ids
 class Spans:
     """Runs of tokens in a file, and where in a batch they go: equally long arrays.
 
-    A span of `count` inputs is followed in the file by one token more, the target of its last input.
+    A span of `count` inputs is followed in the file by as many tokens more as its targets are shifted by.
     """
 
     row: Ids
@@ -24,6 +24,9 @@ class Spans:
 
 class Cut(Protocol):
     """A token file that is cut into samples."""
+
+    shift: int
+    """Tokens from an input to its target in the file."""
 
     def __len__(self) -> int: ...
     def targets(self, ids: Ids) -> Ids:

@@ -15,6 +15,8 @@ from swarmtrain.trainer.data.spans import Spans
 class Windows:
     """The samples of one file. The last may be short."""
 
+    shift = 1
+
     def __init__(self, file: MemoryMap, length: int) -> None:
         self._file, self._length = file, length
         self._targets = max(0, file.end - file.first - 1)

@@ -14,7 +14,7 @@ from swarmtrain.trainer.checkpoint import whole
 from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.export import written
 from swarmtrain.trainer.huggingface.names import Tensors
-from swarmtrain.trainer.model.lora import PART
+from swarmtrain.trainer.model.beside import LORA
 from swarmtrain.trainer.model.transformer import Transformer
 
 _AROUND = "base_model.model"
@@ -30,12 +30,21 @@ def export_adapter(source: Path, output: Path, *, dtype: str | None) -> dict[str
     shape = checkpoint.config.transformer_architecture
     if shape.lora_config is None:
         raise CheckpointError("has no LoRA", place=str(checkpoint.path), hint="without --adapter all of the model is written")
+    trainer = checkpoint.config.trainer
+    beyond = {
+        "trainer.finetunable_parameters": trainer.finetunable_parameters is not None,
+        "trainer.finetunable_token_ids": bool(trainer.finetunable_token_ids),
+        "transformer_architecture.embedding_head_config": shape.embedding_head_config is not None,
+    }
+    if said := [name for name, there in beyond.items() if there]:
+        reason = f"has more than LoRA that was trained, or may have: {said[0]} is set"
+        raise CheckpointError(reason, place=str(checkpoint.path), hint="without --adapter all of the model is written")
     kind = family(shape)
     sizes = {name: parameter.shape for name, parameter in Transformer(shape, 0).named_parameters()}
-    tensors = Tensors(kind, shape, {name: size for name, size in sizes.items() if PART not in name})
+    tensors = Tensors(kind, shape, {name: size for name, size in sizes.items() if LORA not in name})
     ours: dict[str, str] = {}
-    for name in (name for name in sizes if PART in name):
-        layer, _, matrix = name.removesuffix(".weight").replace(PART, ".").rpartition(".")
+    for name in (name for name in sizes if LORA in name):
+        layer, _, matrix = name.removesuffix(".weight").replace(LORA, ".").rpartition(".")
         theirs = tensors.alone(f"{layer}.weight")
         if theirs is None:
             raise CheckpointError(
@@ -53,7 +62,7 @@ def export_adapter(source: Path, output: Path, *, dtype: str | None) -> dict[str
         "base_model_name_or_path": None if base is None else str(base),
         "r": shape.lora_config.rank,
         "lora_alpha": shape.lora_config.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": shape.lora_config.dropout,
         "bias": "none",
         "target_modules": sorted({theirs.split(".lora_")[0].rpartition(".")[2] for theirs in ours}),
         "inference_mode": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,19 @@ from swarmtrain.trainer.huggingface.names import Tensors, parameters
 
 CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 4
-_ELSEWHERE = ("sequence_length", "precision", "dropout", "fp8", "reset", "umup", "lora", "mlp_factor", "attention_output_bias")
+_ELSEWHERE = (
+    "sequence_length",
+    "precision",
+    "dropout",
+    "fp8",
+    "reset",
+    "umup",
+    "lora",
+    "adapter",
+    "embedding_head",
+    "mlp_factor",
+    "attention_output_bias",
+)
 """Beginnings of fields that may differ: what the parameters are is the same, or is compared otherwise."""
 
 
@@ -42,12 +55,25 @@ def load(folder: Path, shape: TransformerArchitectureConfig, sizes: Mapping[str,
     except SwarmtrainError as error:
         raise ForeignCheckpoint(error.message, place=error.place, hint=error.hint) from None
     found = _named(_tensors(folder), tensors.base)
-    _check(folder, found, tensors, tied=shape.weight_tying)
+    _check(folder, found, tensors, headless=shape.tied or shape.embedding_head_config is not None)
     return lambda name, _: tensors.part(name, found)
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a digest of what `load` reads: all of its words, and of its numbers how many there are and the last of each file."""
+    digest = hashlib.sha256((folder / CONFIG).read_bytes())
+    for path in _files(folder):
+        digest.update(safetensors.mark(path))
+    return digest.hexdigest()
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of all files in `folder`. Raises CheckpointError."""
+    return {name: tensor for path in _files(folder) for name, tensor in safetensors.read(path).items()}
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of the model in `folder`. Raises CheckpointError if there are none."""
     if (folder / _INDEX).exists():
         index = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(index, dict):
@@ -62,7 +88,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             place=f"config trainer.init_from {folder}",
             hint="save it as safetensors: save_pretrained of transformers does" if pickles else "is it mounted here, and whole?",
         )
-    return {name: tensor for file in files for name, tensor in safetensors.read(folder / file).items()}
+    return [folder / file for file in files]
 
 
 def _named(found: Mapping[str, Tensor], base: str) -> Mapping[str, Tensor]:
@@ -77,15 +103,16 @@ def differences(there: TransformerArchitectureConfig, shape: TransformerArchitec
         "attention_head_size": (there.head_size, shape.head_size),
         "attention_num_kv_heads": (there.kv_heads, shape.kv_heads),
         "attention_output_bias": (there.output_bias, shape.output_bias),
+        "umup.enable": (there.umup.enable, shape.umup.enable),
         "mlp_factor x hidden_size": (there.mlp_width, shape.mlp_width),
     }
     return [f"{name} is {one} there and {mine} here" for name, (one, mine) in pairs.items() if one != mine]
 
 
-def _check(folder: Path, found: Mapping[str, Tensor], tensors: Tensors, *, tied: bool) -> None:
+def _check(folder: Path, found: Mapping[str, Tensor], tensors: Tensors, *, headless: bool) -> None:
     """Raise ForeignCheckpoint if the tensors there are not those that are wanted."""
     wanted = {theirs: tensors.size(theirs) for theirs in tensors.made_of}
-    extra = set(parameters(found)) - wanted.keys() - ({tensors.head} if tied else set())
+    extra = set(parameters(found)) - wanted.keys() - ({tensors.head} if headless else set())
     different = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
     different += [f"{name} has no place here" for name in sorted(extra)]
     sizes = [(name, tuple(found[name].shape), size) for name, size in wanted.items() if name in found]

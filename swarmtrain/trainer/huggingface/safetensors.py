@@ -6,6 +6,7 @@ They are written one tensor at a time, and read as views of the file, of which w
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -18,10 +19,12 @@ from torch import Tensor
 from swarmtrain.errors import CheckpointError
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_WHOLE = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+_TYPES = {**{name: dtype for dtype, name in _NAMES.items()}, **_WHOLE}
 _LENGTH = 8
 """Bytes that hold the header's length. The header itself is filled up to a multiple of as many."""
 _LONGEST = 100_000_000
+_TOLD = 1 << 20
 
 
 def dtype(name: str | None) -> torch.dtype | None:
@@ -69,11 +72,28 @@ def read(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"is no whole file of safetensors: {error}", place=str(path), hint="download it again") from None
+        raise CheckpointError(
+            f"is no whole file of safetensors: {error}", place=str(path), hint="download it again, or save it in other numbers"
+        ) from None
+
+
+def mark(path: Path) -> bytes:
+    """Return what tells a file from another: its header, how long it is, and its last numbers. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TOLD))
+            last = file.read()
+            file.seek(0)
+            return b"%d " % size + file.read(min(int.from_bytes(file.read(_LENGTH), "little"), _LONGEST)) + last
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path)) from None
 
 
 def _view(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
+    if entry["dtype"] not in _TYPES:
+        raise ValueError(f"its numbers are {entry['dtype']}, and there are {', '.join(_TYPES)}")
     kind = Kind(_TYPES[entry["dtype"]], tuple(entry["shape"]))
     if not 0 <= begin <= end <= len(data) or end - begin != kind.nbytes:
         raise ValueError(f"a tensor of {kind.nbytes} bytes would lie at {begin} to {end} of {len(data)}")

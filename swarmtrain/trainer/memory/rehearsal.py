@@ -83,16 +83,17 @@ class _Nothing(Samples):
     def __init__(self, config: Config) -> None:
         shape = config.transformer_architecture
         self.sequence_length = shape.sequence_length
+        self.rows = config.data.rows
         self._numbered = shape.reset_attention_mask or shape.reset_position_ids
 
     def batch(self, position: int, count: int) -> Batch:
-        return Batch(np.arange(position, position + count), self.targets(range(count)))
+        return Batch(np.arange(position, position + count), self.targets(range(count)), self.counted(np.arange(count)))
 
     def targets(self, ids: Sized) -> int:
-        return len(ids) * self.sequence_length
+        return self.rows * len(ids) * self.sequence_length
 
     def load(self, ids: Ids) -> Rows:
-        made: list[Tensor] = [torch.zeros((len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
+        made: list[Tensor] = [torch.zeros((self.rows * len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
         return Rows(made[0], made[1], made[2] if self._numbered else None)
 
     def expect(self, ids: Ids) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from swarmtrain.trainer.metrics.pace import Work
 from swarmtrain.trainer.metrics.room import used_memory
 from swarmtrain.trainer.metrics.sinks import Sinks, folder_of
 from swarmtrain.trainer.metrics.sinks.lines import add_missing
+from swarmtrain.trainer.metrics.sinks.texts import NAME, Sample
 from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.trainer.metrics.stragglers import Stragglers, slower
 from swarmtrain.trainer.parallel import ParallelModel
@@ -163,6 +164,14 @@ class Report:
         LOG.info("step %*d/%d  held-out loss %.4f", len(str(self._steps)), step, self._steps, loss)
         self._sinks.write({"step": step, "held_out_loss": loss})
         self._post(wire.EVALUATION, step=step, loss=loss)
+
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
+        """After `step` the model has made of prompts what `samples` have."""
+        for sample in samples:
+            told = f"{sample['prompt']}{sample['text']}".replace("\n", "\\n")
+            LOG.info("step %*d/%d  says: %s", len(str(self._steps)), step, self._steps, told)
+        if samples:
+            self._sinks.write({"step": step, NAME: samples})
 
     def saved(self, checkpoint: Saved) -> None:
         """A checkpoint stands."""

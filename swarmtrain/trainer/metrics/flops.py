@@ -53,7 +53,7 @@ _NARROW = (Precision.bfloat16, Precision.float16)
 
 def per_token(shape: TransformerArchitectureConfig, parameters: int) -> int:
     """Return the operations of one token's forward and backward pass through a model of `shape` with `parameters` numbers in all."""
-    looked_up = 0 if shape.weight_tying else shape.vocab_size * shape.hidden_size
+    looked_up = 0 if shape.tied else shape.vocab_size * shape.hidden_size
     looked_up += shape.sequence_length * shape.hidden_size if shape.learned_positions else 0
     return 6 * (parameters - looked_up) + 12 * shape.num_layers * shape.attention_width * shape.sequence_length
 

@@ -18,7 +18,7 @@ from swarmtrain.trainer.model.rotary import Rotation, rotate
 class Attention(nn.Module):
     """Causal self-attention. The number of heads is read off the projections, which may be a shard."""
 
-    def __init__(self, shape: TransformerArchitectureConfig) -> None:
+    def __init__(self, shape: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
         self.first_head = 0
         """The number of this rank's first head, in the undivided model."""
@@ -37,14 +37,15 @@ class Attention(nn.Module):
             shape, shape.attention_width, shape.hidden_size, bias=shape.output_bias, fp8=shape.fp8_config_attention_dense_out
         )
         layers = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
-        self.lora = Beside(shape, layers.items())
+        self.lora = Beside(shape, f"{layer} attention", layers.items())
         # Henry et al. 2020 (arXiv 2010.04245), as Dehghani et al. 2023 (2302.05442) have it: scores cannot grow without bound.
         self.query_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
         self.key_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
 
-    def forward(self, hidden: Tensor, *, rotation: Rotation | None, masks: Masks) -> Tensor:
+    def forward(self, hidden: Tensor, *, rotation: Rotation | None, masks: Masks, noise: Tensor | None) -> Tensor:
+        """For `noise`, that of all tokens of `hidden`, see Dropout."""
         layers = {"query": self.query, "key": self.key, "value": self.value}
-        query, key, value = (self._heads(self.lora.of(name, layer, hidden)) for name, layer in layers.items())
+        query, key, value = (self._heads(self.lora.of(name, layer, hidden, noise)) for name, layer in layers.items())
         if self.query_norm is not None and self.key_norm is not None:
             query, key = _normalised(query, self.query_norm), _normalised(key, self.key_norm)
         if rotation is not None:
@@ -57,7 +58,7 @@ class Attention(nn.Module):
             of_scores, of_mixed = self.scales
             query, key, value = (umup.scaled(heads, 1.0, of_mixed) for heads in (query, key, value))
             mixed = umup.scaled(self._mix(query, key, value, masks, of_scores), of_mixed)
-        return self.lora.of("output", self.output, mixed.transpose(1, 2).flatten(2))
+        return self.lora.of("output", self.output, mixed.transpose(1, 2).flatten(2), noise)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
         """Return what each head sees. The model's first heads are the local ones."""

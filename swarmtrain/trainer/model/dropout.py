@@ -56,6 +56,8 @@ class Dropout(nn.Module):
         """`place` is the module's own name: two of one name drop the same."""
         super().__init__()
         self.probability = probability
+        self.first = 0
+        """The number of the first dimension of what it is given, in the undivided model."""
         key = torch.tensor(derived_seed("dropout", place) % _WORD, dtype=torch.int32, device="cpu")  # the model around it is made on meta
         self.register_buffer("key", key, persistent=False)
         self._kept = min(round((1 - probability) * 2 * _WORD), 2 * _WORD - 1) - _WORD
@@ -64,7 +66,7 @@ class Dropout(nn.Module):
         """`hidden` (batch, sequence, dimension); `numbers` (batch, sequence) as `noise` makes them."""
         if not self.probability or not self.training or numbers is None:
             return hidden
-        dimensions = torch.arange(hidden.shape[-1], dtype=torch.int32, device=hidden.device) * _GOLDEN
+        dimensions = torch.arange(self.first, self.first + hidden.shape[-1], dtype=torch.int32, device=hidden.device) * _GOLDEN
         words = _mixed(_mixed(numbers + self.key)[..., None] + dimensions)
         return torch.where(words < self._kept, hidden / (1 - self.probability), 0)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model.lora import PART
+from swarmtrain.trainer.model.beside import is_beside
 from swarmtrain.trainer.runtime import derived_seed
 
 _DEVIATION = 0.02
@@ -21,7 +21,7 @@ _DEVIATION = 0.02
 @dataclass(frozen=True)
 class Initial:
     """What the parameters of a model of this shape begin with: matrices with noise, of deviation one with u-muP,
-    norms with one, biases with zero; of LoRA the first matrix with noise, the second with zero."""
+    norms with one, biases with zero; of what stands beside the first matrix with noise, the second with zero."""
 
     shape: TransformerArchitectureConfig
     seed: int
@@ -30,10 +30,10 @@ class Initial:
         """Return the whole of parameter `name`, which has this size: float32, on the CPU."""
         if len(size) < 2:
             return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
-        if PART in name and name.endswith(".b.weight"):
+        if is_beside(name) and name.endswith((".b.weight", ".wide.weight")):
             return torch.zeros(size)
         generator = torch.Generator().manual_seed(derived_seed(self.seed, name))
-        if PART in name:
+        if is_beside(name):
             return torch.empty(size).normal_(0, (3 * size[1]) ** -0.5, generator=generator)
         if self.shape.umup.enable:
             return torch.empty(size).normal_(generator=generator)

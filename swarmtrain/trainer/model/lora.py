@@ -9,39 +9,48 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.transformer_architecture import LoraConfig, TransformerArchitectureConfig
-
-PART = ".lora."
-"""What the names of all its parameters have in them."""
+from swarmtrain.trainer.model.beside import first_half
+from swarmtrain.trainer.model.dropout import Dropout
 
 
 class Lora(nn.Module):
     """The product beside one layer. B begins with zeros, so the model begins as it was."""
 
-    def __init__(self, inputs: int, outputs: int, config: LoraConfig) -> None:
+    def __init__(self, inputs: int, outputs: int, config: LoraConfig, place: str) -> None:
+        """`place` is that of the layer, as Dropout has it."""
         super().__init__()
+        self.dropout = Dropout(config.dropout, place)
         self.a = nn.Linear(inputs, config.rank, bias=False)
         self.b = nn.Linear(config.rank, outputs, bias=False)
         self.scale = config.alpha / config.rank
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, noise: Tensor | None) -> Tensor:
         # What parallel layers are given may be shown them as the whole; each rank has all of it.
         here = input.to_local() if isinstance(input, DTensor) else input
-        made: Tensor = self.b(self.a(here))
+        made: Tensor = self.b(self.a(self.dropout(here, noise)))
         return made * self.scale
 
 
 class Beside(nn.ModuleDict):
     """The products beside the layers of one module, by their names."""
 
-    def __init__(self, shape: TransformerArchitectureConfig, layers: Iterable[tuple[str, nn.Linear]]) -> None:
+    def __init__(self, shape: TransformerArchitectureConfig, place: str, layers: Iterable[tuple[str, nn.Linear]]) -> None:
+        """`place` is that of the module."""
         config = shape.lora_config
         wanted = {name: layer for name, layer in layers if config and name in config.layers}
-        super().__init__({name: Lora(layer.in_features, layer.out_features, config) for name, layer in wanted.items() if config})
+        self.halved = False
+        """It counts for the first half of the samples alone."""
+        super().__init__(
+            {name: Lora(layer.in_features, layer.out_features, config, f"{place} {name}") for name, layer in wanted.items() if config}
+        )
 
-    def of(self, name: str, layer: nn.Module, input: Tensor) -> Tensor:
-        """Return what `layer`, called `name`, makes of `input`, with what stands beside it."""
+    def of(self, name: str, layer: nn.Module, input: Tensor, noise: Tensor | None) -> Tensor:
+        """Return what `layer`, called `name`, makes of `input`, with what stands beside it. For `noise` see Dropout."""
         made: Tensor = layer(input)
-        return made + self[name](input) if name in self else made
+        if name not in self:
+            return made
+        beside: Tensor = self[name](input, noise)
+        return made + (first_half(beside) if self.halved else beside)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, config: LoraConfig) -> Tensor:

@@ -9,8 +9,13 @@ norm        normalisation
 dropout     dropout that no topology changes
 initial     what parameters begin with
 linear      products, in float8 where that is asked for
-lora        narrow matrices beside them
+beside      what tunes a model, and is not its own
+lora        narrow matrices beside layers
+adapter     narrow blocks behind them
+embedding   a head that makes one vector of a text
+targets     what is to be learned
 chunks      a loss that never has all logits
+preference  a loss of pairs of answers
 
 docs/explanation/model.md has the formulas and their sources.
 """
@@ -24,21 +29,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from swarmtrain.config.preference import PreferenceConfig
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import chunks, dropout, masks, umup
+from swarmtrain.trainer.model import chunks, dropout, masks, preference, umup
+from swarmtrain.trainer.model.adapter import Adapters
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.context import Context
 from swarmtrain.trainer.model.dropout import Dropout
+from swarmtrain.trainer.model.embedding import EmbeddingHead
 from swarmtrain.trainer.model.initial import Initial, fill
 from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import feed_forward
 from swarmtrain.trainer.model.norm import norm
 from swarmtrain.trainer.model.positions import Positions
 from swarmtrain.trainer.model.rotary import Rotary, Rotation, starts
+from swarmtrain.trainer.model.targets import IGNORE
 from swarmtrain.trainer.runtime import derived_seed, seed_torch
-
-IGNORE = -1
-"""Target of a position that has none: it counts neither in the loss nor in the number of tokens."""
 
 
 class Around(NamedTuple):
@@ -49,7 +55,10 @@ class Around(NamedTuple):
     """For each of this rank's tokens (sequence), or (batch, sequence), its position; None where no position is added."""
     masks: Masks
     noise: Tensor | None
-    """For each token the number from which its dropout follows (see dropout.noise); None without dropout."""
+    """For each token within a block, where no sequence is divided by layers, the number from which its dropout follows (see
+    dropout.noise); None without dropout."""
+    noise_between: Tensor | None
+    """The same of this rank's tokens between blocks."""
 
 
 class Transformer(nn.Module):
@@ -63,13 +72,15 @@ class Transformer(nn.Module):
         self.shape = shape
         self.initial: Callable[[str, torch.Size], Tensor] = Initial(shape, seed)
         """Gives the whole of a parameter by its name and size, before anything is learned."""
-        self.tied = shape.weight_tying
+        self.tied = shape.tied
         self.sequence_part = (0, 1)
         """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
         self.place = (0, 0)
         """This rank's first layer and its number among those that share its layers."""
         self.loss_chunk: int | None = None
         """Tokens whose logits are there at a time. None: all."""
+        self.preference: PreferenceConfig | None = None
+        """Learn from pairs: see preference.py."""
         self.context: Context | None = None
         """Who shares each sequence with this rank."""
         self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
@@ -79,7 +90,8 @@ class Transformer(nn.Module):
             self.positions = Positions(shape) if shape.learned_positions else None
             self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
             self.norm = norm(shape.hidden_size, shape)
-            self.head = umup.head(shape)
+            vectors = shape.embedding_head_config
+            self.head: nn.Module = EmbeddingHead(shape, vectors) if vectors else umup.head(shape)
         self.loss: nn.Module = Loss()
         if self.tied:
             self.head.weight = self.embedding.weight
@@ -92,12 +104,15 @@ class Transformer(nn.Module):
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats.
+        """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats, or vectors
+        (see EmbeddingHead) if that is the head.
 
         `documents` (batch, sequence) has the number of each token's document, where the model is to tell them apart.
         If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
         logits and loss are those of this rank's part of them.
         """
+        if self.preference is not None:
+            tokens, documents = preference.twice(tokens, documents)
         length = self._length(tokens)
         places = None if self.context is None else self.context.places(length, tokens.device)
         if places is not None and targets is not None:
@@ -106,6 +121,11 @@ class Transformer(nn.Module):
         if targets is None:
             logits: Tensor = self.head(hidden)
             return logits
+        if self.shape.embedding_head_config is not None:
+            vectors: Tensor = self.head(hidden, targets=targets)
+            return vectors
+        if self.preference is not None:
+            return preference.loss(self._losses(hidden, targets.repeat(2, 1)), targets, self.preference)
         if self.loss_chunk is None or targets.numel() <= self.loss_chunk:
             return self._summed(hidden, targets)
         here = hidden.to_local() if isinstance(hidden, DTensor) else hidden
@@ -116,7 +136,8 @@ class Transformer(nn.Module):
         """Return the logits (batch, vocabulary) after the last of `tokens`; see `forward`."""
         length = self._length(tokens)
         places = None if self.context is None else self.context.places(length, tokens.device)
-        logits: Tensor = self.head(self._hidden(tokens, length, documents, places)[:, -1:])
+        with preference.all_tuned(self):
+            logits: Tensor = self.head(self._hidden(tokens, length, documents, places)[:, -1:])
         return logits[:, -1]
 
     def _hidden(self, tokens: Tensor, length: int, documents: Tensor | None, places: Tensor | None) -> Tensor:
@@ -127,17 +148,21 @@ class Transformer(nn.Module):
         hidden = self.embedding(tokens)
         if self.positions is not None:
             hidden = self.positions(hidden, around.places)
-        hidden = self.embedding_dropout(hidden, around.noise)
+        hidden = self.embedding_dropout(hidden, around.noise_between)
         for block in self.blocks:
             hidden = block(hidden, around=around)
         normalised: Tensor = self.norm(hidden)
         return normalised
 
     def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self._losses(hidden, targets).sum()
+
+    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each of `targets`, in one row."""
         logits: Tensor = self.head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
-        return loss
+        losses: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
+        return losses
 
     def _length(self, given: Tensor) -> int:
         """Return the length of whole sequences. `given` is tokens, or what a pipeline's stage before has made of its part of them."""
@@ -155,18 +180,21 @@ class Transformer(nn.Module):
         if rotation is not None and places is not None:
             rotation = rotation[0][..., places, :], rotation[1][..., places, :]
         part, parts = self.sequence_part
-        mine = (torch.arange(length, device=given.device) if places is None else places).view(parts, -1)[part]
-        noise = dropout.noise(given.shape[0], mine) if self.shape.drops else None
+        within = torch.arange(length, device=given.device) if places is None else places
+        mine = within.view(parts, -1)[part]
+        noise = dropout.noise(given.shape[0], within) if self.shape.drops else None
+        between = None if noise is None else noise.view(len(noise), parts, -1)[:, part]
         added = None
         if self.positions is not None:
             added = mine if first is None else mine - first[:, mine]
         if self.shape.dropout_attention_probs:
             seed_torch(derived_seed(torch.initial_seed(), *self.place))
-        return Around(rotation, added, masks.build(self.shape, given.shape[0], length, apart, given.device, places=places), noise)
+        seen = masks.build(self.shape, given.shape[0], length, apart, given.device, places=places)
+        return Around(rotation, added, seen, noise, between)
 
 
 class Loss(nn.Module):
-    """Maps logits (tokens, vocabulary) and targets (tokens) to the summed loss in nats. The logits are used up."""
+    """Maps logits (tokens, vocabulary) and targets (tokens) to each token's loss in nats, zero for IGNORE. The logits are used up."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch's own is not typed
@@ -185,7 +213,7 @@ class _CrossEntropy(torch.autograd.Function):
         weights = shifted.exp_()
         sums = weights.sum(1)
         ctx.save_for_backward(weights, sums, columns, counts)
-        return torch.where(counts, sums.log() - wanted, 0).sum()
+        return torch.where(counts, sums.log() - wanted, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -202,11 +230,13 @@ class Block(nn.Module):
     def __init__(self, shape: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = norm(shape.hidden_size, shape)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, layer)
         self.attention_dropout = Dropout(shape.dropout_after_attention, f"{layer} attention")
         self.mlp_norm = norm(shape.hidden_size, shape)
-        self.mlp = feed_forward(shape)
+        self.mlp = feed_forward(shape, layer)
         self.mlp_dropout = Dropout(shape.dropout_after_mlp, f"{layer} mlp")
+        self.drops_within = bool(shape.lora_config and shape.lora_config.dropout)
+        self.adapter = Adapters(shape)
         self.parallel = shape.parallel_residual
         self.scales = umup.residual_scales(shape, layer) if shape.umup.enable else None
 
@@ -223,10 +253,11 @@ class Block(nn.Module):
 
     def _attended(self, hidden: Tensor, around: Around) -> Tensor:
         # By keyword: tensor parallelism changes what comes by place.
-        mixed = self.attention(self.attention_norm(hidden), rotation=around.rotation, masks=around.masks)
-        dropped: Tensor = self.attention_dropout(mixed, around.noise)
-        return dropped
+        mixed = self.attention(self.attention_norm(hidden), rotation=around.rotation, masks=around.masks, noise=around.noise)
+        return self.adapter.of("after_attention", self.attention_dropout(mixed, around.noise_between))
 
     def _transformed(self, hidden: Tensor, around: Around) -> Tensor:
-        dropped: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(hidden)), around.noise)
-        return dropped
+        # Of a block of one's own nothing is asked that only LoRA needs.
+        within = {"noise": around.noise} if self.drops_within else {}
+        made = self.mlp(self.mlp_norm(hidden), **within)
+        return self.adapter.of("after_mlp", self.mlp_dropout(made, around.noise_between))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,7 +29,7 @@ from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd, gradient
 from swarmtrain.trainer.optim.muon import Muon
 from swarmtrain.trainer.optim.scale import LossScale
 from swarmtrain.trainer.optim.schedule import learning_rate
-from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel import EMBEDDING, ParallelModel
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Optimizer:
         self._clipping = config.optimizer.gradient_clipping
         self._steps = config.trainer.train_iterations
         self._scale = scale.wanted(config)
-        self._methods = [(group, gain, method) for group in self.groups for gain, method in _methods(group, model, config)]
+        self._still = _still(model, config)
+        self._methods = [each for group in self.groups for each in _methods(group, model, config, self._still)]
         self._prepared: Update | None = None
         self.made = 0
         """Number of the last step made here, 0 before the first."""
@@ -95,6 +96,7 @@ class Optimizer:
         whose gradients are not finite is skipped, by all ranks, since all have the same norm.
         Raises TrainingError if that happens at the lowest scale.
         """
+        self._hold_still()
         gradients = {name: gradient(parameter) for name, parameter in self.parameters.items()}
         used = self._scale.now.factor if self._scale else None
         if self._scale:
@@ -139,6 +141,15 @@ class Optimizer:
             parameter.grad = None
         return update
 
+    def _hold_still(self) -> None:
+        """Take from gradients, and at first from state that comes from elsewhere, what rows would move that are to stay."""
+        for name, rows in self._still.items():
+            gradient(self.parameters[name])[rows] = 0
+            for _, _, method in self._methods if self.made == 0 else ():
+                for state in method.moments.values():
+                    if name in state:
+                        state[name][rows] = 0
+
     def moments(self) -> dict[str, Tensor]:
         """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
         moments = {
@@ -162,22 +173,37 @@ def _stuck(scaling: LossScale, number: int, non_finite: Mapping[str, int]) -> Tr
     )
 
 
-def _methods(group: Group, model: ParallelModel, config: Config) -> Iterator[tuple[float, Method]]:
-    """Return what trains `group`, each with what its learning rate is multiplied by."""
-    parts: dict[tuple[float, OptimizerMethod], dict[str, nn.Parameter]] = defaultdict(dict)
+def _still(model: ParallelModel, config: Config) -> dict[str, Tensor]:
+    """Return, by the names of parameters of which some rows are trained, which of this rank's rows are not."""
+    if not config.trainer.finetunable_token_ids or EMBEDDING not in model.parameters:
+        return {}
+    trained = torch.isin(model.shards.rows(EMBEDDING), torch.tensor(config.trainer.finetunable_token_ids))
+    return {EMBEDDING: (~trained).to(model.parameters[EMBEDDING].device)}
+
+
+def _methods(group: Group, model: ParallelModel, config: Config, still: Collection[str]) -> Iterator[tuple[Group, float, Method]]:
+    """Yield what trains `group`, each with what its learning rate is multiplied by. What is `still` in part does not decay.
+
+    Raises TrainingError if that is to be trained by a method that would move all of it.
+    """
+    parts: dict[tuple[float, OptimizerMethod, bool], dict[str, nn.Parameter]] = defaultdict(dict)
     shapes = model.shards.shapes
     for name in group.parameters:
         if name not in model.parameters:
             continue  # another stage of the pipeline has it
         parameter = model.parameters[name]
         gain = umup.gain(name, shapes[name], config.transformer_architecture)
-        parts[gain, groups.method(group, name, parameter.dim(), config.optimizer.method)][name] = parameter
-    for (gain, method), parameters in parts.items():
+        parts[gain, groups.method(group, name, parameter.dim(), config.optimizer.method), name in still][name] = parameter
+    for (gain, method, stays), parameters in parts.items():
+        part = replace(group, weight_decay=0.0) if stays else group
         match method:
             case OptimizerMethod.adamw:
-                yield gain, AdamW(parameters, config.optimizer, shapes)
+                yield part, gain, AdamW(parameters, config.optimizer, shapes)
             case OptimizerMethod.sgd:
-                yield gain, Sgd(parameters, config.optimizer)
+                yield part, gain, Sgd(parameters, config.optimizer)
+            case OptimizerMethod.muon if stays:
+                place, hint = f"config training_groups, group {group.name}", "leave it to AdamW"
+                raise TrainingError("Muon would move all of the embedding, not trainer.finetunable_token_ids alone", place=place, hint=hint)
             case OptimizerMethod.muon:
                 exact = config.transformer_architecture.precision in (Precision.float32, Precision.float64)
-                yield gain, Muon(parameters, config.optimizer, model.shards, model.mesh.replica_group, exact=exact)
+                yield part, gain, Muon(parameters, config.optimizer, model.shards, model.mesh.replica_group, exact=exact)

@@ -13,9 +13,11 @@ Under any launcher, under plain torchrun, srun or mpirun, and alone. run.log() n
 
 kept        what is saved: anything with a state_dict()
 dealt       a DataLoader's samples, dealt out to the ranks there are
+reading     other data, of which each rank reads its own
 going       steps: where they go on, when they are saved
 moments     functions that are called when something happens
 made        objects from a config
+rates       learning rates for larger batches
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ from swarmtrain.trainer.own.going import Going
 from swarmtrain.trainer.own.kept import Kept, Stateful
 from swarmtrain.trainer.own.made import make
 from swarmtrain.trainer.own.moments import Moment, Moments
+from swarmtrain.trainer.own.rates import ramp
 from swarmtrain.trainer.runtime import Runtime
 
-__all__ = ["Run", "make", "run"]
+__all__ = ["Run", "make", "ramp", "run"]
 
 LOG = logging.getLogger("swarmtrain")
 _FLUSH = 10.0
@@ -153,7 +156,7 @@ class Run:
 
     @property
     def weight(self) -> float:
-        """What this rank's share of the batch weighs: 1, but where ranks have unequal shares.
+        """What this rank's share of the batch weighs: 1, but where ranks have unequal shares. 0: it is there to keep ranks together.
 
         A loss that is a mean over the rank's samples, times this, makes DistributedDataParallel's mean over ranks that over all samples.
         """
@@ -181,7 +184,8 @@ class Run:
 
         Of a DataLoader each step's samples are dealt out to the ranks there are, in an order that is the same in every world;
         `batch` says how many they are, for all ranks together: batch_size times the ranks of the first world, if it is not given.
-        Anything else that can be iterated is read on each rank, and what was seen is passed over. It ends after `epochs` (1) or,
+        Anything else that can be iterated is read on each rank, and what was seen is passed over; where ranks have unequally many batches,
+        who has none left sees its last one again, at a `weight` of 0, until none has any. It ends after `epochs` (1) or,
         if given, `steps` in all, counted over restarts. Random numbers are seeded anew for each step. The last step is saved.
         Raises TrainingError if keep() was not called, or the loop calls neither save_if_due() nor asked_to_leave.
         """
@@ -193,16 +197,16 @@ class Run:
             self.moments.call(Moment.step, self._going.progress.step)
         self._saved(self._going.stand())
 
-    def save_if_due(self, *, held_out_loss: float | None = None) -> None:
+    def save_if_due(self, *, measured: float | None = None) -> None:
         """Save this step, if a checkpoint is due by trainer.save_interval, while training goes on. Call it at the end of each step.
 
-        `held_out_loss`, where it has been measured at this step, the same on all ranks: trainer.keep_best_checkpoints keeps those
-        with the lowest.
+        `measured`: what the model is worth at this step, where that has been found out, the same on all ranks: a held-out loss, or with
+        trainer.best_checkpoints_are highest, an accuracy. trainer.keep_best_checkpoints keeps the best.
         Raises WorldError if a newer world has taken over, TrainingError outside of the loop.
         """
         if self._going is None:
             raise TrainingError("nothing is kept", place="save_if_due", hint="run.keep(model=model, optimizer=optimizer) before the loop")
-        self._saved(self._going.save_if_due(held_out_loss))
+        self._saved(self._going.save_if_due(measured))
 
     def leave(self) -> NoReturn:
         """Save this step and end this rank as planned: it is started again. Raises CheckpointError, WorldError, SystemExit."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -15,9 +16,25 @@ from swarmtrain.trainer.checkpoint.rhythm import Rhythm
 from swarmtrain.trainer.guard import StopFlag
 from swarmtrain.trainer.own.dealt import Dealt, can_deal
 from swarmtrain.trainer.own.kept import Kept, changed
+from swarmtrain.trainer.own.reading import Reading
 from swarmtrain.trainer.runtime import Runtime, seed
 
 _IN_THE_LOOP = {"save_if_due": "run.save_if_due()", "asked_to_leave": "if run.asked_to_leave: run.leave()"}
+
+
+_END = object()
+
+
+class _Agreed(NamedTuple):
+    """What all ranks know together about a step."""
+
+    step: int
+    leaves: bool = False
+    """Any rank has been asked to leave."""
+    wishes: bool = False
+    """Rank 0's clock wishes for a checkpoint."""
+    ahead: int = 0
+    """Ranks that have a batch for the next step."""
 
 
 class Going:
@@ -29,7 +46,9 @@ class Going:
         self._checkpoints = Checkpoints(here, kept, "", note)
         self._rhythm: Rhythm | None = None
         self._called: set[str] = set()
-        self._agreed: tuple[int, bool, bool] | None = None
+        self._agreed = _Agreed(step=-1)
+        self._is_ahead = False
+        """Whether this rank has a batch for the next step, of data that it reads by itself."""
         self.progress = Progress()
         self.weight = 1.0
         self.epoch = 0
@@ -57,8 +76,12 @@ class Going:
             batches = self._dealt(dealt, epochs, last)
         else:
             batches = self._skipped(data, epochs, last)
-        for given in batches:
+        while True:
             number = self.progress.step + 1
+            seed(self._seed, "data", self._here.rank, number)  # of what is read without workers, as is each step
+            given = next(batches, _END)
+            if given is _END:
+                break
             seed(self._seed, "step", number, self._here.rank)
             self.progress = self.progress.after(number, number * int(self._kept.going["batch"]))
             yield given
@@ -71,17 +94,17 @@ class Going:
     def asked_to_leave(self) -> bool:
         """Whether any rank has been asked to leave."""
         self._called.add("asked_to_leave")
-        return self._together()[0]
+        return self._together().leaves
 
-    def save_if_due(self, held_out_loss: float | None) -> list[Saved]:
+    def save_if_due(self, measured: float | None) -> list[Saved]:
         """Begin a checkpoint of this step if one is due; return those that have come to stand. Raises WorldError."""
         self._called.add("save_if_due")
-        if held_out_loss is not None:
-            self.progress = self.progress.measured(held_out_loss)
+        if measured is not None:
+            self.progress = self.progress.measured(measured)
         rhythm, progress = self._rhythm, self.progress
         if rhythm is None:
             raise TrainingError("save_if_due() outside of the loop over run.steps()", place="save_if_due", hint="it knows what a step is")
-        due = self._together()[1] or rhythm.due(progress.step, progress.consumed_samples, measured=held_out_loss is not None)
+        due = self._together().wishes or rhythm.due(progress.step, progress.consumed_samples, measured=measured is not None)
         if due and self._checkpoints.saved != progress.step:
             self._checkpoints.save(progress)
             rhythm.stood(0.0)
@@ -97,13 +120,13 @@ class Going:
             self._checkpoints.stand(self.progress)
         return self._checkpoints.landed()
 
-    def _together(self) -> tuple[bool, bool]:
-        """Return whether any rank is to leave, and whether rank 0's clock wishes for a checkpoint; asked once a step."""
-        if self._agreed is None or self._agreed[0] != self.progress.step:
+    def _together(self) -> _Agreed:
+        """Return what all ranks know together; asked once a step."""
+        if self._agreed.step != self.progress.step:
             wished = self._here.first and self._rhythm is not None and self._rhythm.wished
-            leaves, wishes = agreement.totals([self._stop.raised, wished], self._group)
-            self._agreed = self.progress.step, leaves > 0, wishes > 0
-        return self._agreed[1:]
+            leaves, wishes, ahead = agreement.totals([self._stop.raised, wished, self._is_ahead], self._group)
+            self._agreed = _Agreed(self.progress.step, leaves > 0, wishes > 0, int(ahead))
+        return self._agreed
 
     def _dealt(self, dealt: Dealt, epochs: int | None, last: int | None) -> Iterator[Any]:
         going = {"batch": dealt.batch, "samples": dealt.samples, "steps of an epoch": dealt.per_epoch}
@@ -125,20 +148,33 @@ class Going:
         there = self._kept.going.get("ranks", self._here.size)
         if there != self._here.size:
             self._note(f"{there} ranks read this data, and now there are {self._here.size}: what each of them sees is other than before")
-        self._begin({"batch": 1, "ranks": self._here.size}, 0, last)
-        done, seen = self.progress.step, 0
+        size = self._here.size
+        self._begin({"batch": 1, "ranks": size}, 0, last)
+        done = self.progress.step
         for self.epoch in range(epochs or (1 if last is None else 1 << 62)):
-            before = seen
-            for given in data:
-                seen += 1
+            reading = Reading(data, partial(seed, self._seed, "data", self._here.rank, self.epoch))
+            self._check_all_have(reading)
+            done -= max(agreement.gather(reading.pass_over(done), self._group))
+            if done:
+                continue
+            (having,) = agreement.totals([reading.is_left], self._group)
+            while having:
                 if not self._is_left():
                     return
-                if seen > done:
-                    yield given
-            if seen == before:
-                raise TrainingError(
-                    "the data is at its end", place="steps", hint="an iterator can be read once: give what can be iterated anew"
-                )
+                given, new = reading.take()
+                self.weight, self._is_ahead = size / having if new else 0.0, reading.is_left
+                yield given
+                having = self._together().ahead
+
+    def _check_all_have(self, reading: Reading) -> None:
+        """Raise TrainingError if the data of a rank have no batch at all."""
+        having = agreement.gather(reading.is_left, self._group)
+        if not any(having):
+            hint = "an iterator can be read once: give what can be iterated anew; or is there nothing in it?"
+            raise TrainingError("the data is at its end", place="steps", hint=hint)
+        if not all(having):
+            hint = "give each rank a shard that has one: run.rank of run.size are this process's numbers"
+            raise TrainingError(f"rank {having.index(False)} has no batch, and others have", place="steps", hint=hint)
 
     def _begin(self, going: dict[str, Any], samples: int, last: int | None) -> None:
         self._kept.going = going

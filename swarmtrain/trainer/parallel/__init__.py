@@ -16,9 +16,10 @@ from swarmtrain.config.pipeline import cuts
 from swarmtrain.config.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.huggingface import pretrained
-from swarmtrain.trainer.model import initial
-from swarmtrain.trainer.model.lora import PART
+from swarmtrain.trainer.checkpoint import whole
+from swarmtrain.trainer.checkpoint.whole import Base
+from swarmtrain.trainer.model import initial, preference
+from swarmtrain.trainer.model.beside import is_beside
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recompute, tensor
 from swarmtrain.trainer.parallel.data import Alone, Replicas
@@ -28,8 +29,8 @@ from swarmtrain.trainer.parallel.sharded import Fill, ShardedReplicas
 from swarmtrain.trainer.parallel.shards import Shards
 from swarmtrain.trainer.runtime import Runtime
 
-_TIED = "embedding.weight"
-"""The name that a tied weight goes by, wherever it is used."""
+EMBEDDING = "embedding.weight"
+"""The name that a tied weight goes by too, wherever it is used."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class ParallelModel:
     """Those that steps change; the others stay as they are."""
     size: int
     """Numbers in them."""
+    base: str | None
+    """The fingerprint of trainer.init_from."""
 
 
 def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
@@ -57,30 +60,35 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     be compiled and cannot be, and CheckpointError if trainer.init_from is not this model or cannot be read.
     """
     config, layout = here.config, mesh.build(here)
+    if config.trainer.preference_config:
+        model.preference = config.trainer.preference_config
+        preference.learn(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     tied = layout.pipe_size > 1 and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
     twin = tied and layout.pipe_rank > 0
     by_tensor = _take_part(model, config, layout)
     local = tensor.named_parameters(model)
     if twin:
-        local = {_TIED if name == "head.weight" else name: parameter for name, parameter in local.items()}
-        by_tensor = {_TIED if name == "head.weight" else name: how for name, how in by_tensor.items()}
+        local = {EMBEDDING if name == "head.weight" else name: parameter for name, parameter in local.items()}
+        by_tensor = {EMBEDDING if name == "head.weight" else name: how for name, how in by_tensor.items()}
     trained = trained_names(shapes, config)
     for name, parameter in local.items():
         parameter.requires_grad_(name in trained)
     names = {parameter: name for name, parameter in local.items()}
-    fill = partial(initial.fill, names=names, value=_values(model, config, layout, shapes, by_tensor), device=here.device)
-    replicas = _replicas(model, here, layout, fill, tied=list(local).index(_TIED) if tied else None)
+    if base := _base(here, shapes):
+        model.initial = partial(_begins, base, model.initial)
+    fill = partial(initial.fill, names=names, value=_values(model, layout, shapes, by_tensor, copied=base is not None), device=here.device)
+    replicas = _replicas(model, here, layout, fill, tied=list(local).index(EMBEDDING) if tied else None)
     half = config.transformer_architecture.precision is Precision.float16
     model.loss_chunk = None if half else config.trainer.loss_chunk_size
     if config.trainer.compile:
         compiled.blocks(model, here.device)
     pipe = layout.pipe_group if layout.pipe_size > 1 else None
     by_data = frozenset(local if _divided(config) else ())
-    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {_TIED} if twin else (), pipe)
+    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {EMBEDDING} if twin else (), pipe)
     size = sum(shape.numel() for shape in shapes.values())
     mine = dict(zip(local, replicas.parameters, strict=True))
-    return ParallelModel(layout, model, replicas, shards, mine, tuple(shapes), tuple(trained), size)
+    return ParallelModel(layout, model, replicas, shards, mine, tuple(shapes), tuple(trained), size, base.fingerprint if base else None)
 
 
 def trained_names(names: Iterable[str], config: Config) -> list[str]:
@@ -89,16 +97,21 @@ def trained_names(names: Iterable[str], config: Config) -> list[str]:
     Raises TrainingError if there are none, or a pipeline's stage has none: nothing would come back from it.
     """
     wanted, names = config.trainer.finetunable_parameters, list(names)
-    if wanted is None:
-        wanted = (re.escape(PART),) if config.transformer_architecture.lora_config else ("",)
-    found = [name for name in names if any(re.search(pattern, name) for pattern in wanted)]
+    if wanted is not None:
+        found = [name for name in names if any(re.search(pattern, name) for pattern in wanted)]
+    elif config.transformer_architecture.beside or config.trainer.finetunable_token_ids:
+        found = [name for name in names if is_beside(name)]
+    else:
+        found = names
+    if config.trainer.finetunable_token_ids:
+        found = [name for name in names if name in found or name == EMBEDDING]
     place = "config trainer.finetunable_parameters"
     if not found:
         raise TrainingError("matches no parameter", place=place, hint=f"they are named like {', '.join(names[:3])}")
     stages = cuts(config.topology, config.transformer_architecture)
     for number, layers in enumerate(stages if len(stages) > 1 else ()):
         own = [f"blocks.{layer}." for layer in layers]
-        tied = ["embedding."] if config.transformer_architecture.weight_tying else []
+        tied = ["embedding."] if config.transformer_architecture.tied else []
         own += ["embedding.", "positions."] if number == 0 else ["norm.", "head.", *tied] if number == len(stages) - 1 else []
         if not any(name.startswith(tuple(own)) for name in found):
             raise TrainingError(f"matches nothing in stage {number} of the pipeline", place=place, hint="train something in each of them")
@@ -116,24 +129,32 @@ def _take_part(model: Transformer, config: Config, layout: Mesh) -> dict[str, Pl
     return by_tensor
 
 
-def _values(
-    model: Transformer, config: Config, layout: Mesh, shapes: Mapping[str, torch.Size], by_tensor: Mapping[str, Placement]
-) -> Callable[[str], Tensor]:
-    """Return what gives this rank's part of a parameter, by its name in the undivided model, before the first step."""
-    precision = torch.float64 if config.transformer_architecture.precision is Precision.float64 else torch.float32
-    given, initial = config.trainer.init_from, model.initial
-    if given is not None:
-        known = {name: shape for name, shape in shapes.items() if PART not in name}
-        there = pretrained.load(given, config.transformer_architecture, known)
+def _base(here: Runtime, shapes: Mapping[str, torch.Size]) -> Base | None:
+    """Return trainer.init_from, if there is one. Raises CheckpointError."""
+    folder = here.config.trainer.init_from
+    if folder is None:
+        return None
+    known = {name: shape for name, shape in shapes.items() if not is_beside(name)}
+    return whole.base(folder, here.config.transformer_architecture, known, share=(here.rank, here.size))
 
-        def initial(name: str, size: torch.Size) -> Tensor:
-            return there(name, size) if name in known else model.initial(name, size)
+
+def _begins(base: Base, otherwise: Callable[[str, torch.Size], Tensor], name: str, size: torch.Size) -> Tensor:
+    return otherwise(name, size) if is_beside(name) else base.value(name, size)
+
+
+def _values(
+    model: Transformer, layout: Mesh, shapes: Mapping[str, torch.Size], by_tensor: Mapping[str, Placement], *, copied: bool
+) -> Callable[[str], Tensor]:
+    """Return what gives this rank's part of a parameter, by its name in the undivided model, before the first step.
+
+    `copied`: what the model begins with is no memory of its own, but a file's.
+    """
+    precision = torch.float64 if model.shape.precision is Precision.float64 else torch.float32
 
     def value(name: str) -> Tensor:
-        whole, how = initial(name, shapes[name]), by_tensor.get(name)
+        whole, how = model.initial(name, shapes[name]), by_tensor.get(name)
         mine = whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank] if isinstance(how, Shard) else whole
-        # What is no tensor's own memory, a file's or a larger tensor's, is copied.
-        return mine.to(precision, copy=mine is not whole or given is not None, memory_format=torch.contiguous_format)
+        return mine.to(precision, copy=mine is not whole or copied, memory_format=torch.contiguous_format)
 
     return value
 

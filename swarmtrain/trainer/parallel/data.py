@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swarmtrain.trainer.model.transformer import IGNORE
+from swarmtrain.trainer.model.targets import IGNORE
 from swarmtrain.trainer.parallel.mesh import Mesh
 
 
@@ -72,8 +72,8 @@ class Replicas:
         # of additions: a resumed run's first step would differ in the last bits from that of a run that was never
         # stopped. So there is one pass before the first, with nothing in it.
         length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
-        nothing = torch.zeros((1, length), dtype=torch.int64, device=device)
-        torch.autograd.backward(self(nothing, torch.full_like(nothing, IGNORE)))
+        nothing = torch.zeros((2, length), dtype=torch.int64, device=device)  # two samples, which may have to be a pair
+        torch.autograd.backward(self(nothing, torch.full_like(nothing, IGNORE)).sum())
         self._ddp.zero_grad()
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swarmtrain.trainer.model.transformer import IGNORE
+from swarmtrain.trainer.model.targets import IGNORE
 
 
 class VocabularyParallelLoss(nn.Module):
-    """The summed loss in nats, the same on all ranks of `group`, each of which has an equal part of the logits."""
+    """Each token's loss in nats, the same on all ranks of `group`, each of which has an equal part of the logits."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         counts = targets != IGNORE
         ctx.save_for_backward(weights.div_(sums[0][:, None]), rows, columns, here, counts)
-        return torch.where(counts, sums[0].log() - sums[1], 0).sum()
+        return torch.where(counts, sums[0].log() - sums[1], 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         probabilities, rows, columns, here, counts = ctx.saved_tensors
         gradients = torch.where(counts[:, None], probabilities, 0)
         gradients[rows, columns] -= here.to(gradients.dtype)
-        return gradients.mul_(gradient), None, None
+        return gradients.mul_(gradient[:, None]), None, None

@@ -13,7 +13,7 @@ backward pass: micro batches pass in both directions, and gathering for each of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,7 +27,8 @@ from swarmtrain.config.pipeline import cuts, on_schedule
 from swarmtrain.config.topology import TopologyConfig
 from swarmtrain.config.transformer_architecture import Precision, TransformerArchitectureConfig
 from swarmtrain.trainer.data.rows import Rows
-from swarmtrain.trainer.model.transformer import IGNORE, Transformer
+from swarmtrain.trainer.model.targets import IGNORE
+from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import recompute
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.sharded import Divided, Fill
@@ -36,6 +37,8 @@ Around = Callable[[int, int], AbstractContextManager[object]]
 """What a pass of a replica's micro batch, by its number there, through a stage, by its number, is made in."""
 Scaled = Callable[[Tensor], Tensor]
 """Makes of a summed loss what is differentiated."""
+_Differentiated = Callable[[Tensor, Tensor], Tensor]
+"""Makes that of what the last stage has made, and what it was to."""
 
 
 def cut(model: Transformer, config: Config, mesh: Mesh) -> None:
@@ -58,7 +61,8 @@ class Pipeline:
         self._mesh, self._device = mesh, device
         topology, shape = config.topology, config.transformer_architecture
         count, exact = on_schedule(topology, mesh.shares[mesh.data_rank]), shape.precision is Precision.float32
-        self._rows = count * topology.micro_batch, shape.sequence_length
+        rows = topology.micro_batch * config.data.rows
+        self._rows = count * rows
         places = list(enumerate(cuts(topology, shape)))[mesh.pipe_rank :: mesh.pipe_size]
         views = [_view(model, layers) for _, layers in places]
         self._state = Divided(model, views, config, mesh, divided, hold=True) if divided else _Copies(model, mesh, exact=exact, tied=tied)
@@ -66,7 +70,8 @@ class Pipeline:
         for view in views:
             recompute.stage(view, topology.activation_checkpointing_type)
         self._stages = [
-            _stage(view, index, topology, shape, mesh=mesh, device=device) for view, (index, _) in zip(views, places, strict=True)
+            _stage(view, index, topology, shape, rows=rows, mesh=mesh, device=device)
+            for view, (index, _) in zip(views, places, strict=True)
         ]
         for stage in self._stages:
             stage.copies = None if isinstance(self._state, Divided) else self._state
@@ -74,53 +79,74 @@ class Pipeline:
             self._schedule: Any = Schedule1F1B(self._stages[0], count, self._differentiated, scale_grads=False)
         else:
             self._schedule = ScheduleInterleaved1F1B(list(self._stages), count, self._differentiated, scale_grads=False)
-        self._scaled: Scaled = _unscaled
-        self._losses: list[Tensor] = []
+        self._makes: _Differentiated = _as_it_is
+        self._made: list[Tensor] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """What this rank keeps of each parameter, in the order of the model's."""
         return self._state.parameters
 
-    def step(self, rows: Rows, scaled: Scaled, forward: Around, backward: Around) -> Tensor:
+    def step(self, rows: Rows, scaled: Scaled, forward: Around, backward: Around, pulls: Tensor | None = None) -> Tensor:
         """Make the forward and backward passes of `rows`: this replica's in one step.
 
         Return their summed loss in fp64, zero on a rank without the last stage. Every rank then has the gradient of the
-        sum over all replicas, `scaled`.
+        sum over all replicas, `scaled`. `pulls`: of the vectors that the last stage makes of `rows`, the gradients of the loss.
         """
-        loss = self._run(self._schedule.step, rows, scaled, forward, backward)
+        if pulls is None:
+            made = self._run(self._schedule.step, rows, lambda loss, _: scaled(loss), (forward, backward))
+        else:
+            self._run(self._schedule.step, rows, lambda vectors, pull: scaled((vectors * pull).sum()), (forward, backward), pulls)
+            made = []
         self._state.take_gradients()
         if self._tied is not None and self._tied.grad is not None:
             self._tied.grad = _with_twin(self._tied.grad, self._mesh)
-        return loss
+        return self._summed(made)
 
     def evaluate(self, rows: Rows, forward: Around) -> Tensor:
         """Return the summed loss of `rows` in fp64, zero on a rank without the last stage."""
-        return self._run(self._schedule.eval, rows, _unscaled, forward, forward)
+        return self._summed(self._run(self._schedule.eval, rows, _as_it_is, (forward, forward)))
 
-    def _run(self, run: Callable[..., object], rows: Rows, scaled: Scaled, forward: Around, backward: Around) -> Tensor:
-        self._scaled, self._losses = scaled, []
+    def vectors(self, rows: Rows, forward: Around) -> Tensor | None:
+        """Return what the last stage makes of each of `rows`; None on a rank without it."""
+        made = self._run(self._schedule.eval, rows, _as_it_is, (forward, forward))
+        return torch.cat(made)[: len(rows.inputs)] if made else None
+
+    def _run(
+        self,
+        run: Callable[..., object],
+        rows: Rows,
+        makes: _Differentiated,
+        around: tuple[Around, Around],
+        wanted: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return what the last stage has made, if it is this rank's: of each micro batch."""
+        self._makes, self._made = makes, []
         for stage in self._stages:
-            stage.around_forward, stage.around_backward = forward, backward
+            stage.around_forward, stage.around_backward = around
         given = (self._filled(rows.inputs, 0),) if self._stages[0].is_first else ()
         named = {} if rows.documents is None else {"documents": self._filled(rows.documents, 0)}
         if self._stages[-1].is_last:
-            named["target"] = named["targets"] = self._filled(rows.targets, IGNORE)
+            named["targets"] = self._filled(rows.targets, IGNORE)
+            named["target"] = named["targets"] if wanted is None else self._filled(wanted, 0)
         try:
             run(*given, return_outputs=False, **named)
         except RuntimeError as error:  # torch tells of the stage and its arguments; what happened is the cause
             raise error.__cause__ or error from None
-        return torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.float64, device=self._device)
+        return self._made
+
+    def _summed(self, losses: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(losses)).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _filled(self, rows: Tensor, value: int) -> Tensor:
         """Return `rows` and as many empty samples as the schedule wants beside them."""
-        filled = torch.full(self._rows, value, dtype=rows.dtype, device=self._device)
+        filled = torch.full((self._rows, rows.shape[1]), value, dtype=rows.dtype, device=self._device)
         filled[: len(rows)] = rows
         return filled
 
-    def _differentiated(self, loss: Tensor, _targets: Tensor) -> Tensor:
-        self._losses.append(loss.detach())
-        return self._scaled(loss)
+    def _differentiated(self, made: Tensor, wanted: Tensor) -> Tensor:
+        self._made.append(made.detach())
+        return self._makes(made, wanted)
 
 
 class _Stage(PipelineStage):
@@ -203,8 +229,8 @@ class _Elsewhere(nn.Module):
         return hidden
 
 
-def _unscaled(loss: Tensor) -> Tensor:
-    return loss
+def _as_it_is(made: Tensor, _: Tensor) -> Tensor:
+    return made
 
 
 def _keep(model: Transformer, layers: Collection[int]) -> None:
@@ -232,13 +258,27 @@ def _view(model: Transformer, layers: Collection[int]) -> Transformer:
 
 
 def _stage(
-    part: Transformer, index: int, topology: TopologyConfig, shape: TransformerArchitectureConfig, *, mesh: Mesh, device: torch.device
+    part: Transformer,
+    index: int,
+    topology: TopologyConfig,
+    shape: TransformerArchitectureConfig,
+    *,
+    rows: int,
+    mesh: Mesh,
+    device: torch.device,
 ) -> _Stage:
-    """Return stage number `index`. What goes in and out is told rather than found out by a pass that nobody asked for."""
-    rows, length = topology.micro_batch, shape.sequence_length
+    """Return stage number `index`, for micro batches of so many `rows`.
+
+    What goes in and out is told rather than found out by a pass that nobody asked for.
+    """
+    length = shape.sequence_length
     tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
     between = length // topology.context_parallel_size // (topology.tensor if topology.sequence_parallel else 1)
-    hidden = torch.empty((rows, between, shape.hidden_size), dtype=next(part.parameters()).dtype, device="meta", requires_grad=True)
-    loss = torch.empty((), device="meta", requires_grad=True)
-    given, made = tokens if index == 0 else hidden, loss if index == topology.stages - 1 else hidden
+    seen = rows if part.preference is None else 2 * rows
+    hidden = torch.empty((seen, between, shape.hidden_size), dtype=next(part.parameters()).dtype, device="meta", requires_grad=True)
+    last = torch.empty((), device="meta", requires_grad=True)
+    if shape.embedding_size is not None:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        last = torch.empty((rows, shape.embedding_size), dtype=wide, device="meta", requires_grad=True)
+    given, made = tokens if index == 0 else hidden, last if index == topology.stages - 1 else hidden
     return _Stage(part, index, topology.stages, device, input_args=given, output_args=made, group=mesh.pipe_group)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from swarmtrain.config import Config
@@ -71,6 +71,7 @@ class ShardedReplicas:
         self.passes = max(mesh.shares)
         """Passes that every rank makes in a step, empty ones too: those of the others need its parts."""
         self._divided = Divided(model, [model], config, mesh, fill, hold=self._keep)
+        register_fsdp_forward_method(model, "last")
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""

@@ -40,6 +40,14 @@ class Shards:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, self._placements(name), run_check=False, shape=shape, stride=stride)
 
+    def rows(self, name: str) -> Tensor:
+        """Return which rows of the whole of parameter `name`, numbers (rows), this rank's part has."""
+        found = torch.arange(self.shapes[name][0])
+        for placement, count, place in zip(self._placements(name), self.mesh.shape, self.mesh.get_coordinate() or (), strict=True):
+            if placement == Shard(0):
+                found = ([*found.chunk(count)] + [found[:0]] * count)[place]
+        return found
+
     def counts_here(self, name: str) -> bool:
         """Say whether this rank counts its part of a parameter: of those that hold the same, one does."""
         if name in self.twins:

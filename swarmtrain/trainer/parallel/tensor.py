@@ -21,14 +21,18 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.attention import Attention
-from swarmtrain.trainer.model.lora import PART
+from swarmtrain.trainer.model.beside import ADAPTER, LORA
+from swarmtrain.trainer.model.embedding import EmbeddingHead
+from swarmtrain.trainer.model.lora import Lora
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.loss import VocabularyParallelLoss
 
+_BY_ROW = ("output", "down")
 _OF_HEADS = ("query_norm", "key_norm")
 _OF_PLACES = ("positions",)
-_AFTER_ROWS = ("output.b", "down.b")
-"""LoRA's second matrices beside layers that are divided by rows: each rank sees its own places, if sequences are divided."""
+_BETWEEN = ("output.b", "down.b", "narrow", "wide")
+"""What stands beside, where each rank sees its own places if sequences are divided: adapters, and LoRA's second matrices beside layers
+that are divided by rows."""
 
 
 class _Whole(nn.Module):
@@ -78,6 +82,8 @@ def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, 
                 parametrize.register_parametrization(module, kind, _Whole(mesh, placement), unsafe=True)
             elif parameter is not None and _seen_in_part(name, sequence=sequence):
                 parametrize.register_parametrization(module, kind, _Shared(mesh), unsafe=True)
+        if isinstance(module, Lora) and name.endswith(_BY_ROW):
+            module.dropout.first = mesh.get_local_rank() * module.a.in_features // mesh.size()
         if isinstance(module, Attention):
             module.first_head = mesh.get_local_rank() * (model.shape.num_attention_heads // mesh.size())
     if model.tied:
@@ -89,7 +95,8 @@ def shard(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> dict[str, 
 
 def _seen_in_part(name: str, *, sequence: bool) -> bool:
     """Return whether each rank sees only a part of what the parameters of module `name` are used for, and has all of them."""
-    return name.endswith(_OF_HEADS) or (sequence and (name.endswith(_OF_PLACES) or (PART in name and name.endswith(_AFTER_ROWS))))
+    of_places = name.endswith(_OF_PLACES) or ((LORA in name or ADAPTER in name) and name.endswith(_BETWEEN))
+    return name.endswith(_OF_HEADS) or (sequence and of_places)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -102,23 +109,30 @@ def _plan(model: Transformer, *, sequence: bool) -> dict[str, ParallelStyle]:
     by_row, by_column = RowwiseParallel(output_layouts=between), ColwiseParallel()
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between),
     }
+    if not isinstance(model.head, EmbeddingHead):
+        plan["head"] = ColwiseParallel(input_layouts=between)
+    elif sequence:
+        plan["head"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     for name, _ in model.named_modules():
         around, _, last = name.rpartition(".")
-        if PART in name:
-            by_rows = around.endswith(("output", "down"))
+        if LORA in name:
+            by_rows = around.endswith(_BY_ROW)
             if last == "a" and by_rows:
                 plan[name] = by_row
             elif last == "b" and not by_rows:
                 plan[name] = by_column
         elif last in ("query", "key", "value", "up", "gate"):
             plan[name] = by_column
-        elif last in ("output", "down"):
+        elif last in _BY_ROW:
             plan[name] = by_row
         elif sequence and last in ("attention_norm", "mlp_norm", "norm"):
             plan[name] = SequenceParallel()
         elif sequence and last in ("attention", "mlp"):
             plan[name] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     # What another stage of a pipeline holds is not here to be divided.
-    return {name: style for name, style in plan.items() if next(model.get_submodule(name).parameters(), None) is not None}
+    return {name: style for name, style in plan.items() if _is_here(model.get_submodule(name))}
+
+
+def _is_here(module: nn.Module) -> bool:
+    return isinstance(module, EmbeddingHead) or next(module.parameters(), None) is not None

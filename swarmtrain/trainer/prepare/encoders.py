@@ -135,6 +135,15 @@ class Tokenizer:
         return number
 
 
+def ends(encoder: Encoder) -> set[int]:
+    """Return the token that ends a text, if there is one."""
+    try:
+        token = end_token(encoder, None, own=True)
+    except TrainingError:
+        return set()
+    return set() if token is None else {token}
+
+
 def plain(encoder: Encoder, texts: Sequence[str]) -> list[Tokens]:
     """Return the tokens of each text, and nothing else."""
     if isinstance(encoder, Tokenizer):

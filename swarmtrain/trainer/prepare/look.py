@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
+from swarmtrain.trainer.data.memory_map import MemoryMap
 from swarmtrain.trainer.data.samples import Samples, open_data
+from swarmtrain.trainer.model.targets import IGNORE
 from swarmtrain.trainer.prepare import encoders
 
 _LONG = 160
 """Characters of a run that are shown, half of them from its end."""
+Words = npt.NDArray[np.str_]
+_WORDS = {1: ("loss   ", "no loss"), 0: ("counts ", "ignored")}
+"""Of what counts and what does not, by how much targets are shifted."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -23,37 +28,38 @@ def look(config: Config, count: int, tokenizer: str | None = None) -> Iterator[s
     """Yield the first `count` samples of training on `config`, some lines each. Raises SwarmtrainError."""
     data, _ = open_data(config)
     shape = config.transformer_architecture
-    decoders = {file.prefix: _decoder(file, tokenizer) for file in data.maps}
+    decoders = {file.prefix: _decoder(file, tokenizer) for file in data.files}
     for number, sample in enumerate(data.batch(0, count).ids.tolist()):
-        yield "\n".join(_sample(data, number, sample, decoders, reset=shape.reset_position_ids))
+        for part in (data, *data.beside):
+            yield "\n".join(_sample(part, number, sample, decoders, reset=shape.reset_position_ids))
 
 
 def _sample(data: Samples, number: int, sample: int, decoders: Mapping[Path, Decode], *, reset: bool) -> Iterator[str]:
     ids = np.array([sample])
     targets = data.load(ids).targets[0].numpy()
-    file, spans = data.spans(sample)
-    where = f"{int(spans.count.sum())} of {data.sequence_length} inputs, {data.targets(ids)} tokens count in the loss"
+    file, spans, shift = data.spans(sample)
+    own = int(np.count_nonzero(targets != IGNORE))
+    where = f"{int(spans.count.sum())} of {data.sequence_length} inputs, {own} tokens count in the {'loss' if shift else 'vector'}"
     yield f"sample {number}: number {sample} of the data, in {file.prefix}; {where}"
     order = np.argsort(spans.column)
     for column, start, size in zip(spans.column[order].tolist(), spans.start[order].tolist(), spans.count[order].tolist(), strict=True):
-        counts = np.concatenate([[False], targets[column : column + size] >= 0])
-        yield from _span(file, column, start, counts, decoders[file.prefix], reset=reset)
+        counts = np.concatenate([[False] * shift, targets[column : column + size] != IGNORE])
+        yield from _span(file, column, start, np.where(counts, *_WORDS[shift]), decoders[file.prefix], reset=reset)
 
 
-def _span(file: MemoryMap, column: int, start: int, counts: Ids, decode: Decode, *, reset: bool) -> Iterator[str]:
-    """Yield a line for each run of tokens, of one document, that all count, or do not.
+def _span(file: MemoryMap, column: int, start: int, words: Words, decode: Decode, *, reset: bool) -> Iterator[str]:
+    """Yield a line for each run of tokens, of one document, of which the same is to be said.
 
-    `counts` is for one token more than there are inputs: the last is only a target.
+    `words` has that of as many tokens more than there are inputs as targets are shifted by: the last is only a target.
     """
-    tokens = file.tokens[start : start + len(counts)]
+    tokens = file.tokens[start : start + len(words)]
     documents = file.document_at(np.arange(start, start + len(tokens), dtype=np.int64))
-    changes = np.flatnonzero((np.diff(documents) != 0) | (np.diff(counts) != 0)) + 1
+    changes = np.flatnonzero((np.diff(documents) != 0) | (words[1:] != words[:-1])) + 1
     for first, end in zip([0, *changes.tolist()], [*changes.tolist(), len(tokens)], strict=True):
         position = first - int(np.searchsorted(documents, documents[first])) if reset else column + first
         boundary = " begins" if int(file.documents[documents[first], 0]) == start + first else ""
-        loss = "loss   " if counts[first] else "no loss"
         told = f"tokens {column + first}-{column + end - 1}, positions {position}-{position + end - first - 1}"
-        yield f"  {loss} {told}, document {documents[first]}{boundary}: {_short(decode(tokens[first:end].tolist()))}"
+        yield f"  {words[first]} {told}, document {documents[first]}{boundary}: {_short(decode(tokens[first:end].tolist()))}"
 
 
 def _decoder(file: MemoryMap, tokenizer: str | None) -> Decode:

@@ -9,9 +9,13 @@ _OFTEN, _SELDOM = 0.5, 10.0
 
 
 class Progress:
-    """Tells bytes done of `total`, how fast, and how long it will take yet. `done` of them were there before."""
+    """Tells how much is done of `total` bytes, or whatever `of` says, how fast, and how long it will take yet.
 
-    def __init__(self, unit: str, total: int, *, done: int = 0, verb: str = "") -> None:
+    `done` of them were there before.
+    """
+
+    def __init__(self, unit: str, total: int, *, done: int = 0, verb: str = "", of: str = "") -> None:
+        self._of = f"M {of}" if of else "MB"
         self._unit, self._total, self._before, self._done, self._verb = unit, total, done, done, verb
         self._count = 0
         self._begun = self._last = time.monotonic()
@@ -39,8 +43,8 @@ class Progress:
         speed = (self._done - self._before) / max(now - self._begun, 1e-9)
         left = f"{_duration((self._total - self._done) / speed)} left" if speed else "no estimate yet"
         counted = f", {self._count / (now - self._begun):,.0f} {self._unit}/s" if self._unit else ""
-        done = f"{self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB ({self._done / max(self._total, 1):.0%})"
-        return f"{self._verb} {done}, {speed / 1e6:,.1f} MB/s{counted}, {left}".strip()
+        done = f"{self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} {self._of} ({self._done / max(self._total, 1):.0%})"
+        return f"{self._verb} {done}, {speed / 1e6:,.1f} {self._of}/s{counted}, {left}".strip()
 
 
 def _duration(seconds: float) -> str:

@@ -4,5 +4,8 @@ source     a model, wherever it lies
 cache      keys and values of tokens that have been seen
 generate   tokens after tokens
 text       tokens as text, as they come
-sample, evaluate   the verbs
+shared     a model that several ranks share
+harness    lm-evaluation-harness asks, a model answers
+meanwhile  text while it is trained
+sample, embed, evaluate   the verbs
 """

@@ -7,10 +7,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.prepare.encoders import Encoder
 from swarmtrain.trainer.runtime import derived_seed
 from swarmtrain.trainer.use.cache import Seen, cached
 
@@ -31,6 +34,30 @@ class How:
     seed: int = 0
 
 
+def encoded(encoder: Encoder, text: str, longest: int, place: str) -> list[int]:
+    """Return the tokens of a prompt. Raises TrainingError if there are none, or `longest` and more."""
+    [found] = encoder.encode([text], special=True)
+    if not len(found.tokens):
+        raise TrainingError("a prompt holds nothing", place=place, hint="one character will do")
+    if len(found.tokens) >= longest:
+        reason = f"a prompt has {len(found.tokens)} tokens, and the model was made for {longest} at most"
+        raise TrainingError(reason, place=place, hint="shorten it")
+    return [int(token) for token in found.tokens]
+
+
+def of_all(group: dist.ProcessGroup) -> Whole:
+    """Return what puts the logits (batch, vocabulary) together of which each rank of `group` has a part."""
+
+    def together(logits: Tensor) -> Tensor:
+        if group.size() == 1:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(parts, logits.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    return together
+
+
 @torch.no_grad()
 def generate(
     model: Transformer,
@@ -48,6 +75,7 @@ def generate(
     One ends with a token of `ends`, which is not given, or when `done` says so of its number. No sequence gets longer than the
     model's `sequence_length`. Prompts of several lengths are filled up in front, with a document that they do not see: the model's
     `shape` must tell documents apart. What is drawn for a prompt depends on its number and `how.seed`, not on the others.
+    Raises TrainingError if what the model gives is no number.
     """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
@@ -62,6 +90,8 @@ def generate(
     with cached(model, longest + max(rooms)) if cache else nullcontext(Seen()) as seen:
         for made in range(1, max(rooms) + 1):
             logits = whole(model.last(tokens, documents)).float().cpu()
+            if not logits.isfinite().all():
+                raise TrainingError("the model gives what is no number", place="sample", hint="an earlier checkpoint may be sound")
             seen.count = tokens.shape[1]
             drawn = [_drawn(row, how, generator) for row, generator in zip(logits, generators, strict=True)]
             ended = [over or token in ends for over, token in zip(ended, drawn, strict=True)]
@@ -79,7 +109,7 @@ def _drawn(logits: Tensor, how: How, generator: torch.Generator) -> int:
     """Return a token drawn by its `logits` (vocabulary)."""
     if not how.temperature:
         return int(logits.argmax())
-    ordered, tokens = (logits / how.temperature).sort(descending=True, stable=True)
+    ordered, tokens = ((logits - logits.max()) / how.temperature).sort(descending=True, stable=True)
     if how.top_k:
         ordered = ordered[: how.top_k]
     chances = ordered.softmax(0)

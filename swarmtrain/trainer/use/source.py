@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from swarmtrain.config import huggingface
+from swarmtrain.config import Config, huggingface
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, TrainingError
 from swarmtrain.trainer.checkpoint import whole
@@ -36,21 +37,33 @@ class Source:
     value: Callable[[str, torch.Size], Tensor]
     tokenizers: tuple[str, ...]
     """What may be its tokenizer, the likeliest first: paths, or BYTES."""
+    end: int | None = None
+    """The token after each text that it was trained on; None if there was none, or it is not known."""
 
     def encoder(self, name: str | None) -> Encoder:
         """Return the tokenizer `name`, or else its own. Raises TrainingError if there is none, or it is of another vocabulary."""
-        names = (name,) if name else self.tokenizers
-        if not names:
-            raise TrainingError("does not say how its tokens were made", place=str(self.place), hint="--tokenizer names its tokenizer.json")
-        encoder = encoders.opened(names[0])
-        if encoder.size > self.shape.vocab_size:
-            reason = f"has {encoder.size} tokens, and the model has {self.shape.vocab_size}"
-            raise TrainingError(reason, place=f"tokenizer {encoder.name}", hint="--tokenizer names the one that its data was made with")
-        return encoder
+        return encoder((name,) if name else self.tokenizers, self.shape, str(self.place), "--tokenizer")
 
 
-def opened(path: Path) -> Source:
-    """Return the model at `path`. Raises CheckpointError if there is none, or it cannot be read."""
+def encoder(names: Sequence[str], shape: TransformerArchitectureConfig, place: str, option: str) -> Encoder:
+    """Return the first of `names`, tokenizers, which is told by `option`, for the model at `place`.
+
+    Raises TrainingError if there is none, or it is of another vocabulary.
+    """
+    if not names:
+        raise TrainingError("does not say how its tokens were made", place=place, hint=f"{option} names its tokenizer.json")
+    found = encoders.opened(names[0])
+    if found.size > shape.vocab_size:
+        reason = f"has {found.size} tokens, and the model has {shape.vocab_size}"
+        raise TrainingError(reason, place=f"tokenizer {found.name}", hint=f"{option} names the one that its data was made with")
+    return found
+
+
+def opened(path: Path, base: Path | None = None) -> Source:
+    """Return the model at `path`. `base`: where the one is that it stands beside, if it has moved.
+
+    Raises CheckpointError if there is none, or it cannot be read.
+    """
     if (path / pretrained.CONFIG).exists():
         shape = huggingface.architecture(pretrained.read_json(path / pretrained.CONFIG), str(path / pretrained.CONFIG))
         sizes = {name: parameter.shape for name, parameter in Transformer(shape, 0).named_parameters()}
@@ -59,16 +72,23 @@ def opened(path: Path) -> Source:
         return Source(path, None, shape, pretrained.load(path, shape, sizes), names)
     if not path.is_dir():
         raise CheckpointError("is no folder", place=str(path), hint="name a run's save_dir, a checkpoint, or a folder with a config.json")
-    found = whole.find(path)
+    found = whole.find(path, base)
     config = found.config
+    return Source(found.path, found.content.step, config.transformer_architecture, found.parameter, tokenizers(config), _end(config))
+
+
+def tokenizers(config: Config) -> tuple[str, ...]:
+    """Return what may be the tokenizer of a config's data, the likeliest first: paths, or BYTES."""
     told = [name for prefix in config.data.data_prefixes if (name := _prepared_with(prefix))]
-    return Source(
-        found.path,
-        found.content.step,
-        config.transformer_architecture,
-        found.parameter,
-        (*told, *_of_bytes(config.transformer_architecture)),
-    )
+    return (*told, *_of_bytes(config.transformer_architecture))
+
+
+def _end(config: Config) -> int | None:
+    for prefix in config.data.data_prefixes[:1]:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            token = json.loads(formats.path(prefix, "meta.json").read_text())["prepared"]["end_token"]
+            return None if token is None else int(token)
+    return None
 
 
 def _of_bytes(shape: TransformerArchitectureConfig) -> tuple[str, ...]:

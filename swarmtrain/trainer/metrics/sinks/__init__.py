@@ -1,6 +1,7 @@
 """Where a run's numbers go: metrics.jsonl, metrics.csv, TensorBoard, W&B, a trial of Determined; any of them together.
 
-A sink takes lines, each a mapping of names to numbers with its step under `step`. It is opened anew in each world, and no
+A sink takes lines, each a mapping of names to numbers with its step under `step`; or what the model made of
+prompts (see texts.py). It is opened anew in each world, and no
 step stands in it twice: it forgets what an earlier world has told it of the step that this one goes on after and of later
 ones, and is given that step again as metrics.jsonl has it. So what a world could tell to one sink and no more to another
 is in both.
@@ -22,7 +23,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 
 class Sink(Protocol):
-    """Takes numbers. What becomes of the place to which it takes them never stops training: it raises nothing once it is open."""
+    """Takes numbers, and samples. What becomes of where it takes them never stops training: it raises nothing once it is open."""
 
     def write(self, values: dict[str, Any]) -> None:
         """Take `values`, one of which is `step`. A value of None is one that is no number."""

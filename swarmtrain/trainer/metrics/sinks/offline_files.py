@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+_BLOCK, _HEAD = 1 << 15, 7
+"""Bytes of a block and of a record's head, in the format of LevelDB's log."""
+
 
 def cut_off(folder: Path, run: str, step: int) -> int | None:
     """End the files of `run` in `folder` before `step`: what they have from there on is made and told again.
@@ -17,10 +20,16 @@ def cut_off(folder: Path, run: str, step: int) -> int | None:
         reached = max(last, -1 if reached is None else reached)
         aside = path.with_name(f".{path.name}")
         with path.open("rb") as file:
-            aside.write_bytes(file.read(end))
+            aside.write_bytes(file.read(end) + bytes(_filling(end)))
         # By rename: the process that W&B keeps beside a rank may outlive it, and go on writing into a file that nobody sees.
         aside.replace(path)
     return reached
+
+
+def _filling(end: int) -> int:
+    """Return the zeros that a file of W&B's has after its byte `end`: a block's rest where no record's head has room."""
+    rest = -end % _BLOCK
+    return rest if rest < _HEAD else 0
 
 
 def _whole(path: Path, step: int) -> tuple[int, int]:

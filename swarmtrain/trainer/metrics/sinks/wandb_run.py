@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from swarmtrain.config.files import reason
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.metrics.sinks import offline_files
 from swarmtrain.trainer.metrics.sinks.past import Past
+from swarmtrain.trainer.metrics.sinks.texts import NAME, Sample, texts
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
@@ -79,7 +81,14 @@ class WandbRun:
         """Report `values`, one of which is `step`."""
         if values["step"] >= self._step:
             self._step = values["step"]
+            if samples := texts(values):
+                values = {**values, NAME: self._table(samples)}
             self._try("log", values, self._step)
+
+    def _table(self, samples: Sequence[Sample]) -> Any:
+        import wandb
+
+        return wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
 
     def close(self) -> None:
         """Send what is left, for at most half a minute; the rest is on disk."""

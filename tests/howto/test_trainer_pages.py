@@ -1,0 +1,25 @@
+"""The pages on models and on fine-tuning, which need torch and no lab."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import page
+import pytest
+from conftest import OpenShell
+from reader import Reader
+
+pytest.importorskip("torch")
+
+
+def test_fine_tune(installed: dict[str, str], open_shell: OpenShell, trainer_folder: Path) -> None:
+    Reader([open_shell(trainer_folder, installed)]).follow(page.read("docs/how-to/fine-tune.md"))
+    tokens = trainer_folder / "tokens"
+    assert (tokens / "chats.mask.bin").stat().st_size == (tokens / "chats.bin").stat().st_size
+
+
+def test_models(installed: dict[str, str], open_shell: OpenShell, trainer_folder: Path, tmp_path: Path) -> None:
+    Reader([open_shell(trainer_folder, installed)]).follow(page.read("docs/how-to/models.md"))
+    shown = (tmp_path / "shells" / "0.txt").read_text()
+    assert "UNEXPECTED" not in shown
+    assert "MISSING" not in shown

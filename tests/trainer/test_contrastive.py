@@ -1,0 +1,311 @@
+"""Learning which texts belong together: the loss is of all texts of a global batch at once, however it is divided."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from pydantic import ValidationError
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+from torch.nn import functional
+from worlds import changed, gradient_norms, held_out, losses, manifest, train
+
+from swarmtrain.config import Config
+from swarmtrain.config.contrastive import ContrastiveConfig
+from swarmtrain.config.transformer_architecture import EmbeddingHeadConfig, Pooling, TransformerArchitectureConfig
+from swarmtrain.errors import ForeignCheckpoint, TrainingError
+from swarmtrain.trainer.checkpoint import whole
+from swarmtrain.trainer.data import memory_map
+from swarmtrain.trainer.data.samples import Samples, open_data
+from swarmtrain.trainer.huggingface.export import export
+from swarmtrain.trainer.model.embedding import EmbeddingHead
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.contrast import contrast
+from swarmtrain.trainer.prepare import encoders
+from swarmtrain.trainer.prepare.look import look
+from swarmtrain.trainer.prepare.shapes import Completions
+from swarmtrain.trainer.prepare.shards import Document
+from swarmtrain.trainer.prepare.sources import Record
+from swarmtrain.trainer.use import evaluate, source
+from swarmtrain.trainer.use.embed import embedded
+from swarmtrain.trainer.use.shared import ready
+
+TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
+    "data": ({}, 2),
+    "unequal shares": ({}, 4),
+    "tensor": ({"model_parallel_size": 2}, 2),
+    "tensor and sequence": ({"model_parallel_size": 2, "sequence_parallel": True}, 2),
+    "pipe": ({"pipe_parallel_size": 2}, 2),
+    "data, pipe": ({"pipe_parallel_size": 2}, 4),
+    "fsdp": ({"data_parallel_type": "fsdp", "activation_checkpointing_type": "every_layer"}, 2),
+    "fsdp, pipe": ({"data_parallel_type": "fsdp", "pipe_parallel_size": 2}, 4),
+}
+STEPS = 6
+
+
+def texts(folder: Path, name: str, count: int) -> None:
+    """Write `count` queries, the answer to each, of tokens that go with its own, and two texts of any tokens that are none.
+
+    A query begins with two tokens, the same for all, which do not count.
+    """
+    random = np.random.default_rng(count)
+    about = [random.choice(60, size=random.integers(3, 7), replace=False) for _ in range(count)]
+    queries = [np.concatenate([[61, 62], tokens]) for tokens in about]
+    kinds = {
+        "answers": [random.permutation(59 - np.repeat(tokens, 2)) for tokens in about],
+        "wrong": [random.integers(0, 60, size=8) for _ in about],
+        "wronger": [random.integers(0, 60, size=random.integers(1, 9)) for _ in about],
+    }
+    for kind, documents in kinds.items():
+        memory_map.write(folder / f"{name}-{kind}", documents, "uint8")
+    memory_map.write(folder / f"{name}-queries", queries, "uint8", {"loss_mask": True})
+    mask = np.concatenate([np.repeat([0, 1], [2, len(query) - 2]) for query in queries])
+    (folder / f"{name}-queries.mask.bin").write_bytes(mask.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(scope="module")
+def base(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("texts")
+    data: dict[str, Any] = {}
+    for name, validation, count in (("train", "", 120), ("held-out", "validation_", 24)):
+        texts(folder, name, count)
+        data[f"{validation}data_prefixes"] = [str(folder / f"{name}-queries")]
+        data[f"{validation}positive_prefixes"] = [str(folder / f"{name}-answers")]
+        data[f"{validation}negative_prefixes"] = [str(folder / f"{name}-{kind}") for kind in ("wrong", "wronger")]
+    shape = {"embedding_head_config": {"proj_layers": [48, 24]}, "sequence_length": 16, "dropout_after_mlp": 0.1}
+    trainer = {"train_iterations": STEPS, "contrastive_config": {}, "eval_iterations": 2}
+    schedule = {"learning_rate": 2e-3, "learning_rate_warmup_steps": 1, "learning_rate_decay_iters": STEPS}
+    return changed(config, data=data, transformer_architecture=shape, trainer=trainer, learning_rate_scheduler=schedule)
+
+
+@pytest.fixture(scope="module")
+def alone(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, base)
+    return folder
+
+
+def by_hand(model: Transformer, data: Samples, ids: Any, *, scale: float = 20.0, one_sided: bool = False) -> Tensor:
+    """Return the mean loss of samples in one pass, by the model's own hidden states and cosines."""
+    rows, shape = data.load(ids), model.shape
+    hidden = model._hidden(rows.inputs, shape.sequence_length, None, None)
+    counts = (rows.targets != -1) * torch.arange(1, shape.sequence_length + 1)
+    pooled = (hidden * counts[:, :, None]).sum(1) / counts.sum(1, keepdim=True)
+    for number, layer in enumerate(model.head.projections if isinstance(model.head, EmbeddingHead) else ()):
+        pooled = layer(functional.gelu(pooled) if number else pooled)
+    query, answer, *wrong = pooled.view(len(ids), 4, -1).unbind(1)
+    others = torch.cat([answer, *wrong]) if not one_sided else torch.cat([answer, *wrong]).detach()
+    cosines = functional.cosine_similarity(query[:, None], others[None], dim=2)
+    return -(scale * cosines).log_softmax(1).diagonal().mean()
+
+
+def model_of(found: whole.Whole) -> Transformer:
+    made = Transformer(found.config.transformer_architecture, 0)
+    made.initial = found.parameter
+    return made.fill().eval()
+
+
+@torch.no_grad()
+def test_held_out_it_is_that_of_whole_batches(base: dict[str, Any], alone: Path) -> None:
+    told = held_out(alone)
+    assert told[STEPS] < told[0] - 0.05
+    _, data = open_data(Config.from_json(json.dumps(base)))
+    assert data
+    model = model_of(whole.find(alone / "run"))
+    batches = [data.batch(first, 12).ids for first in (0, 12)]
+    assert told[STEPS] == pytest.approx(np.mean([float(by_hand(model, data, ids)) for ids in batches]), rel=1e-5)
+    assert "head.weight" not in {name.removeprefix("model/") for name in manifest(alone, STEPS)["tensors"]}
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_a_step_goes_where_one_pass_over_the_whole_batch_would(base: dict[str, Any], one_sided: bool, tmp_path: Path) -> None:
+    own = changed(base, transformer_architecture={"dropout_after_mlp": 0.0})
+    own["trainer"] |= {"train_iterations": 1, "contrastive_config": {"scale": 7.0, "query_side_only": one_sided}}
+    told = train(tmp_path, own, 2)
+    config = Config.from_json(json.dumps(own))
+    data, _ = open_data(config)
+    model = Transformer(config.transformer_architecture, config.trainer.seed).fill()
+    loss = by_hand(model, data, data.batch(0, 12).ids, scale=7.0, one_sided=one_sided)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's own is not typed
+    assert told[1] == pytest.approx(loss.item(), rel=1e-5)
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
+    assert gradient_norms(tmp_path)[1] == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_divided_it_learns_the_same(base: dict[str, Any], alone: Path, name: str, tmp_path: Path) -> None:
+    topology, size = TOPOLOGIES[name]
+    found = train(tmp_path, changed(base, topology=topology), size)
+    assert found == pytest.approx(losses(alone), rel=1e-5)
+    assert held_out(tmp_path) == pytest.approx(held_out(alone), rel=1e-5)
+
+
+def test_the_micro_batch_changes_nothing(base: dict[str, Any], alone: Path, tmp_path: Path) -> None:
+    assert train(tmp_path, changed(base, topology={"micro_batch_size": 12})) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_a_replica_that_gets_nothing_takes_part(base: dict[str, Any], tmp_path: Path) -> None:
+    few = changed(base, topology={"global_batch_size": 4}, trainer={"train_iterations": 3})
+    one, three = (train(tmp_path / str(size), few, size) for size in (1, 3))
+    assert three == pytest.approx(one, rel=1e-5)
+
+
+def test_stages_that_take_turns(base: dict[str, Any], tmp_path: Path) -> None:
+    deep = changed(base, transformer_architecture={"num_layers": 4}, trainer={"train_iterations": 3})
+    turns = changed(deep, topology={"pipe_parallel_size": 2, "pipe_stages_per_rank": 2})
+    assert train(tmp_path / "turns", turns, 2) == pytest.approx(train(tmp_path / "one", deep), rel=1e-5)
+
+
+def test_it_goes_on_in_another_topology(base: dict[str, Any], alone: Path, tmp_path: Path) -> None:
+    train(tmp_path, changed(base, trainer={"train_iterations": 2}), 2)
+    train(tmp_path, changed(base, topology={"pipe_parallel_size": 2}), 2)
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_what_it_is_worth_is_what_training_said(base: dict[str, Any], alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"config": json.dumps(base), "model": str(alone / "run"), "tasks": [], "json": False}
+    assert evaluate.main(asked) == 0
+    assert f"held-out loss {held_out(alone)[STEPS]:.4f} nats per query, over 24 samples" in capsys.readouterr().out
+
+
+def test_a_model_that_speaks_is_tuned_to_find(config: dict[str, Any], base: dict[str, Any], alone: Path, tmp_path: Path) -> None:
+    """Its head goes, of which it may have one of its own, and what is new begins with noise."""
+    untied = {"weight_tying": False, "sequence_length": 16, "norm_type": "rms", "mlp_type": "swiglu"}
+    train(tmp_path / "first", changed(config, trainer={"train_iterations": 2}, transformer_architecture=untied))
+    export(tmp_path / "first" / "run", tmp_path / "theirs", dtype=None, shard_bytes=10**9)
+    own = changed(base, trainer={"save_frozen_parameters": False}, transformer_architecture={**untied, "lora_config": {"rank": 2}})
+    begun = {"1": "first/run/step-00000002", "2": "first/run/step-00000002", "their": "theirs"}
+    told = {
+        size: train(tmp_path / size, changed(own, trainer={"init_from": str(tmp_path / begins)}), 2 if size == "2" else 1)
+        for size, begins in begun.items()
+    }
+    assert told["2"] == pytest.approx(told["1"], rel=1e-5)
+    assert told["their"] == told["1"]
+    kept = {name.removeprefix("model/") for name in manifest(tmp_path / "1", STEPS)["tensors"] if name.startswith("model/")}
+    assert {name for name in kept if ".lora." not in name} == {
+        f"head.projections.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")
+    }
+    found = whole.find(alone / "run")
+    with pytest.raises(ForeignCheckpoint, match="has embedding_head_config of its own"):
+        whole.base(found.path, found.config.transformer_architecture, {})
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_what_a_vector_is_made_of(pooling: Pooling) -> None:
+    head = EmbeddingHead(TransformerArchitectureConfig(hidden_size=8), EmbeddingHeadConfig(pooling=pooling))
+    hidden, targets = torch.randn(3, 5, 8), torch.tensor([[-1, 4, 4, -1, -1], [4, 4, 4, 4, 4], [-1] * 5])
+    wanted = {
+        Pooling.mean: [hidden[0, 1:3].mean(0), hidden[1].mean(0)],
+        Pooling.weighted_mean: [(2 * hidden[0, 1] + 3 * hidden[0, 2]) / 5, torch.arange(1.0, 6) @ hidden[1] / 15],
+        Pooling.last_token: [hidden[0, 2], hidden[1, 4]],
+    }[pooling]
+    found = head(hidden, targets=targets)
+    assert torch.allclose(found[:2], functional.normalize(torch.stack(wanted), dim=1), atol=1e-6)
+    assert torch.equal(found[2], torch.zeros(8)), "of nothing"
+    narrow = head(hidden.bfloat16(), targets=targets)
+    assert narrow.dtype is torch.float32
+
+
+def test_samples_are_whole_texts_with_what_goes_with_them(base: dict[str, Any]) -> None:
+    data, _ = open_data(Config.from_json(json.dumps(base)))
+    assert (len(data), data.rows, len(data.files)) == (120, 4, 4)
+    rows = data.load(np.array([3, 7]))
+    query, answer = rows.inputs[4].tolist(), rows.inputs[5].tolist()
+    count = query.index(0, 2) if 0 in query[2:] else len(query)
+    assert query[:2] == [61, 62]
+    assert rows.targets[4, :2].tolist() == [-1, -1], "what all queries begin with does not count"
+    assert rows.targets[4, 2:count].tolist() == query[2:count], "each token counts itself, the last too"
+    assert {59 - token for token in query[2:count]} <= set(answer)
+    told = list(look(Config.from_json(json.dumps(base)), 1))
+    assert len(told) == 4
+    assert "tokens count in the vector" in told[0]
+    assert ["ignored" in told[0], "counts " in told[0], "ignored" in told[1]] == [True, True, False]
+
+
+@torch.no_grad()
+def test_vectors_of_texts_are_those_of_training(base: dict[str, Any], alone: Path) -> None:
+    _, data = open_data(Config.from_json(json.dumps(base)))
+    assert data
+    model, rows = model_of(whole.find(alone / "run")), data.load(np.arange(6))
+    wanted = model(rows.inputs, rows.targets)
+    lengths = [int((row != -1).nonzero().max()) + 1 for row in rows.targets]
+    documents = [
+        Document(tokens[:length].numpy().astype(np.uint32), (targets[:length] != -1).numpy())
+        for tokens, targets, length in zip(rows.inputs, rows.targets, lengths, strict=True)
+    ]
+    assert len(set(lengths)) > 3
+    for batch in (1, 5, 100):
+        assert torch.allclose(embedded(model, documents, batch, torch.device("cpu")), wanted, atol=1e-6)
+    longer = Document(np.concatenate([documents[0].tokens, np.zeros(99, np.uint32)])[:99])
+    assert embedded(model, [longer], 1, torch.device("cpu")).norm() == pytest.approx(1, abs=1e-5), "cut off"
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+@torch.no_grad()
+def test_exported_they_make_the_same_vectors(base: dict[str, Any], pooling: Pooling, tmp_path: Path) -> None:
+    head = {"pooling": pooling, "proj_layers": [48, 24]}
+    shape = {"norm_type": "rms", "mlp_type": "swiglu", "lora_config": {}, "embedding_head_config": head}
+    train(tmp_path, changed(base, transformer_architecture=shape, trainer={"train_iterations": 2}))
+    words = {f"w{number}": number for number in range(62)} | {"<instruction>": 62, "<end>": 63}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))  # noqa: S106  # no secret
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    export(tmp_path / "run", tmp_path / "out", dtype=None, shard_bytes=10**9, tokenizer=tmp_path / "tokenizer.json")
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    texts = ["w1 w2 w3 w4", "w9", "w5 w5 w6 w7 w8 w9 w9 w9 w1"]
+    model = model_of(whole.find(tmp_path / "run"))
+    for before in ("", "<instruction> w3 "):
+        shaper = Completions(encoders.opened(str(tmp_path / "tokenizer.json")), "before", "text", None)
+        documents = shaper.documents([Record(0, {"before": before, "text": text}) for text in texts])
+        wanted = embedded(model, documents, 8, torch.device("cpu")).numpy()
+        assert theirs.encode(texts, prompt=before) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_model_is_for_one_of_the_two(base: dict[str, Any], alone: Path) -> None:
+    model = source.opened(alone / "run")
+    with pytest.raises(TrainingError, match="makes vectors of texts, and no text"), ready(model):
+        pass
+    with (
+        pytest.raises(TrainingError, match="makes no vectors"),
+        ready(replace(model, shape=model.shape.model_copy(update={"embedding_head_config": None})), vectors=True),
+    ):
+        pass
+
+
+def test_what_does_not_go_together_is_refused(base: dict[str, Any]) -> None:
+    def refused(reason: str, **sections: dict[str, Any]) -> None:
+        with pytest.raises(ValidationError, match=reason):
+            Config.from_json(json.dumps(changed(base, **sections)))
+
+    refused("is set, and data.positive_prefixes is not", data={name: [] for name in base["data"] if "tive" in name})
+    refused("is set, and transformer_architecture.embedding_head_config is not", transformer_architecture={"embedding_head_config": None})
+    refused("is null, and data.positive_prefixes is set", trainer={"contrastive_config": None})
+    refused("are 3 for 1", data={"positive_prefixes": ["a", "b", "c"]})
+    refused("are 1 for each, and negative_prefixes 2", data={"validation_negative_prefixes": ["a"]})
+    refused("are missing, and there are negative_prefixes", data={"validation_negative_prefixes": []})
+    refused("are beside positive_prefixes", data={"positive_prefixes": []})
+    refused("for two ways to learn", data={"rejected_prefixes": ["a"]})
+    refused("is made of all of a text", topology={"context_parallel_size": 2})
+    refused("goes on from a text", trainer={"sampling_config": {"prompts": ["a"]}})
+
+
+def test_alone_it_is_compared_with_what_is_wrong_for_it(tmp_path: Path) -> None:
+    """A batch of one sample: of its own two texts the first is right."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mine = functional.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), dim=1)
+        found = contrast(mine, ContrastiveConfig(scale=1.0), rows=3, first=0, samples=1, group=torch.distributed.group.WORLD)
+        assert float(found.loss) == pytest.approx(float(torch.tensor([0.0, 0.5**0.5]).logsumexp(0)))
+        assert found.pulls[0, 1] < 0 < found.pulls[2, 0], "nearer to the one, and the other away from it"
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,136 @@
+"""A model under lm-evaluation-harness: its interface asks, and what is answered is what the model's own logits say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_use import GATED, measured
+from worlds import World, changed, train
+
+from swarmtrain.errors import EXIT_ERROR
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.use import evaluate, source
+
+CHOICES = [("n 0123", ["4", "x"]), ("abc", ["def", "zzz", "q"]), ("n 9 8 7", [" six", " one"]), ("", ["a", "b"])]
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+"""
+MULTIPLE = """\
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+target_delimiter: ""
+"""
+ROLLING = """\
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{context}}"
+metric_list: [{metric: byte_perplexity}]
+"""
+GENERATED = """\
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{said}}"
+generation_kwargs: {until: ["~"], max_gen_toks: 6, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _offline(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trained")
+    own = changed(config, trainer={"train_iterations": 4}, transformer_architecture=GATED)
+    train(folder, own)
+    return folder, own
+
+
+def write(folder: Path, name: str, task: str, rows: list[dict[str, Any]]) -> None:
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + task)
+
+
+def judged(folder: Path, question: dict[str, Any], size: int) -> dict[str, Any]:
+    folder.mkdir()
+    (folder / "asked.json").write_text(json.dumps(question))
+    world = World(folder, {}, size, script="judged")
+    assert world.wait() == [0] * size, world.log()
+    last = next(line for line in reversed((folder / "rank-0.log").read_text().splitlines()) if line.startswith("{"))
+    found: dict[str, Any] = json.loads(last)
+    return found
+
+
+def logits(found: source.Source) -> Any:
+    model = Transformer(found.shape, 0)
+    model.initial = found.value
+    model.fill().eval()
+    return lambda text: torch.log_softmax(model(torch.tensor([list(text.encode())])).double(), -1)[0]
+
+
+@torch.no_grad()
+def test_what_is_answered_is_what_the_logits_say(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    ask = logits(source.opened(trained[0] / "run"))
+
+    def told(context: str, following: str) -> float:
+        text = (context or "\n") + following
+        rows = ask(text[:-1])
+        return sum(float(rows[place - 1, ord(text[place])]) for place in range(len(text) - len(following), len(text)))
+
+    right = [max(range(len(choices)), key=lambda number: told(context, choices[number])) == 0 for context, choices in CHOICES]
+    texts = ["n 0123456789" * 9, "abc"]
+    whole, bits = 0.0, 0
+    for text in texts:
+        # Pieces as long as the model reads, 32: each token is told by those before it in its piece.
+        for first in range(0, len(text), 32):
+            piece = text[first : first + 32]
+            seen = text[max(0, first + len(piece) - 33) : first] if first else "\n"
+            whole += told(seen, piece)
+        bits += len(text)
+    text = "n 0123"
+    for _ in range(6):
+        text += chr(int(ask(text)[-1].argmax()))
+    said = text[6:].partition("~")[0]
+    write(tmp_path, "choice", MULTIPLE, [{"context": context, "choices": choices} for context, choices in CHOICES])
+    write(tmp_path, "rolling", ROLLING, [{"context": text} for text in texts])
+    write(
+        tmp_path,
+        "said",
+        GENERATED,
+        [{"context": "n 0123", "said": said}, {"context": "n 0123", "said": f"{said}!"}, {"context": "n 5", "said": "?"}],
+    )
+    question = measured(trained[1], trained[0], tasks=["choice", "rolling", "said"], task_files=str(tmp_path))
+    one = judged(tmp_path / "one", question, 1)
+    assert one["step"] == 4
+    results = one["results"]
+    assert results["choice"]["acc,none"] == sum(right) / len(right)
+    assert results["rolling"]["byte_perplexity,none"] == pytest.approx(float(torch.exp(torch.tensor(-whole / bits))), rel=1e-4)
+    assert results["said"]["exact_match,none"] == pytest.approx(1 / 3)
+    two = judged(tmp_path / "two", question, 2)
+    assert two["results"]["rolling"]["byte_perplexity,none"] == pytest.approx(results["rolling"]["byte_perplexity,none"], rel=1e-6)
+    assert {name: two["results"][name] for name in ("choice", "said")} == {name: results[name] for name in ("choice", "said")}
+
+
+@pytest.mark.usefixtures("_alone")
+def test_tasks_that_are_none(trained: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(measured(trained[1], trained[0], tasks=["no_such_task"])) == EXIT_ERROR
+    assert "no_such_task" in capsys.readouterr().err
+    (tmp_path / "away.yaml").write_text(TASK.format(name="away", data=tmp_path / "none.jsonl") + MULTIPLE)
+    assert evaluate.main(measured(trained[1], trained[0], tasks=["away"], task_files=str(tmp_path))) == EXIT_ERROR
+    assert "error: --tasks away" in capsys.readouterr().err
