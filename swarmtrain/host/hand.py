@@ -117,12 +117,14 @@ class Hand:
         """Return what the run's folder says: its path, its mark (None: there is no such run here), specs, states and who is alive."""
         folder = self._folder(run)
         names = folder.names()
+        # First: what is started meanwhile is then not there yet, instead of there with a spec that nobody has read.
+        alive = [name for name in names if folder.alive(name)]
         return {
             "path": str(folder.path),
             "mark": json.loads((folder.path / MARK).read_text(encoding="utf-8")) if folder.exists else None,
             "specs": {name: asdict(spec) for name in names if (spec := folder.spec(name))},
             "states": {name: asdict(state) if (state := folder.state(name)) else None for name in names},
-            "alive": [name for name in names if folder.alive(name)],
+            "alive": alive,
         }
 
     def put(self, run: str, files: dict[str, tuple[str, int]]) -> None:

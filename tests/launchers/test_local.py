@@ -15,9 +15,11 @@ from processes import below
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers import kept, scaled_plan
+from swarmtrain.host.spec import Spec
+from swarmtrain.launchers import kept, local, scaled_plan
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.local import LocalLauncher
+from swarmtrain.launchers.local.folder import Facts, RunFolder
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 from swarmtrain.view.status import status
 from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
@@ -132,6 +134,23 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     assert not list((tmp_path / "home").rglob("TOKEN"))
     with pytest.raises(RunNotFound):
         launcher.tasks("demo")
+
+
+def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(launcher, 10_000)
+    look = local._compare
+
+    def meanwhile(folder: RunFolder, plan: Plan) -> tuple[Facts, dict[str, Spec], set[str]]:
+        seen = look(folder, plan)
+        with monkeypatch.context() as before:
+            before.setattr(local, "_compare", look)
+            LocalLauncher().up(plan, print)
+        return seen
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "_compare", meanwhile)
+        changes = launcher.changes(plan)
+    assert [str(change) for change in changes if change.interrupts] == []
 
 
 def test_stop_saves_and_up_goes_on_where_it_was(launcher: LocalLauncher, tmp_path: Path) -> None:

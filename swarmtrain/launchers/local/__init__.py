@@ -71,12 +71,14 @@ class LocalLauncher:
     def changes(self, plan: Plan) -> list[Act]:
         """Return what `up` would do."""
         folder = RunFolder(plan.run)
-        _, wanted, same = _compare(folder, plan)
         there = folder.names() if folder.exists else []
+        # Looked at first: what another command starts meanwhile is then not there yet, instead of there and different.
+        alive = {name for name in there if folder.alive(name)}
+        _, wanted, same = _compare(folder, plan)
         ends = [Act("end", name, "is not in the plan") for name in there if name not in wanted]
         missing = [name for name in wanted if name not in same or _idle(folder, name)]
         causes = {name: "has changed, or has ended" if name in there else "is not there" for name in missing}
-        return [*ends, *(Act("start", name, cause, folder.alive(name)) for name, cause in causes.items())]
+        return [*ends, *(Act("start", name, cause, name in alive) for name, cause in causes.items())]
 
     def _reconcile(self, folder: RunFolder, plan: Plan, say: Say) -> None:
         facts, wanted, same = _compare(folder, plan)
