@@ -12,7 +12,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PINS := -c requirements/image.txt -c requirements/test.txt
 LISTS := pyproject.toml requirements/image.txt requirements/test.txt
-# What is imported is compiled then; to compile all that is installed takes a minute.
+# What is imported is compiled then, and kept, whatever the environment says; to compile all that is installed takes a minute.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 # The system's packages and Python's come side by side.
 PREPARE := @$(MAKE) --no-print-directory --jobs=2 system
