@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from own_loop import BATCH, EPOCHS, SAMPLES
 from own_shards import EPOCHS as SHARDS_EPOCHS
 from own_shards import LENGTHS, batch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from worlds import World, losses, manifest, steps_saved
 
 import swarmtrain.trainer
@@ -188,6 +190,44 @@ def test_weights_make_the_mean_of_ranks_that_of_samples(samples: int, batch: int
         assert mean == pytest.approx(values[ids].mean())
     assert dealt(samples, batch, 1, shuffled=False)[0] == [([*range(batch)], 1)]
     assert len(dealt(samples, batch, size, drop_last=True)) == samples // batch
+
+
+class Noisy(Dataset[tuple[int, float, float, float]]):
+    """Samples each of which is changed at random, by three generators."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, float(torch.rand(())), float(np.random.random()), random.gauss(0, 1)
+
+    def __len__(self) -> int:
+        return 20
+
+
+class Batched(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float, float, float]]:
+        return [self[index] for index in indices]
+
+
+def noise(*, size: int = 1, workers: int = 0, done: int = 0, data: type[Noisy] = Noisy) -> dict[int, list[float]]:
+    """Return how each sample of the second epoch is changed, after `done` of its steps."""
+    found = {}
+    for rank in range(size):
+        loader = DataLoader(data(), batch_size=2, shuffle=True, num_workers=workers)
+        for given, weight in Dealt(loader, rank, size, 5, 6).batches(4 + done):
+            rows = torch.stack([values.double() for values in given], 1).tolist()
+            found.update({int(index): changes for index, *changes in rows if weight})
+    return found
+
+
+def test_what_is_changed_at_random_is_changed_alike_whoever_reads_it() -> None:
+    whole = noise()
+    assert len({change for changes in whole.values() for change in changes}) == 3 * 20
+    assert noise(workers=2) == whole
+    assert noise(size=2) == whole
+    assert noise(size=3, workers=1) == whole
+    later = noise(done=2, workers=2)
+    assert 0 < len(later) < 20
+    assert later == {index: whole[index] for index in later}
+    assert noise(data=Batched, workers=2, done=2).items() <= noise(data=Batched).items()
 
 
 class Counting(IterableDataset[int]):

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import runtime
 from swarmtrain.trainer.data import order
 
+_Key = tuple[int, int]
+"""An epoch, and a sample."""
 _HINT = "or give steps() the batches themselves: steps(iter(loader)) skips those that were seen"
 
 
@@ -36,8 +39,8 @@ class Dealt:
         self.per_epoch = self.samples // self.batch if loader.drop_last else -(-self.samples // self.batch)
         if not self.per_epoch:
             raise TrainingError(f"drop_last leaves nothing of {self.samples} samples", place="steps", hint="smaller batches")
-        self._shares: list[list[int]] = []
-        self._loader = _again(loader, self._shares)
+        self._shares: list[list[_Key]] = []
+        self._loader = _again(loader, self._shares, seed)
 
     def batches(self, done: int) -> Iterator[tuple[Any, float]]:
         """Yield the rest of an epoch after `done` steps in all: each step's batch, and what this rank's mean of it weighs.
@@ -46,7 +49,7 @@ class Dealt:
         """
         epoch, begun = divmod(done, self.per_epoch)
         shares = [self._share(epoch, number) for number in range(begun, self.per_epoch)]
-        self._shares[:] = [share for share, _ in shares]
+        self._shares[:] = [[(epoch, sample) for sample in share] for share, _ in shares]
         for given, (_, weight) in zip(self._loader, shares, strict=True):
             yield given, weight
 
@@ -60,6 +63,29 @@ class Dealt:
         if not len(mine):
             return [int(ids[self._rank % count])], 0.0
         return mine.tolist(), len(mine) * self._size / count
+
+
+class _Samples(Dataset[Any]):
+    """A data set each of whose samples is made with random numbers of its own, a function of (seed, epoch, sample).
+
+    So what is changed at random is changed alike whichever rank and worker reads it, and after whatever was read before.
+    """
+
+    def __init__(self, data: Dataset[Any], seed: int) -> None:
+        self._data, self._seed = data, seed
+        if hasattr(data, "__getitems__"):
+            self.__getitems__ = self._together
+
+    def __getitem__(self, key: _Key) -> Any:
+        epoch, sample = key
+        runtime.seed(self._seed, "sample", epoch, sample)
+        return self._data[sample]
+
+    def _together(self, keys: list[_Key]) -> Any:
+        """Samples that are made together have one row of numbers, that of the first."""
+        epoch, sample = keys[0]
+        runtime.seed(self._seed, "sample", epoch, sample)
+        return self._data.__getitems__([sample for _, sample in keys])  # type: ignore[attr-defined]
 
 
 def can_deal(loader: DataLoader[Any]) -> bool:
@@ -80,10 +106,10 @@ def _shuffled(loader: DataLoader[Any], samples: int) -> bool:
     raise TrainingError(f"a DataLoader whose sampler is a {type(sampler).__name__}", place="steps", hint=f"shuffle=True or False; {_HINT}")
 
 
-def _again(loader: DataLoader[Any], shares: list[list[int]]) -> DataLoader[Any]:
+def _again(loader: DataLoader[Any], shares: list[list[_Key]], seed: int) -> DataLoader[Any]:
     """Return a loader as `loader`, which reads the `shares` that there are when it is iterated."""
     return DataLoader(
-        loader.dataset,
+        _Samples(loader.dataset, seed),
         batch_sampler=shares,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,

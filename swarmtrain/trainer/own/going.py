@@ -22,9 +22,6 @@ from swarmtrain.trainer.runtime import Runtime, seed
 _IN_THE_LOOP = {"save_if_due": "run.save_if_due()", "asked_to_leave": "if run.asked_to_leave: run.leave()"}
 
 
-_END = object()
-
-
 class _Agreed(NamedTuple):
     """What all ranks know together about a step."""
 
@@ -76,12 +73,8 @@ class Going:
             batches = self._dealt(dealt, epochs, last)
         else:
             batches = self._skipped(data, epochs, last)
-        while True:
+        for given in batches:
             number = self.progress.step + 1
-            seed(self._seed, "data", self._here.rank, number)  # of what is read without workers, as is each step
-            given = next(batches, _END)
-            if given is _END:
-                break
             seed(self._seed, "step", number, self._here.rank)
             self.progress = self.progress.after(number, number * int(self._kept.going["batch"]))
             yield given
