@@ -25,7 +25,7 @@ from swarmtrain.trainer.parts import CHECKPOINT, EVALUATION, LOGGING
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.saving import Saving
 from swarmtrain.trainer.soundness import Soundness
-from swarmtrain.trainer.step import Step, asked_to_leave, held_out_loss, make_step
+from swarmtrain.trainer.step import Step, asked_to_leave, evaluate, make_step
 from swarmtrain.trainer.use.meanwhile import Sampling
 
 
@@ -69,11 +69,12 @@ def train(
                 done = progress.step >= last
                 if held_out and (done or progress.loss_before is None or _due(progress.step, config.eval_interval)):
                     with parts.of(EVALUATION):
-                        loss = held_out_loss(here, model, held_out, None if done else stop)
-                    if loss is None:
+                        measured = evaluate(here, model, held_out, None if done else stop)
+                    if measured is None:
                         saving.leave(progress)
+                    loss = measured.loss
                     progress = progress.measured(loss)
-                    report.evaluated(progress.step, loss)
+                    report.evaluated(progress.step, measured)
                 report.sampled(progress.step, sampling.samples(progress.step, parts, done=done))
                 if done:
                     break

@@ -32,6 +32,16 @@ Dealt = Sequence[tuple[int, Ids]]
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """What held-out data have come to, the same on every rank."""
+
+    loss: float
+    """Mean over what counted, tokens, pairs or queries, in nats."""
+    accuracy: float | None
+    """See Step.accuracy."""
+
+
+@dataclass(frozen=True)
 class Step:
     """What one optimizer step has come to, the same on every rank but for `samples`."""
 
@@ -43,6 +53,8 @@ class Step:
     """Tokens that counted, all replicas together."""
     loss: float
     """Mean over these tokens, in nats."""
+    accuracy: float | None
+    """The part of pairs, or of queries, whose right answer is the likeliest; None if the loss is no choice."""
     highest_loss: float
     """That of the replica whose tokens have the highest, in nats."""
     update: Update
@@ -86,17 +98,18 @@ def make_step(
     for _, ids in ahead:
         data.expect(ids)  # read from the disk while this step is computed
     counted = max(1, batch.counted)  # none, if the loss mask has none in these samples
-    summed = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / counted), parts=parts)
+    sums = _passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / counted), parts=parts)
     if passed:
         with parts.of(LOGGING):
             passed()
     parts.begins(OPTIMIZER)
-    update = optimizer.prepare(number, summed)
+    update = optimizer.prepare(number, *sums)
     # The last thing for which ranks need each other comes before the first that is changed: who gets through it completes
     # the step, and a peer that dies before leaves the last step whole.
     parts.begins(COMMUNICATION)
-    (loss_sum,) = update.beside
-    (loss_sum, *means), (asked, to_be_saved) = _exchange(model, [loss_sum, *_in_its_place(model, data, mine, loss_sum)], stop.raised, save)
+    loss_sum, right = update.beside
+    means = _in_its_place(model, data, mine, loss_sum)
+    (loss_sum, right, *means), (asked, to_be_saved) = _exchange(model, [loss_sum, right, *means], stop.raised, save)
     mean = loss_sum / counted
     parts.begins(OPTIMIZER)
     unsound = "" if update.skipped else _unsound(mean, update)
@@ -106,33 +119,50 @@ def make_step(
     optimizer.step(number)
     parts.begins(OTHER)
     samples = tuple(int(sample) for _, ids in mine for sample in ids)
-    return Step(number, samples, batch.tokens, mean, max(means), update, asked_to_leave=asked, to_be_saved=to_be_saved, unsound=unsound)
+    return Step(
+        number,
+        samples,
+        batch.tokens,
+        mean,
+        _accuracy(here, right / counted),
+        max(means),
+        update,
+        asked_to_leave=asked,
+        to_be_saved=to_be_saved,
+        unsound=unsound,
+    )
 
 
 @torch.no_grad()
-def held_out_loss(here: Runtime, model: ParallelModel, data: Samples, stop: StopFlag | None) -> float | None:
-    """Return the mean loss, in nats per token, over the first `eval_iterations` global batches of `data`.
+def evaluate(here: Runtime, model: ParallelModel, data: Samples, stop: StopFlag | None) -> HeldOut | None:
+    """Return what the first `eval_iterations` global batches of `data` come to.
 
     None if `stop` is given and any rank has been asked to leave meanwhile.
     """
     topology, mesh = here.config.topology, model.mesh
-    loss, counted = 0.0, 0
+    loss, right, counted = 0.0, 0.0, 0
     count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
     for position in range(0, count, topology.global_batch):
         batch = data.batch(position, topology.global_batch)
         model.local.eval()
-        summed = _held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
+        sums = _held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
         model.local.train()
-        (loss_sum,), (asked,) = _exchange(model, [float(summed)], stop is not None and stop.raised)
+        (loss_sum, more), (asked,) = _exchange(model, [float(each) for each in sums], stop is not None and stop.raised)
         if asked:
             return None
-        loss, counted = loss + loss_sum, counted + batch.counted
-    return loss / max(1, counted)
+        loss, right, counted = loss + loss_sum, right + more, counted + batch.counted
+    counted = max(1, counted)
+    return HeldOut(loss / counted, _accuracy(here, right / counted))
 
 
 def asked_to_leave(stop: StopFlag) -> bool:
     """Return, on every rank alike, whether any rank has been asked to leave."""
     return agreement.totals([stop.raised])[0] > 0
+
+
+def _accuracy(here: Runtime, right: float) -> float | None:
+    chooses = here.config.trainer.preference_config or here.config.trainer.contrastive_config
+    return right if chooses else None
 
 
 def _unsound(loss: float, update: Update) -> str:
@@ -157,8 +187,10 @@ def _in_its_place(model: ParallelModel, data: Samples, mine: Dealt, loss: float)
     return found
 
 
-def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, number: int, scaled: Scaled, parts: Parts) -> Tensor:
-    """Make this rank's passes of step `number`: gradients of the loss, `scaled`. Return the loss, a sum."""
+def _passes(
+    here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *, number: int, scaled: Scaled, parts: Parts
+) -> tuple[Tensor, Tensor]:
+    """Make this rank's passes of step `number`: gradients of the loss, `scaled`. Return the loss, a sum, and how many were right."""
     forward = partial(_forward, here, number, parts)
     compared = _compared(here, model, data, dealt, forward)
     if isinstance(model.replicas, Pipeline):
@@ -172,7 +204,7 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
             lambda index, stage: parts.of(BACKWARD, first + index, stage),
             compared.pulls if compared else None,
         )
-        return compared.loss if compared else loss
+        return _come_to(model, compared, loss)
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
     passes = _filled(dealt, model.replicas.passes)
     for index, (micro, ids) in enumerate(passes):
@@ -185,7 +217,15 @@ def _passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt, *,
             parts.begins(BACKWARD, micro)
             torch.autograd.backward(scaled(loss))
         summed += loss.detach()
-    return compared.loss if compared else summed
+    return _come_to(model, compared, summed)
+
+
+def _come_to(model: ParallelModel, compared: Contrast | None, summed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of passes, a sum, and how many were right: of pairs, or of queries. `summed`: what the model has made of them."""
+    if compared:
+        return compared.loss, compared.right
+    right = model.local.preference.taken() if model.local.preference else None
+    return summed, summed.new_zeros(()) if right is None else right
 
 
 def _compared(
@@ -215,18 +255,17 @@ def _compared(
     return contrast(mine, config, rows=data.rows, first=first, samples=topology.global_batch, group=mesh.data_group)
 
 
-def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> Tensor:
-    if here.config.trainer.contrastive_config:
-        compared = _compared(here, model, data, dealt, lambda *_: autocast(here))
-        return compared.loss if compared else torch.zeros((), dtype=torch.float64, device=here.device)
-    if isinstance(model.replicas, Pipeline):
-        return model.replicas.evaluate(_together(here, data, dealt), lambda *_: autocast(here))
+def _held_out_passes(here: Runtime, model: ParallelModel, data: Samples, dealt: Dealt) -> tuple[Tensor, Tensor]:
     summed = torch.zeros((), dtype=torch.float64, device=here.device)
+    if here.config.trainer.contrastive_config:
+        return _come_to(model, _compared(here, model, data, dealt, lambda *_: autocast(here)), summed)
+    if isinstance(model.replicas, Pipeline):
+        return _come_to(model, None, model.replicas.evaluate(_together(here, data, dealt), lambda *_: autocast(here)))
     for _, ids in _filled(dealt, model.replicas.passes):
         rows = _rows(here, data, ids)
         with autocast(here):
             summed += model.local(*rows)
-    return summed
+    return _come_to(model, None, summed)
 
 
 def _filled(dealt: Dealt, passes: int) -> Sequence[tuple[int, Ids | None]]:

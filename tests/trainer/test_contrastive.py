@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from torch.nn import functional
-from worlds import changed, gradient_norms, held_out, losses, manifest, train
+from worlds import changed, gradient_norms, held_out, losses, manifest, told, train
 
 from swarmtrain.config import Config
 from swarmtrain.config.contrastive import ContrastiveConfig
@@ -92,8 +92,8 @@ def alone(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def by_hand(model: Transformer, data: Samples, ids: Any, *, scale: float = 20.0, one_sided: bool = False) -> Tensor:
-    """Return the mean loss of samples in one pass, by the model's own hidden states and cosines."""
+def by_hand(model: Transformer, data: Samples, ids: Any, *, scale: float = 20.0, one_sided: bool = False) -> tuple[Tensor, float]:
+    """Return the mean loss of samples in one pass, by the model's own hidden states and cosines; and the part that finds its answer."""
     rows, shape = data.load(ids), model.shape
     hidden = model._hidden(rows.inputs, shape.sequence_length, None, None)
     counts = (rows.targets != -1) * torch.arange(1, shape.sequence_length + 1)
@@ -103,7 +103,8 @@ def by_hand(model: Transformer, data: Samples, ids: Any, *, scale: float = 20.0,
     query, answer, *wrong = pooled.view(len(ids), 4, -1).unbind(1)
     others = torch.cat([answer, *wrong]) if not one_sided else torch.cat([answer, *wrong]).detach()
     cosines = functional.cosine_similarity(query[:, None], others[None], dim=2)
-    return -(scale * cosines).log_softmax(1).diagonal().mean()
+    found = (cosines[:, : len(ids)].diagonal() >= cosines.amax(1)).double().mean()
+    return -(scale * cosines).log_softmax(1).diagonal().mean(), float(found)
 
 
 def model_of(found: whole.Whole) -> Transformer:
@@ -114,13 +115,16 @@ def model_of(found: whole.Whole) -> Transformer:
 
 @torch.no_grad()
 def test_held_out_it_is_that_of_whole_batches(base: dict[str, Any], alone: Path) -> None:
-    told = held_out(alone)
-    assert told[STEPS] < told[0] - 0.05
+    measured, right = held_out(alone), told(alone, "held_out_accuracy")
+    assert measured[STEPS] < measured[0] - 0.05
     _, data = open_data(Config.from_json(json.dumps(base)))
     assert data
     model = model_of(whole.find(alone / "run"))
     batches = [data.batch(first, 12).ids for first in (0, 12)]
-    assert told[STEPS] == pytest.approx(np.mean([float(by_hand(model, data, ids)) for ids in batches]), rel=1e-5)
+    wanted = [by_hand(model, data, ids) for ids in batches]
+    assert measured[STEPS] == pytest.approx(np.mean([float(loss) for loss, _ in wanted]), rel=1e-5)
+    assert 0 < right[STEPS] < 1
+    assert right[STEPS] == pytest.approx(np.mean([found for _, found in wanted]))
     assert "head.weight" not in {name.removeprefix("model/") for name in manifest(alone, STEPS)["tensors"]}
 
 
@@ -128,13 +132,13 @@ def test_held_out_it_is_that_of_whole_batches(base: dict[str, Any], alone: Path)
 def test_a_step_goes_where_one_pass_over_the_whole_batch_would(base: dict[str, Any], one_sided: bool, tmp_path: Path) -> None:
     own = changed(base, transformer_architecture={"dropout_after_mlp": 0.0})
     own["trainer"] |= {"train_iterations": 1, "contrastive_config": {"scale": 7.0, "query_side_only": one_sided}}
-    told = train(tmp_path, own, 2)
+    made = train(tmp_path, own, 2)
     config = Config.from_json(json.dumps(own))
     data, _ = open_data(config)
     model = Transformer(config.transformer_architecture, config.trainer.seed).fill()
-    loss = by_hand(model, data, data.batch(0, 12).ids, scale=7.0, one_sided=one_sided)
+    loss, _ = by_hand(model, data, data.batch(0, 12).ids, scale=7.0, one_sided=one_sided)
     loss.backward()  # type: ignore[no-untyped-call]  # torch's own is not typed
-    assert told[1] == pytest.approx(loss.item(), rel=1e-5)
+    assert made[1] == pytest.approx(loss.item(), rel=1e-5)
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
     assert gradient_norms(tmp_path)[1] == pytest.approx(float(norm), rel=1e-4)
 
@@ -145,6 +149,8 @@ def test_divided_it_learns_the_same(base: dict[str, Any], alone: Path, name: str
     found = train(tmp_path, changed(base, topology=topology), size)
     assert found == pytest.approx(losses(alone), rel=1e-5)
     assert held_out(tmp_path) == pytest.approx(held_out(alone), rel=1e-5)
+    for number in ("accuracy", "held_out_accuracy"):
+        assert told(tmp_path, number) == pytest.approx(told(alone, number))
 
 
 def test_the_micro_batch_changes_nothing(base: dict[str, Any], alone: Path, tmp_path: Path) -> None:
@@ -173,7 +179,7 @@ def test_it_goes_on_in_another_topology(base: dict[str, Any], alone: Path, tmp_p
 def test_what_it_is_worth_is_what_training_said(base: dict[str, Any], alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"config": json.dumps(base), "model": str(alone / "run"), "tasks": [], "json": False}
     assert evaluate.main(asked) == 0
-    assert f"held-out loss {held_out(alone)[STEPS]:.4f} nats per query, over 24 samples" in capsys.readouterr().out
+    assert f"held-out loss {held_out(alone)[STEPS]:.4f} nats per query, accuracy " in capsys.readouterr().out
 
 
 def test_a_model_that_speaks_is_tuned_to_find(config: dict[str, Any], base: dict[str, Any], alone: Path, tmp_path: Path) -> None:
@@ -183,12 +189,12 @@ def test_a_model_that_speaks_is_tuned_to_find(config: dict[str, Any], base: dict
     export(tmp_path / "first" / "run", tmp_path / "theirs", dtype=None, shard_bytes=10**9)
     own = changed(base, trainer={"save_frozen_parameters": False}, transformer_architecture={**untied, "lora_config": {"rank": 2}})
     begun = {"1": "first/run/step-00000002", "2": "first/run/step-00000002", "their": "theirs"}
-    told = {
+    made = {
         size: train(tmp_path / size, changed(own, trainer={"init_from": str(tmp_path / begins)}), 2 if size == "2" else 1)
         for size, begins in begun.items()
     }
-    assert told["2"] == pytest.approx(told["1"], rel=1e-5)
-    assert told["their"] == told["1"]
+    assert made["2"] == pytest.approx(made["1"], rel=1e-5)
+    assert made["their"] == made["1"]
     kept = {name.removeprefix("model/") for name in manifest(tmp_path / "1", STEPS)["tensors"] if name.startswith("model/")}
     assert {name for name in kept if ".lora." not in name} == {
         f"head.projections.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")
@@ -224,10 +230,10 @@ def test_samples_are_whole_texts_with_what_goes_with_them(base: dict[str, Any]) 
     assert rows.targets[4, :2].tolist() == [-1, -1], "what all queries begin with does not count"
     assert rows.targets[4, 2:count].tolist() == query[2:count], "each token counts itself, the last too"
     assert {59 - token for token in query[2:count]} <= set(answer)
-    told = list(look(Config.from_json(json.dumps(base)), 1))
-    assert len(told) == 4
-    assert "tokens count in the vector" in told[0]
-    assert ["ignored" in told[0], "counts " in told[0], "ignored" in told[1]] == [True, True, False]
+    shown = list(look(Config.from_json(json.dumps(base)), 1))
+    assert len(shown) == 4
+    assert "tokens count in the vector" in shown[0]
+    assert ["ignored" in shown[0], "counts " in shown[0], "ignored" in shown[1]] == [True, True, False]
 
 
 @torch.no_grad()

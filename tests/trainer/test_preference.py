@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
-from worlds import changed, held_out, losses, manifest, train
+from worlds import changed, held_out, losses, manifest, told, train
 
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
@@ -87,7 +87,8 @@ def likelihood(of: Transformer, tokens: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def by_hand(config: Config, found: whole.Whole, data: Samples, ids: Any) -> float:
+def by_hand(config: Config, found: whole.Whole, data: Samples, ids: Any) -> tuple[float, float]:
+    """Return the mean loss of pairs, and the part of them that is judged right."""
     rows = data.load(ids)
     (tuned, before) = (likelihood(model(found, tuned=each), rows.inputs, rows.targets) for each in (True, False))
     gained = (tuned - before).view(-1, 2)
@@ -95,20 +96,21 @@ def by_hand(config: Config, found: whole.Whole, data: Samples, ids: Any) -> floa
     assert wished
     margins = wished.beta * (gained[:, 0] - gained[:, 1])
     smooth = wished.label_smoothing
-    return float(((1 - smooth) * -logsigmoid(margins) + smooth * -logsigmoid(-margins)).mean())
+    return float(((1 - smooth) * -logsigmoid(margins) + smooth * -logsigmoid(-margins)).mean()), float((margins > 0).double().mean())
 
 
 @torch.no_grad()
 def test_the_loss_is_that_of_two_models(base: tuple[Path, dict[str, Any]], alone: Path) -> None:
-    told = held_out(alone)
-    assert told[0] == pytest.approx(np.log(2), abs=1e-4), "it begins as the other"
-    assert told[6] < told[0] - 0.05
+    measured, right = held_out(alone), told(alone, "held_out_accuracy")
+    assert measured[0] == pytest.approx(np.log(2), abs=1e-4), "it begins as the other"
+    assert measured[6] < measured[0] - 0.05
+    assert 0.6 < right[6] < 1
     config = Config.from_json(json.dumps(base[1]))
     _, data = open_data(config)
     assert data
     found = whole.find(alone / "run")
     assert all(".lora." in name for name in found.content.tensors if name.startswith("model/"))
-    assert by_hand(config, found, data, data.batch(0, 24).ids) == pytest.approx(told[6], abs=1e-4)
+    assert by_hand(config, found, data, data.batch(0, 24).ids) == pytest.approx((measured[6], right[6]), abs=1e-4)
     assert manifest(alone, 6)["consumed_samples"] == 6 * 12
 
 
@@ -116,6 +118,10 @@ def test_the_loss_is_that_of_two_models(base: tuple[Path, dict[str, Any]], alone
 def test_divided_it_learns_the_same(base: tuple[Path, dict[str, Any]], alone: Path, name: str, tmp_path: Path) -> None:
     topology, size = TOPOLOGIES[name]
     assert train(tmp_path, changed(base[1], topology=topology), size) == pytest.approx(losses(alone), rel=1e-5)
+    # Where a model begins no pair is decided, and which way rounding has it is no matter.
+    right, alike = ({step: part for step, part in told(where, "accuracy").items() if step > 1} for where in (tmp_path, alone))
+    assert right == pytest.approx(alike)
+    assert told(tmp_path, "held_out_accuracy")[6] == pytest.approx(told(alone, "held_out_accuracy")[6])
 
 
 @torch.no_grad()
@@ -126,7 +132,7 @@ def test_adapters_learn_from_pairs_too(base: tuple[Path, dict[str, Any]], tmp_pa
     config = Config.from_json(json.dumps(own))
     _, data = open_data(config)
     assert data
-    assert by_hand(config, whole.find(tmp_path / "one" / "run"), data, data.batch(0, 24).ids) == pytest.approx(
+    assert by_hand(config, whole.find(tmp_path / "one" / "run"), data, data.batch(0, 24).ids)[0] == pytest.approx(
         held_out(tmp_path / "one")[6], abs=1e-4
     )
     assert train(tmp_path / "two", changed(own, topology=TOPOLOGIES["pipe"][0]), 2) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
@@ -185,5 +191,5 @@ def test_what_does_not_go_together_is_refused(base: tuple[Path, dict[str, Any]])
 def test_what_it_is_worth_is_what_training_said(base: tuple[Path, dict[str, Any]], alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"config": json.dumps(base[1]), "model": str(alone / "run"), "tasks": [], "json": False}
     assert evaluate.main(asked) == 0
-    told = f"held-out loss {held_out(alone)[6]:.4f} nats per pair, over 24 samples"
-    assert told in capsys.readouterr().out
+    accuracy = f"accuracy {told(alone, 'held_out_accuracy')[6]:.1%}"
+    assert f"held-out loss {held_out(alone)[6]:.4f} nats per pair, {accuracy}, over 24 samples" in capsys.readouterr().out

@@ -115,12 +115,17 @@ def losses(folder: Path) -> dict[int, float]:
 
 def held_out(folder: Path) -> dict[int, float]:
     """Return the held-out losses, from metrics.jsonl."""
-    return {line["step"]: line["held_out_loss"] for line in _lines(folder / "run" / "metrics.jsonl") if "held_out_loss" in line}
+    return told(folder, "held_out_loss")
 
 
 def gradient_norms(folder: Path) -> dict[int, float]:
     """Return the norm of every step's gradient before clipping, from metrics.jsonl."""
-    return {line["step"]: line["gradient_norm"] for line in _lines(folder / "run" / "metrics.jsonl") if "gradient_norm" in line}
+    return told(folder, "gradient_norm")
+
+
+def told(folder: Path, name: str) -> dict[int, float]:
+    """Return the numbers of a name, by step, from metrics.jsonl."""
+    return {line["step"]: line[name] for line in _lines(folder / "run" / "metrics.jsonl") if name in line}
 
 
 def audit(folder: Path) -> list[dict[str, Any]]:

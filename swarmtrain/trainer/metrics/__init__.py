@@ -27,7 +27,7 @@ from swarmtrain.trainer.metrics.speed import Speed
 from swarmtrain.trainer.metrics.stragglers import Stragglers, slower
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.step import Step
+from swarmtrain.trainer.step import HeldOut, Step
 from swarmtrain.wire import Event
 
 LOG = logging.getLogger("swarmtrain")
@@ -111,11 +111,12 @@ class Report:
         if shown or made.skipped:
             why = made.unsound or f"gradients overflow at loss scale {update.loss_scale or 1:g}"
             LOG.info(
-                "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s%s  eta %s%s",
+                "step %*d/%d  loss %.4f%s  lr %.2e  grad norm %.2f  %s tokens/s%s  eta %s%s",
                 len(str(self._steps)),
                 step,
                 self._steps,
                 made.loss,
+                _chosen(made.accuracy),
                 update.learning_rate,
                 update.gradient_norm,
                 f"{speed:,.0f}",
@@ -128,6 +129,8 @@ class Report:
         """Return the numbers of a step that stand beside loss and speed: those that there are."""
         update, size = made.update, self._here.size
         found: dict[str, Any] = {"gradient_norm": finite(update.gradient_norm), "tflops": round(speed * self._flops / 1e12, 4)}
+        if made.accuracy is not None:
+            found["accuracy"] = made.accuracy
         if self._replicas > 1:
             found["loss_max"] = finite(made.highest_loss)
         if size > 1:
@@ -159,10 +162,12 @@ class Report:
             values = {"loss": finite(made.loss), "learning_rate": update.learning_rate, "gradient_norm": finite(update.gradient_norm)}
             add_missing(folder, step, values)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss after `step` has been measured, in nats per token."""
-        LOG.info("step %*d/%d  held-out loss %.4f", len(str(self._steps)), step, self._steps, loss)
-        self._sinks.write({"step": step, "held_out_loss": loss})
+    def evaluated(self, step: int, measured: HeldOut) -> None:
+        """The held-out loss after `step` has been measured."""
+        loss, accuracy = measured.loss, measured.accuracy
+        LOG.info("step %*d/%d  held-out loss %.4f%s", len(str(self._steps)), step, self._steps, loss, _chosen(accuracy))
+        chosen = {} if accuracy is None else {"held_out_accuracy": accuracy}
+        self._sinks.write({"step": step, "held_out_loss": loss, **chosen})
         self._post(wire.EVALUATION, step=step, loss=loss)
 
     def sampled(self, step: int, samples: Sequence[Sample]) -> None:
@@ -199,3 +204,8 @@ class Report:
     def _post(self, kind: str, **data: Any) -> None:
         if self._poster:
             self._poster.post(Event(kind, data))
+
+
+def _chosen(accuracy: float | None) -> str:
+    """Return what a line says of `accuracy`, behind a loss."""
+    return "" if accuracy is None else f"  accuracy {accuracy:.1%}"

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from swarmtrain.config.preference import PreferenceConfig
 from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import chunks, dropout, masks, preference, umup
 from swarmtrain.trainer.model.adapter import Adapters
@@ -79,7 +78,7 @@ class Transformer(nn.Module):
         """This rank's first layer and its number among those that share its layers."""
         self.loss_chunk: int | None = None
         """Tokens whose logits are there at a time. None: all."""
-        self.preference: PreferenceConfig | None = None
+        self.preference: preference.Preference | None = None
         """Learn from pairs: see preference.py."""
         self.context: Context | None = None
         """Who shares each sequence with this rank."""
@@ -125,7 +124,7 @@ class Transformer(nn.Module):
             vectors: Tensor = self.head(hidden, targets=targets)
             return vectors
         if self.preference is not None:
-            return preference.loss(self._losses(hidden, targets.repeat(2, 1)), targets, self.preference)
+            return self.preference.loss(self._losses(hidden, targets.repeat(2, 1)), targets)
         if self.loss_chunk is None or targets.numel() <= self.loss_chunk:
             return self._summed(hidden, targets)
         here = hidden.to_local() if isinstance(hidden, DTensor) else hidden

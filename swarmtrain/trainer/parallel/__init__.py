@@ -61,7 +61,7 @@ def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
     """
     config, layout = here.config, mesh.build(here)
     if config.trainer.preference_config:
-        model.preference = config.trainer.preference_config
+        model.preference = preference.Preference(config.trainer.preference_config)
         preference.learn(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     tied = layout.pipe_size > 1 and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)

@@ -25,6 +25,8 @@ class Contrast:
 
     loss: Tensor
     """Sum over its queries, in nats, in float64."""
+    right: Tensor
+    """The number of its queries whose own answer is the likeliest."""
     pulls: Tensor
     """For each of its vectors the gradient of the loss of all replicas' queries, as large as the vectors."""
 
@@ -52,4 +54,5 @@ def contrast(mine: Tensor, config: ContrastiveConfig, *, rows: int, first: int, 
         likely = config.scale * queries @ answers.T
         losses = functional.cross_entropy(likely, torch.arange(samples, device=likely.device), reduction="none")
         (pulls,) = torch.autograd.grad(losses.sum(), every)
-    return Contrast(losses.detach()[here].double().sum(), pulls[here].flatten(0, 1))
+    right = (likely.argmax(1) == torch.arange(samples, device=likely.device))[here].sum()
+    return Contrast(losses.detach()[here].double().sum(), right, pulls[here].flatten(0, 1))

@@ -17,7 +17,7 @@ from swarmtrain.trainer.ending import verb
 from swarmtrain.trainer.huggingface.pretrained import differences
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import parallelize
-from swarmtrain.trainer.step import held_out_loss
+from swarmtrain.trainer.step import evaluate
 from swarmtrain.trainer.use import source
 from swarmtrain.trainer.use.shared import ready
 
@@ -79,20 +79,24 @@ def _held_out(asked: Mapping[str, Any]) -> None:
             raise TrainingError("there is no held-out data", place="config data", hint="data.validation_data_prefixes names it")
         made = Transformer(shape, 0)
         made.initial = model.value
-        loss = held_out_loss(here, parallelize(made, here), data, None)
-        if loss is None or not loss < _HIGHEST:
-            raise TrainingError(f"the held-out loss is {loss}", place=str(model.place), hint="an earlier checkpoint may be sound")
+        measured = evaluate(here, parallelize(made, here), data, None)
+        if measured is None or not measured.loss < _HIGHEST:
+            told = measured.loss if measured else None
+            raise TrainingError(f"the held-out loss is {told}", place=str(model.place), hint="an earlier checkpoint may be sound")
         if here.first:
             samples = min(config.topology.global_batch * config.trainer.eval_iterations, len(data))
-            facts = {"model": str(model.place), "step": model.step, "loss": loss, "samples": samples}
+            facts = {"model": str(model.place), "step": model.step, "loss": measured.loss, "samples": samples}
             unit = "query" if config.trainer.contrastive_config else "pair" if config.trainer.preference_config else "token"
             if unit == "token":
-                facts["perplexity"] = math.exp(loss)
+                facts["perplexity"] = math.exp(measured.loss)
+            if measured.accuracy is not None:
+                facts["accuracy"] = measured.accuracy
             sys.stdout.write(f"{json.dumps(facts) if asked['json'] else _line(facts, unit)}\n")
 
 
 def _line(facts: Mapping[str, Any], unit: str) -> str:
     step = "" if facts["step"] is None else f" at step {facts['step']}"
     worth = f"nats per {unit}" + (f", perplexity {facts['perplexity']:.2f}" if "perplexity" in facts else "")
+    worth += f", accuracy {facts['accuracy']:.1%}" if "accuracy" in facts else ""
     loss = f"held-out loss {facts['loss']:.4f} {worth}"
     return f"{facts['model']}{step}: {loss}, over {facts['samples']} samples"
