@@ -183,8 +183,8 @@ JOINED = "joined"  # node, host, address, interface, slots
 WORLD = "world"  # world, world_size, nodes, ranks: {node: [rank, …]}; printed once all nodes of the world are in it
 RETURNED = "returned"  # node, world: the script has returned there
 PROGRESS = (
-    "progress"  # step, steps, loss, tokens_per_second, eta_seconds, learning_rate; and where known gradient_norm, loss_max, accuracy, tflops,
-    # mfu, parts: seconds of a step by part (swarmtrain.trainer.parts), memory: bytes (swarmtrain.trainer.metrics.room)
+    "progress"  # step, steps, loss, tokens_per_second, eta_seconds, learning_rate; and where known gradient_norm, loss_max, accuracy,
+    # tflops, mfu, parts: seconds of a step by part (swarmtrain.trainer.parts), memory: bytes (swarmtrain.trainer.metrics.room)
 )
 REPORT = "report"  # node, and what it is made of: versions, devices, git …; text by name, or such mappings
 EVALUATION = "evaluation"  # step, loss
