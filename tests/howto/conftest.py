@@ -24,7 +24,7 @@ OpenShell = Callable[[Path, dict[str, str]], Shell]
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's home, in which nothing was ever done; what takes long to download is the real user's."""
+    """A user's home, in which nothing was ever done; what takes long to download, and where it comes from, is the real user's."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -33,7 +33,9 @@ def environment(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """The environment of a shell in which nothing points to any engine, and whose labs are in a directory of their own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DOCKER_", "SWARMTRAIN_", "XDG_", "VIRTUAL_ENV"))}
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    pip = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "pip" / "pip.conf"
     return {
+        **({"PIP_CONFIG_FILE": str(pip)} if pip.is_file() else {}),
         **kept,
         "HOME": str(home),
         "XDG_CACHE_HOME": cache,
