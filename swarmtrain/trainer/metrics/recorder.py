@@ -22,8 +22,8 @@ from swarmtrain.trainer import agreement
 from swarmtrain.trainer.metrics import figures
 from swarmtrain.trainer.metrics.sinks.lines import MetricsFile
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.passes import NARROW
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.step import NARROW
 
 Key = tuple[TensorKind, str]
 

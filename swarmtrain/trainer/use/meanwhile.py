@@ -9,10 +9,10 @@ from swarmtrain.trainer import agreement
 from swarmtrain.trainer.metrics.sinks.texts import Sample
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parts import EVALUATION, Parts
+from swarmtrain.trainer.passes import autocast
 from swarmtrain.trainer.prepare import encoders
 from swarmtrain.trainer.prepare.encoders import Encoder
 from swarmtrain.trainer.runtime import Runtime, derived_seed
-from swarmtrain.trainer.step import autocast
 from swarmtrain.trainer.use import source
 from swarmtrain.trainer.use.generate import How, encoded, generate, of_all
 

@@ -13,7 +13,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import runtime
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import ParallelModel, parallelize
-from swarmtrain.trainer.step import autocast
+from swarmtrain.trainer.passes import autocast
 from swarmtrain.trainer.use.source import Source
 
 
