@@ -69,6 +69,7 @@ def _become(cwd: Path, env: Mapping[str, str], limits: Mapping[int, int], *, nob
     os.environ.update(env)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))  # read when an interpreter starts
     atexit._clear()  # what the tests' own process is to do at its end
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
