@@ -29,6 +29,8 @@ ROOT = Path(__file__).parent
 _CHAOS = "test_chaos"
 _CONTRACT = "test_contract"
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
+# Those of the how-to pages that train, and need no lab.
+_PAGES = ["test_examples_page", "test_trainer_pages"]
 _NEWER = [
     "the_same_specs_as_docker_stack_deploy",
     "a_run_is_seen_changed_and_taken_down",
@@ -43,12 +45,13 @@ SUITES = {
     "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS, _CONTRACT)],
     "trainer": ["trainer"],
     "launchers": ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
+    "howto": [f"howto/{path.name}" for path in sorted((ROOT / "howto").glob("test_*.py")) if path.stem not in _PAGES],
+    "examples": [f"howto/{name}.py" for name in _PAGES],
     "chaos": [f"lab/{_CHAOS}.py"],
-    "howto": ["howto"],
     "faults": [f"lab/{name}.py" for name in _FAULTS],
+    "entrypoint": ["entrypoint"],
     "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
     "newer": [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER],
-    "entrypoint": ["entrypoint"],
     "contract": ["contract", f"lab/{_CONTRACT}.py"],
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
