@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from swarmtrain.errors import EngineError
@@ -32,8 +32,6 @@ _NODE_SILENCE = 30.0
 _QUEUE = 50_000
 # Lines of each container that are still read when it is stopped, whatever was followed before.
 _LAST_WORDS = 1000
-# Seconds in which the log of a service that is gone comes to its end, at the most.
-_ENDS_WITHIN = 3.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,8 @@ def follow(engine: Engine, run: str, scope: Scope, patience: Patience = USUAL) -
 
 
 @contextlib.contextmanager
-def last_words(engine: Engine, run: str, services: list[Service]) -> Iterator[Callable[[], None]]:
-    """Keep in the state directory what the services say meanwhile: with a task that is removed, Swarm forgets its log.
-
-    Called when the services are gone, what is given returns as soon as all that they have said is here.
-    """
+def last_words(engine: Engine, run: str, services: list[Service]) -> Iterator[None]:
+    """Keep in the state directory what the services say meanwhile: with a task that is removed, Swarm forgets its log."""
     lines: queue.Queue[Line] = queue.Queue(_QUEUE)
     readers = [
         Reader(engine, service.source, _short(service, run), lines, since=None, tail=_LAST_WORDS if service.is_node else None)
@@ -77,7 +72,7 @@ def last_words(engine: Engine, run: str, services: list[Service]) -> Iterator[Ca
     for reader in readers:
         reader.start()
     try:
-        yield lambda: _await_ends(readers)
+        yield
     finally:
         record = Record(run)
         for line in sorted(_waiting(lines), key=lambda line: line.time):
@@ -85,12 +80,6 @@ def last_words(engine: Engine, run: str, services: list[Service]) -> Iterator[Ca
         record.close()
         for reader in readers:
             reader.close()
-
-
-def _await_ends(readers: list[Reader]) -> None:
-    end = time.monotonic() + _ENDS_WITHIN
-    for reader in readers:
-        reader.join(max(0.0, end - time.monotonic()))
 
 
 def _waiting(lines: queue.Queue[Line]) -> Iterator[Line]:

@@ -30,11 +30,10 @@ def take_down(engine: Engine, stack: str, say: Say, check: Check = lambda: None)
     `check` is called before each change, and raises if nothing may be changed any more.
     """
     services = observe.services(engine, stack)
-    with last_words(engine, stack, services) as await_ends:
+    with last_words(engine, stack, services):
         for group in _nodes_first(services):
             _remove_services(engine, stack, group, say, check)
-        await_forgotten(engine, stack, say)
-        await_ends()
+        await_forgotten(engine, stack, say)  # meanwhile what they said last arrives
     check()
     there = observe.observe(engine, stack)
     for name, network in there.networks.items():
