@@ -55,6 +55,10 @@ SUITES = {
     "contract": ["contract", f"lab/{_CONTRACT}.py"],
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+_FAILED = re.compile("(FAILED|ERROR|SKIPPED) ")
+# A line of the stacks that faulthandler writes when a test takes too long.
+_HUNG = re.compile(r'File ".*?(?P<path>tests/\w+/test_\w+\.py)", line (?P<line>\d+) in (?P<name>\w+)')
+_WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
 _ENOUGH = 18 * 2**30
 _SIDE_BY_SIDE = 3
@@ -108,19 +112,20 @@ def run_all(names: list[str]) -> int:
     rows = [str(result) for result in done]
     totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
     failed = sum(result.failed for result in done)
-    print("\n" + "\n".join(rows))
+    print("\n" + "\n".join([*rows, *(line for result in done if result.failed for line in result.why)]))
     print(f"{totals['passed']} passed, {totals['failed'] or failed} failed, {totals['skipped']} skipped")
     return int(failed > 0)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a suite ended: its exit code, its counts by word, the seconds it took."""
+    """How a suite ended: its exit code, its counts by word, the seconds it took, a line for each test that failed or hung."""
 
     name: str
     code: int
     counts: dict[str, int]
     seconds: float
+    why: list[str]
 
     @property
     def failed(self) -> bool:
@@ -162,7 +167,14 @@ def run(name: str, *, alone: bool) -> Result:
     for number, word in _COUNT.findall(last):
         key = "failed" if word.startswith("error") else word
         counts[key] = counts.get(key, 0) + int(number)
-    return Result(name, process.wait(), counts, time.monotonic() - started)
+    return Result(name, process.wait(), counts, time.monotonic() - started, why(lines))
+
+
+def why(lines: list[str]) -> list[str]:
+    """Return what a suite's output says of the tests that did not pass, a short line each; of one that hung, where in it."""
+    failed = [line.strip()[:_WIDTH] for line in lines if _FAILED.match(line)]
+    hung = [f"HUNG {found['path']}:{found['line']} in {found['name']}" for line in lines if (found := _HUNG.search(line))]
+    return failed or hung or [line.rstrip()[:_WIDTH] for line in lines[-3:]]
 
 
 def newer_engine() -> str:
