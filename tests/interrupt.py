@@ -65,7 +65,11 @@ def at_event(number: signal.Signals, at: int, events: tuple[str, ...], *argv: st
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(_HOOK)
         begin = "swarmtrain.cli" if events == IMPORTS else "swarmtrain.errors"
-        env = {"INTERRUPT": f"{int(number)} {at} {begin} {' '.join(events)}", "PYTHONPATH": f"{folder}:{ROOT}"}
+        env = {
+            "INTERRUPT": f"{int(number)} {at} {begin} {' '.join(events)}",
+            "PYTHONPATH": f"{folder}:{ROOT}",
+            "PYTHONDONTWRITEBYTECODE": "1",  # to keep what it compiles would be an effect too
+        }
         done = subprocess.run(
             [sys.executable, "-m", "swarmtrain", *argv],
             cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=_PATIENCE,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from docker_stand_in import SLOW
 from hosts import NAMES, Hosts, hosts_up
@@ -238,6 +242,32 @@ def test_a_failure_is_the_exit_code_and_stops_the_others_and_runs_do_not_meet(la
     assert launcher.runs() == ["demo"]
     (tmp_path / "enough").touch()
     assert verdict_of(launcher)[0].startswith("done")
+
+
+def test_who_lets_go_of_a_launcher_hangs_up_whatever_is_under_way(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
+    def connections() -> set[int]:
+        return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE and child.name() == "ssh"}
+
+    plan = plan_of(config_of(tmp_path, nodes=1))
+    before = connections()
+    launchers = [SshLauncher()]
+    launchers[0].changes(plan)
+    opened = connections() - before
+    assert opened
+
+    def in_the_middle_of_starting_threads() -> None:
+        with concurrent.futures.thread._global_shutdown_lock:
+            launchers.clear()
+            gc.collect()
+
+    letting_go = threading.Thread(target=in_the_middle_of_starting_threads, daemon=True)
+    letting_go.start()
+    letting_go.join(30)
+    assert not letting_go.is_alive()
+    end = time.monotonic() + 30
+    while opened & connections():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("when", ["bringing", "rendezvous started", "node1 started"])

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
-from weakref import finalize
 
 from swarmtrain.config import Config
 from swarmtrain.config.names import host_address, host_slots
@@ -86,7 +85,6 @@ class SshLauncher:
     def __init__(self) -> None:
         self._connections = Connections()
         self._index = Index(self.kind, self._connections)
-        finalize(self, self._connections.close)
 
     @property
     def where(self) -> str:

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar, cast
+from weakref import finalize
 
 from swarmtrain import process
 from swarmtrain.errors import HostError, SwarmtrainError
@@ -148,6 +149,9 @@ class _Connection:
         pipe = subprocess.PIPE
         self.ssh = process.start(argv, stdin=pipe, stdout=pipe, stderr=pipe, new_session=True)
         self.to, self.back, errors = (cast("IO[bytes]", stream) for stream in (self.ssh.stdin, self.ssh.stdout, self.ssh.stderr))
+        # Left open, the pipe keeps ssh alive, and what Python keeps of a living child keeps the pipe. No thread may be started for it, nor
+        # anything waited for: what collects garbage may hold any lock.
+        finalize(self, self.to.close)
         os.set_blocking(self.to.fileno(), False)
         self.rest = b""
         self.errors: deque[str] = deque(maxlen=20)
@@ -213,7 +217,7 @@ class _Connection:
 
 
 class Connections:
-    """Connections that one command opens once, though it asks the same hosts again and again."""
+    """Connections that one command opens once, though it asks the same hosts again and again; those left end with this."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[str, str], Remote] = {}
@@ -221,11 +225,6 @@ class Connections:
     def to(self, names: Sequence[str], pythons: Mapping[str, str]) -> Team:
         """Return hosts by their names, and by the interpreter that each has. What is not open is opened when it is asked."""
         return Team([self._host(name, pythons) for name in names], pythons, self._give_back)
-
-    def close(self) -> None:
-        """Close those that nobody uses just now."""
-        free, self._free = self._free, {}
-        Team(list(free.values()), {}).close()
 
     def _host(self, name: str, pythons: Mapping[str, str]) -> Host:
         if name == HERE:
