@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 from collections.abc import Iterator
@@ -345,6 +346,22 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path, highest_or_lowest: str, k
             assert not run.asked_to_leave
     assert steps_saved(tmp_path) == kept
     assert manifest(tmp_path, 3 if 3 in kept else 2)["held_out_loss"] in (4, 1)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_best_are_those_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run's checkpoint of the same name may be of the same time, by a disk whose clock is coarse."""
+    keeps = {"keep_checkpoints": 1, "keep_best_checkpoints": 1, "eval_interval": 1}
+    for name, measured, kept in [("one", [1, 2, 3], [1, 3]), ("other", [3, 1, 2], [2, 3])]:
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        with swarmtrain.trainer.run(trainer={"save_dir": "run", "save_interval": None, "save_in_background": False, **keeps}) as run:
+            run.at("saved", lambda step, path: os.utime(path / "manifest.json", (1, 1)))
+            run.keep(model=nn.Linear(1, 1))
+            for loss in run.steps(measured):
+                run.save_if_due(measured=loss)
+                assert not run.asked_to_leave
+        assert steps_saved(tmp_path / name) == kept
 
 
 @pytest.mark.usefixtures("_alone")

@@ -37,7 +37,7 @@ from swarmtrain.trainer.checkpoint import disks, stage, survive
 from swarmtrain.trainer.checkpoint.background import Background, Files, leave_note
 from swarmtrain.trainer.checkpoint.held import Held
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.retention import Keep
+from swarmtrain.trainer.checkpoint.retention import Keep, Standing
 from swarmtrain.trainer.checkpoint.search import Found
 from swarmtrain.trainer.checkpoint.storage import Memory, Writer
 from swarmtrain.trainer.runtime import Runtime
@@ -109,6 +109,8 @@ class Checkpoints:
         self._all_written = threading.Event()
         self._underway: _Underway | None = None
         self._landed: list[Saved] = []
+        self._known: dict[Path, Standing] = {}
+        """What the checkpoints in save_dir are: no other world commits there while this one may."""
         self._await_rescue()
         self.disk = disks.disk(here, self.save_dir, note) if self.save_dir else None
         self.token = self.disk.claim() if self.disk else 0
@@ -257,8 +259,9 @@ class Checkpoints:
             state=self._held.state(),
         )
         path = stage.commit(save_dir, folder, content)
+        self._known.pop(path, None)
         try:
-            stage.prune(save_dir, Keep.of(config.trainer), self.token)
+            stage.prune(save_dir, Keep.of(config.trainer), self.token, self._known)
         except OSError as error:
             LOG.warning("%s: an old checkpoint cannot be removed: %s", save_dir, reason(error))
         return path

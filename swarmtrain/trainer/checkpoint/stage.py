@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,13 +96,17 @@ def newest_first(save_dir: Path) -> list[tuple[Path, Manifest]]:
     return sorted(sound, key=lambda pair: (pair[1].token, pair[1].step), reverse=True)
 
 
-def prune(save_dir: Path, keep: Keep, token: int) -> None:
+def prune(save_dir: Path, keep: Keep, token: int, known: dict[Path, Standing]) -> None:
     """Remove the checkpoints that `keep` does not want, and what worlds before `token` left half written or half removed.
 
+    `known`: what stands where, as far as this world has read it; what it has not is added. A run that keeps many would read all each time.
     Raises OSError.
     """
-    standing = {folder: _standing(folder, _stamp(folder)) for folder in save_dir.glob("step-*")}
-    wanted = kept([one for one in standing.values() if one], keep)
+    standing = {folder: known.get(folder) or _standing(folder) for folder in save_dir.glob("step-*")}
+    sound = {folder: one for folder, one in standing.items() if one}
+    wanted = kept(sound.values(), keep)
+    known.clear()
+    known.update({folder: one for folder, one in sound.items() if one in wanted})
     for folder, one in standing.items():
         if one not in wanted:
             with contextlib.suppress(FileNotFoundError):  # survivors of a world that broke may be at it too
@@ -115,16 +118,8 @@ def prune(save_dir: Path, keep: Keep, token: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stamp(folder: Path) -> int:
-    try:
-        return (folder / manifest.NAME).stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-@lru_cache(maxsize=4096)
-def _standing(folder: Path, stamp: int) -> Standing | None:
-    """Return what stands in `folder`, None if it is torn. It is remembered: a run that keeps many would read them all each time."""
+def _standing(folder: Path) -> Standing | None:
+    """Return what stands in `folder`, None if it is torn."""
     try:
         content = manifest.read(folder)
     except CheckpointError:
