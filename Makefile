@@ -1,7 +1,8 @@
 # make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
-# make test    everything, with the time of each suite
+# make test    the gate: what a change has to pass, with the time of each suite; SUITES='fast trainer' picks suites
+# make test-all  everything, with a new seed for randomized tests
 # make chaos   faults on a real swarm, and a table of what each cost; ONLY='a rank hangs' picks rows, without it all are tried, for hours; DOCS=1 writes docs/explanation/reliability.md
-# make contract  what every launcher keeps, on each of the six; docs/reference/launchers.md is its table
+# make contract  the suite of that name alone: what every launcher keeps, on each of the six; docs/reference/launchers.md is its table
 # make soak    the same faults at random on one run, MINUTES=30 long; SEED=7 draws those of an earlier run again
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
 # make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
@@ -20,7 +21,7 @@ PREPARE := @$(MAKE) --no-print-directory --jobs=2 system
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test contract chaos soak check bench format clean system install install-train install-test
+.PHONY: demo test test-all contract chaos soak check bench format clean system install install-train install-test
 
 demo:
 	$(PREPARE) install
@@ -30,9 +31,13 @@ test:
 	$(PREPARE) install-test
 	@$(BIN)/python tests/suites.py $(SUITES)
 
+test-all:
+	$(PREPARE) install-test
+	@$(BIN)/python tests/suites.py --all $(SUITES)
+
 contract:
 	$(PREPARE) install-test
-	@SWARMTRAIN_CONTRACT=all $(BIN)/python tests/suites.py contract
+	@$(BIN)/python tests/suites.py contract
 
 chaos:
 	$(PREPARE) install-test

@@ -1,4 +1,4 @@
-"""For all suites: `answer`, the fixture of a case of bad input. See tests/answers.py."""
+"""For all suites: a home of their own (tests/isolation.py), and `answer`, the fixture of a case of bad input (tests/answers.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from answers import ROOT, Answer, cases
 from hypothesis import settings
+from isolation import own_home, own_state  # noqa: F401  # pytest finds fixtures by their names here
 
 sys.path.append(str(Path(sys.prefix) / "determined"))  # where the Makefile has put it
 

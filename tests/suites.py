@@ -1,14 +1,19 @@
-"""Run the suites and print the time of each. `python tests/suites.py [NAME …]`; `fast` needs no torch and no lab.
+"""Run test suites and print the time of each. `python tests/suites.py [--all] [NAME …]`; `fast` needs neither torch nor a lab.
 
-Three run side by side: those of a lab mostly wait, for containers and for what must not happen. What a suite prints is shown
-when it is done, or as it comes if it is the only one.
+Without --all it runs the gate: the suites that have no reason in SUITES to be left out, without the tests that are marked
+`test_all_only`. With --all it runs everything, and randomized tests draw new examples from a seed that is printed.
 
-With CI=true a skipped test fails the run: a machine that is to prove something must be able to.
+Three suites run side by side: those of a lab mostly wait, for containers and for what must not happen. The output of a suite is shown
+when the suite has ended, or as it comes if it is the only one.
+
+With CI=true a skipped test fails the run: a machine that has to prove something must be able to.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import random
 import re
 import shutil
 import signal
@@ -16,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,11 +31,24 @@ from swarmtrain.images.base import cache_directory
 from swarmtrain.lab.state import base_directory
 
 ROOT = Path(__file__).parent
-_CHAOS = "test_chaos"
-_CONTRACT = "test_contract"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What one pytest process runs: `places` below tests/, and why only `make test-all` runs them, if so."""
+
+    places: list[str]
+    test_all_only: str = ""
+
+
+def lab_files(*, without: Sequence[str]) -> list[str]:
+    """Return the test files of tests/lab, without those of other suites."""
+    return [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in without]
+
+
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
-# Those of the how-to pages that train, and need no lab.
-_PAGES = ["test_examples_page", "test_trainer_pages"]
+# Pages of docs/how-to that train, and need no lab.
+_TRAINING_PAGES = ["test_examples_page", "test_trainer_pages"]
 _NEWER = [
     "the_same_specs_as_docker_stack_deploy",
     "a_run_is_seen_changed_and_taken_down",
@@ -38,21 +56,27 @@ _NEWER = [
     "logs_are_one_stream_in_the_order_of_time",
     "a_deploy_that_cannot_work_says_why_and_leaves_nothing",
 ]
-# `newer` repeats tests of the lab with a newer engine than the system's: those that live by what an engine answers.
-# In the order in which they are taken up: the longest first, such that the last ones are done at about the same time, and the image
-# is built once, by the first.
+# In the order in which they start: the longest first, so that the last ones end at about the same time, and `lab`, which builds the
+# image for all, before the others that need it.
 SUITES = {
-    "lab": [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in (*_FAULTS, _CHAOS, _CONTRACT)],
-    "trainer": ["trainer"],
-    "launchers": ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
-    "howto": [f"howto/{path.name}" for path in sorted((ROOT / "howto").glob("test_*.py")) if path.stem not in _PAGES],
-    "examples": [f"howto/{name}.py" for name in _PAGES],
-    "chaos": [f"lab/{_CHAOS}.py"],
-    "faults": [f"lab/{name}.py" for name in _FAULTS],
-    "entrypoint": ["entrypoint"],
-    "fast": ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
-    "newer": [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER],
-    "contract": ["contract", f"lab/{_CONTRACT}.py"],
+    "lab": Suite(lab_files(without=[*_FAULTS, "test_chaos", "test_contract"])),
+    "trainer": Suite(["trainer"]),
+    "contract": Suite(["contract", "lab/test_contract.py"]),
+    "launchers": Suite(["launchers", "interruption", "page/test_server.py", "page/test_browser.py"]),
+    "howto": Suite(
+        [f"howto/{path.name}" for path in sorted((ROOT / "howto").glob("test_*.py")) if path.stem not in _TRAINING_PAGES],
+        "each page types the commands of one feature, which has tests of its own in other suites",
+    ),
+    "examples": Suite([f"howto/{name}.py" for name in _TRAINING_PAGES], "trains each example to the result that its page shows"),
+    "chaos": Suite(
+        ["lab/test_chaos.py"], "one fault per row on a full run; `contract` has a killed node, `entrypoint` killed and stalled ranks"
+    ),
+    "faults": Suite([f"lab/{name}.py" for name in _FAULTS], "one mistake or interruption per test, on a lab that each breaks"),
+    "entrypoint": Suite(["entrypoint"]),
+    "fast": Suite(["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"]),
+    "newer": Suite(
+        [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER], "repeats tests of `lab` with a newer engine than the system's"
+    ),
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 _FAILED = re.compile("(FAILED|ERROR|SKIPPED) ")
@@ -65,7 +89,12 @@ _SIDE_BY_SIDE = 3
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(SUITES)
+    arguments = argparse.ArgumentParser(description="Run test suites and print the time of each.")
+    arguments.add_argument("--all", action="store_true", help="run everything, not the gate alone")
+    arguments.add_argument("names", nargs="*", metavar="NAME", help=f"a suite: {', '.join(SUITES)}")
+    options = arguments.parse_args()
+    everything: bool = options.all
+    names = options.names or [name for name, suite in SUITES.items() if everything or not suite.test_all_only]
     if unknown := [name for name in names if name not in SUITES]:
         print(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}", file=sys.stderr)
         return 2
@@ -75,7 +104,10 @@ def main() -> int:
             signal.signal(number, lambda *_: None)
     with in_memory(), tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as shelf:
         os.environ["SWARMTRAIN_TEST_SHELF"] = shelf
-        return run_all(names)
+        if everything:
+            seed = os.environ.setdefault("SWARMTRAIN_SEED", str(random.randrange(10**9)))  # noqa: S311
+            print(f"randomized tests draw from seed {seed}; SWARMTRAIN_SEED={seed} make test-all repeats them")
+        return run_all(names, everything=everything)
 
 
 @contextmanager
@@ -105,11 +137,12 @@ def _memory() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def run_all(names: list[str]) -> int:
+def run_all(names: list[str], *, everything: bool) -> int:
     """Run the suites of these names and return the exit code."""
+    started = time.monotonic()
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-        done = list(pool.map(lambda name: run(name, alone=len(names) == 1), names))
-    rows = [str(result) for result in done]
+        done = list(pool.map(lambda name: run(name, everything=everything, alone=len(names) == 1), names))
+    rows = [*(str(result) for result in done), f"{'all':12} {time.monotonic() - started:7.1f} s  {_SIDE_BY_SIDE} side by side"]
     totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
     failed = sum(result.failed for result in done)
     print("\n" + "\n".join([*rows, *(line for result in done if result.failed for line in result.why)]))
@@ -140,11 +173,16 @@ class Result:
         return f"{self.name:12} {self.seconds:7.1f} s  {', '.join(f'{count} {word}' for word, count in self.counts.items()):40} {verdict}"
 
 
-def run(name: str, *, alone: bool) -> Result:
-    """Run a suite; show what it prints, as it comes if it is `alone`."""
+def run(name: str, *, everything: bool, alone: bool) -> Result:
+    """Run a suite, all of it if `everything`, and show its output, as it comes if it is `alone`.
+
+    A suite that the gate leaves out runs as a whole when it is named.
+    """
     started = time.monotonic()
     print(f"--- {name} begins", flush=True)
-    argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *(str(ROOT / place) for place in SUITES[name])]
+    suite = SUITES[name]
+    chosen = [] if everything or suite.test_all_only else ["-m", "not test_all_only"]
+    argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *chosen, *(str(ROOT / place) for place in suite.places)]
     # Labs of two suites have their registries in two places: both push images of the same names.
     # Two in one folder would close it to others, as pytest does when it begins, while the other has opened it. Paths of sockets are short.
     folder = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())) / f"t{list(SUITES).index(name)}"

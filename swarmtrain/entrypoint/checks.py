@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from swarmtrain.entrypoint.interface import route_by
+from swarmtrain.entrypoint.usage import Cgroup, usable_cores
 from swarmtrain.wire import NodeEnv
 
 _SHM = "/dev/shm"  # noqa: S108  # looked at, not written to
@@ -73,13 +74,4 @@ def warnings(node: NodeEnv) -> list[str]:
 
 def threads_per_rank(slots: int) -> int:
     """Return how many of this node's cores each of `slots` ranks may use, at least 1."""
-    return max(1, int(min(len(os.sched_getaffinity(0)), _cpu_quota())) // slots)
-
-
-def _cpu_quota() -> float:
-    """The container's limit in cores, by cgroup v2; infinite if there is none to be read."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return float("inf") if quota == "max" else max(1.0, int(quota) / int(period))
-    except (OSError, ValueError):
-        return float("inf")
+    return max(1, int(usable_cores(Cgroup())) // slots)

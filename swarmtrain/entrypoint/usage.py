@@ -77,6 +77,17 @@ class Cgroup:
         return _fields(file).get("oom_kill", 0)
 
 
+def usable_cores(cgroup: Cgroup | None = None) -> float:
+    """Return how many cores this process may use at once: the least of its CPU affinity, the quota of `cgroup`, and SWARMTRAIN_CORES.
+
+    A lab sets SWARMTRAIN_CORES on its nodes, since all of them run on the cores of one machine.
+    """
+    limits = [float(len(os.sched_getaffinity(0))), cgroup.cpus() if cgroup else None]
+    share = os.environ.get("SWARMTRAIN_CORES", "")
+    limits.append(float(share) if share.isdigit() and int(share) else None)
+    return min(limit for limit in limits if limit)
+
+
 class Meter:
     """Measures this process and what is below it: by `cgroup`, or by /proc without one."""
 
@@ -92,10 +103,9 @@ class Meter:
         now = time.monotonic(), self._cpu_seconds(), *network_bytes()
         seconds, used, received, sent = (after - before for after, before in zip(now, self._before, strict=True))
         self._before, seconds = now, max(1e-3, seconds)
-        here = float(len(os.sched_getaffinity(0)))
         found = {
             "cpu": round(max(0.0, used) / seconds, 2),
-            "cpus": (self._cgroup.cpus() if self._cgroup else None) or here,
+            "cpus": usable_cores(self._cgroup),
             "memory": (self._cgroup.memory() if self._cgroup else None) or sum(_resident(pid) for pid in _family()),
             "memory_limit": (self._cgroup.memory_limit() if self._cgroup else None) or machine_memory(),
             "received": round(max(0, received) / seconds),

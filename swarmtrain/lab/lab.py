@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import DEFAULT_NAME, api, commands, engines, fabric, machines, registry, slurm, ssh, state
+from swarmtrain.lab import DEFAULT_NAME, api, commands, cores, engines, fabric, machines, registry, slurm, ssh, state
 from swarmtrain.lab.checks import check_machine, check_root
 from swarmtrain.lab.state import Description
 
@@ -204,9 +204,10 @@ class Lab:
 
     def environment_on(self, node: str, environ: Mapping[str, str]) -> dict[str, str]:
         """Return `environ` as a command on the machine `node` is to have it: Docker's tools use its own engine, Slurm's the lab's."""
-        parts = self._known(node).parts
+        description = self._known(node)
         elsewhere = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
-        own = {"DOCKER_HOST": engines.OWN_SOCKET} | ({"SLURM_CONF": str(slurm.conf(self.directory))} if "slurm" in parts else {})
+        own = {"DOCKER_HOST": engines.OWN_SOCKET, cores.VARIABLE: str(cores.share(description))}
+        own |= {"SLURM_CONF": str(slurm.conf(self.directory))} if "slurm" in description.parts else {}
         return {**{name: value for name, value in environ.items() if name not in elsewhere}, **own}
 
     def _make(self, description: Description, say: Say) -> None:
@@ -216,6 +217,7 @@ class Lab:
         self.shared.chmod(0o1777)
         say(f"lab {self.name}: {len(description.nodes)} {_kind(description)}")
         commands.make(self.directory, description)
+        cores.write_runc(self.directory, description)
         if "ssh" in description.parts:
             ssh.make(self.directory, description)
         if "slurm" in description.parts:

@@ -18,6 +18,13 @@ if [ -e "$dir/services/engine" ]; then
     mkdir -p /etc/docker
     mount --bind "$dir/etc" /etc/docker
 
+    # Containers are told this node's share of the cores: see cores.py.
+    if runc=$(command -v runc); then
+        : >/run/runc-of-this-machine
+        mount --bind "$runc" /run/runc-of-this-machine
+        mount --bind "$dir/../runc" "$runc"
+    fi
+
     # containerd insists on making /opt/containerd. Where the kernel has no overlay, one empty folder stays behind.
     mkdir -p /run/opt/upper /run/opt/work
     mount -t overlay -o lowerdir=/opt,upperdir=/run/opt/upper,workdir=/run/opt/work overlay /opt 2>/dev/null || :

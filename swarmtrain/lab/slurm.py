@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swarmtrain import process
 from swarmtrain.errors import LabError, ProcessError
-from swarmtrain.lab import fabric, machines
+from swarmtrain.lab import cores, fabric, machines
 from swarmtrain.lab.state import Description
 
 PORTS = {"slurmctld": 6817, "slurmd": 6818}
@@ -31,6 +31,7 @@ CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog={folder}/task-prolog.sh
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -68,6 +69,9 @@ def make(directory: Path, description: Description) -> None:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
+    prolog = folder / "task-prolog.sh"  # Slurm adds to a task's environment what this prints
+    prolog.write_text(f"#!/bin/sh\necho export {cores.setting(description)}\n")
+    prolog.chmod(0o755)
     first = description.nodes[0]
     nodes = [_NODE.format(name=node, address=description.address(node), cpus=_CPUS) for node in description.nodes]
     cluster = _CONF.format(folder=folder, first=first, address=description.address(first))

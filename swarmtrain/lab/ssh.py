@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from swarmtrain import process
-from swarmtrain.lab import machines
+from swarmtrain.lab import cores, machines
 from swarmtrain.lab.state import Description
 
 PORT = 22
@@ -58,7 +58,7 @@ def service(directory: Path, description: Description, node: str) -> str:
         "UsePAM no",
         "StrictModes no",
         "PidFile none",
-        f"SetEnv PATH={_PATH} XDG_CONFIG_HOME={_OWN}/config XDG_STATE_HOME={_OWN}/state",
+        f"SetEnv PATH={_PATH} XDG_CONFIG_HOME={_OWN}/config XDG_STATE_HOME={_OWN}/state {cores.setting(description)}",
     ]
     settings(directory, node).write_text("".join(f"{line}\n" for line in lines))
     return _SERVICE.format(config=shlex.quote(str(config(directory))), settings=shlex.quote(str(settings(directory, node))))

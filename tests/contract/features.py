@@ -7,15 +7,12 @@ or in tests/lab/test_contract.py if it needs an engine.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "launchers.md"
 YES = "yes"
-EVERYWHERE = os.environ.get("SWARMTRAIN_CONTRACT") == "all"
-"""Whether each launcher is tried, as `make contract` does. Without it this machine alone: the others have tests of their own beside."""
 Test = TypeVar("Test", bound=Callable[..., None])
 
 IN_A_CONTAINER = "Ranks are in a container"

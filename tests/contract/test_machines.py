@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from contract import ROOT, Contract, LabPlace, Place, entered
-from features import EVERYWHERE
 
 from swarmtrain import process
 
@@ -55,7 +54,6 @@ class SshPlace(LabPlace):
 
 class TestSsh(Contract):
     kind = "pdsh"
-    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -76,7 +74,6 @@ class SlurmPlace(LabPlace):
 
 class TestSlurm(Contract):
     kind = "slurm"
-    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod

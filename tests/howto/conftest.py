@@ -24,21 +24,16 @@ OpenShell = Callable[[Path, dict[str, str]], Shell]
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's home, in which nothing was ever done; what takes long to download, and where it comes from, is the real user's."""
-    return tmp_path_factory.mktemp("home")
+    """The home of a reader who has never used swarmtrain, which the pages of a session share."""
+    return tmp_path_factory.mktemp("reader")
 
 
 @pytest.fixture(scope="session")
 def environment(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a shell in which nothing points to any engine, and whose labs are in a directory of their own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DOCKER_", "SWARMTRAIN_", "XDG_", "VIRTUAL_ENV"))}
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    pip = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "pip" / "pip.conf"
     return {
-        **({"PIP_CONFIG_FILE": str(pip)} if pip.is_file() else {}),
-        **kept,
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SWARMTRAIN_", "VIRTUAL_ENV"))},
         "HOME": str(home),
-        "XDG_CACHE_HOME": cache,
         "XDG_STATE_HOME": str(home / "state"),
         "SWARMTRAIN_LAB_DIR": f"{os.environ.get('SWARMTRAIN_LAB_DIR') or tmp_path_factory.mktemp('labs')}/howto",
     }

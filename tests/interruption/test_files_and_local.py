@@ -27,7 +27,6 @@ while True:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
     folder = tmp_path / "project"
     folder.mkdir()
@@ -41,7 +40,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def processes(folder: Path) -> list[int]:
     """Return all living processes of the runs of a test whose folder is `folder`."""
-    return below(folder / "state")
+    return below(folder / "home")
 
 
 def keepers(folder: Path) -> list[str]:

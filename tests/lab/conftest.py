@@ -95,9 +95,8 @@ def stand_in(engine: Engine, base: str) -> str:
 
 
 @pytest.fixture
-def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLauncher]:
+def launcher(lab: Lab) -> Iterator[SwarmLauncher]:
     """The launcher on the lab's manager; what a test leaves of its run is taken down."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     made = SwarmLauncher(lab.docker_host("node0"))
     yield made
     if not observe.observe(made._engine, RUN).empty:

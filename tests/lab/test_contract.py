@@ -14,7 +14,6 @@ from swarmtrain.launchers.engine import Engine
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from contract import RUN, Contract, LabPlace, Place, entered  # lies beside the contract's own tests
-from features import EVERYWHERE
 
 
 class SwarmPlace(LabPlace):
@@ -42,7 +41,6 @@ class SwarmPlace(LabPlace):
 
 class TestSwarm(Contract):
     kind = "swarm"
-    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -74,7 +72,6 @@ class DockerPlace(LabPlace):
 
 class TestDocker(Contract):
     kind = "docker"
-    __test__ = EVERYWHERE
     test_a_machine_dies = None  # there is one
 
     @pytest.fixture(scope="class")
@@ -108,7 +105,6 @@ class SshDockerPlace(LabPlace):
 
 class TestSshDocker(Contract):
     kind = "pdsh_docker"
-    __test__ = EVERYWHERE
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -70,7 +70,7 @@ class User:
         self.data = lab.shared / RUN
         self.data.mkdir(mode=0o777)
         self.data.chmod(0o777)
-        self.env = {**os.environ, **lab.env(), "DOCKER_HOST": lab.docker_host(NODE), "XDG_STATE_HOME": str(folder / "state")}
+        self.env = {**os.environ, **lab.env(), "DOCKER_HOST": lab.docker_host(NODE)}
         (folder / "training_code.py").write_text(TRAIN)
         (folder / "token").write_text(HUSH)
         runner = {

@@ -25,9 +25,9 @@ Doctor = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def doctor(lab: Lab, image: str, tmp_path: Path, engine: Engine) -> Iterator[Doctor]:
+def doctor(lab: Lab, image: str, engine: Engine) -> Iterator[Doctor]:
     """Return a function that runs `swarmtrain doctor --json` on the quickstart, and returns its answers; nothing of it is left."""
-    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0"), "XDG_STATE_HOME": str(tmp_path)}
+    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0")}
 
     def run(*overrides: str, sound: bool) -> dict[str, Any]:
         values = [f"runner.docker_config.docker_container={image}", *overrides]
@@ -124,8 +124,8 @@ def test_save_dir_on_two_disks(doctor: Doctor, lab: Lab) -> None:
     assert any("/workspace/runs is another disk here: what node0, node1 wrote" in line for line in found(answers)["shared"])
 
 
-def test_ctrl_c_leaves_nothing_of_the_probe(lab: Lab, image: str, tmp_path: Path, engine: Engine) -> None:
-    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0"), "XDG_STATE_HOME": str(tmp_path)}
+def test_ctrl_c_leaves_nothing_of_the_probe(lab: Lab, image: str, engine: Engine) -> None:
+    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0")}
     argv = [sys.executable, "-m", "swarmtrain", "doctor", "examples/quickstart.yml", "-o", f"runner.docker_config.docker_container={image}"]
     doctor = subprocess.Popen(argv, cwd=ROOT, env=environment)
     end = time.monotonic() + 60

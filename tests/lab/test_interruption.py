@@ -28,7 +28,6 @@ runner:
 
 @pytest.fixture
 def project(lab: Lab, engine: Engine, stand_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("DOCKER_HOST", lab.docker_host("node0"))
     (tmp_path / "training_code.py").write_text("train()\n")
     (tmp_path / f"{RUN}.yml").write_text(CONFIG % stand_in)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PARTS, ROOT, say
+from stand_in import docker
 
 from swarmtrain.errors import LabError
 from swarmtrain.lab import Lab
@@ -173,6 +174,19 @@ def test_another_process_finds_the_lab(lab: Lab) -> None:
         ["sh", "-c", f"{output}\ndocker info --format '{{{{.Name}}}}'"], check=False, capture_output=True, text=True, cwd=ROOT
     )
     assert asked.stdout == "node0\n", asked.stderr
+
+
+def test_each_node_counts_its_share_of_the_cores(lab: Lab, base: str) -> None:
+    share = f"{max(1, len(os.sched_getaffinity(0)) // 3)}\n"
+    run = ("run", "--rm", "--network", "none")
+    assert docker(lab, *run, base, "printenv", "SWARMTRAIN_CORES", node="node2") == share
+    assert docker(lab, *run, "-e", "SWARMTRAIN_CORES=7", base, "printenv", "SWARMTRAIN_CORES", node="node2") == "7\n"
+    for prefix in (
+        [str(lab.directory / "bin" / "ssh"), "node1"],
+        [sys.executable, "-m", "swarmtrain", "lab", "enter", "--name", lab.name, "node1"],
+    ):
+        done = subprocess.run([*prefix, "printenv", "SWARMTRAIN_CORES"], capture_output=True, text=True, check=True)
+        assert done.stdout == share
 
 
 def test_the_shared_disk_is_one_disk(lab: Lab) -> None:
@@ -335,6 +349,7 @@ def test_a_lab_behind_ssh_and_with_a_slurm(new_lab: Callable[..., Lab]) -> None:
         return typed("ssh node1 hostname; ssh node0 ssh node1 hostname; srun -N2 hostname")
 
     assert both() == ["node0", "node1", "node1", "node1"]
+    assert typed("srun -N1 printenv SWARMTRAIN_CORES") == [str(max(1, len(os.sched_getaffinity(0)) // 2))]
     if shutil.which("pdsh") or os.environ.get("CI") == "true":
         assert typed("pdsh -N -w 'node[0-1]' hostname") == ["node0", "node1"]
     assert typed("ssh node1 'touch /mnt/own/mine; ls /mnt/own'; ssh node0 ls /mnt/own") == ["mine"]

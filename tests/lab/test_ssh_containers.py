@@ -55,7 +55,7 @@ class User:
 
     def __init__(self, lab: Lab, image: str, folder: Path) -> None:
         self.lab, self.folder = lab, folder
-        self.env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state")}
+        self.env = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.data = lab.shared / RUN
         self.data.mkdir(exist_ok=True)
         (folder / "training_code.py").write_text(TRAIN)

@@ -50,10 +50,9 @@ MIDDLE = 20
 
 
 @pytest.fixture
-def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLauncher]:
+def launcher(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLauncher]:
     """The launcher on the lab; runs that a test left are taken down, so that it can be used by the next."""
     monkeypatch.setenv("DOCKER_HOST", lab.docker_host("node0"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     launcher = SwarmLauncher()
     yield launcher
     for run in launcher.runs():

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 def deploy(folder: Path, *options: str, typed: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command in `folder`, and type into it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-m", "swarmtrain", "deploy", "config.yml", *options]
     return subprocess.run(argv, cwd=folder, env=environment, input=typed, capture_output=True, text=True, timeout=120, check=False)
 
@@ -54,7 +54,7 @@ def test_a_rank_stops_at_its_breakpoint(folder: Path) -> None:
     assert "its number: 2" in done.stdout
     assert "sum 16 helped hidden ['--fast']" in done.stdout
     assert done.returncode == 3, done.stderr
-    logs = {path.name: path.read_text() for path in (folder / "state" / "swarmtrain" / "config").glob("rank*.log")}
+    logs = {path.name: path.read_text() for path in (folder / "home" / "swarmtrain" / "config").glob("rank*.log")}
     assert logs == dict.fromkeys(("rank0.log", "rank2.log"), "sum 16 helped hidden ['--fast']\n")
     assert "rank2 ended with exit code 6" in done.stderr
 

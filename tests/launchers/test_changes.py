@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     (tmp_path / "config.yml").write_text(CONFIG)
     (tmp_path / "training_code.py").write_text(WAIT)
     root = Path(__file__).parents[2]
-    home = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "DOCKER_HOST": "unix:///nowhere/docker.sock"}
+    home = {"HOME": str(tmp_path), "DOCKER_HOST": "unix:///nowhere/docker.sock"}
     env = {**os.environ, **QUIET, **home, "PYTHONPATH": str(root), "TERM": "xterm"}
 
     def call(*words: str, code: int = 0, terminal: int | None = None) -> str:
@@ -83,7 +83,7 @@ def test_plan_tells_what_would_change(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("said", "code"), [("y\n", 0), ("\n", 1), ("\x03", 130)])
 def test_a_person_is_asked(run: Run, tmp_path: Path, said: str, code: int) -> None:
-    state = tmp_path / "state" / "swarmtrain" / "config" / "config.json"
+    state = tmp_path / "home" / "swarmtrain" / "config" / "config.json"
     before = state.read_text()
     terminal, its = pty.openpty()
 

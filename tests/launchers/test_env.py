@@ -40,7 +40,6 @@ class User:
         self.env = {
             **os.environ,
             "PATH": f"{hosts.bin}:{os.environ['PATH']}",
-            "XDG_STATE_HOME": str(folder / "home"),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
         }

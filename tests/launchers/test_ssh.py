@@ -76,7 +76,6 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture
 def launcher(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshLauncher]:
     monkeypatch.setenv("PATH", f"{hosts.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("NCCL_FROM", "the shell")
     monkeypatch.chdir(tmp_path)

@@ -272,7 +272,6 @@ for step in range(first + 1, 31):
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a run of two local nodes, of which one is killed once; what is left of it is killed at the end."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -280,7 +279,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "small.yml").write_text("runner: {runner_type: local, nodes: 2, script: train.py, stop_grace: 5}\n")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for pid in below(tmp_path / "state"):
+    for pid in below(tmp_path / "home"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

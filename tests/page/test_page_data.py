@@ -215,7 +215,6 @@ def test_every_number_of_an_alert_is_one_that_there_is() -> None:
 
 
 def test_a_run_that_is_down_has_its_page_from_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
     folder = kept.directory("demo")
     folder.mkdir(parents=True)

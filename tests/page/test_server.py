@@ -32,9 +32,8 @@ TOKEN = "a-token-of-a-test"  # noqa: S105  # a test's
 
 
 @pytest.fixture
-def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+def demo() -> Source:
     """A run that is down, with what was kept of it."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = kept.directory("demo")
     folder.mkdir(parents=True)
     (folder / kept.EVENTS).write_text("".join(f"{event.to_line()}\n" for event in made.told(end="done")))
@@ -154,8 +153,7 @@ class Flaky:
         return list(made.tasks())
 
 
-def test_a_manager_that_is_away_is_told_and_what_was_seen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+def test_a_manager_that_is_away_is_told_and_what_was_seen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmtrain.view.page.source.EVERY", -1.0)
     place = Flaky()
     source = Source("demo", place)  # type: ignore[arg-type]  # what a page asks of a place
@@ -169,8 +167,7 @@ def test_a_manager_that_is_away_is_told_and_what_was_seen_stays(tmp_path: Path, 
     assert (again["lost"], again["failures"], again["curves"]) == ("", 1, first["curves"])
 
 
-def test_a_manager_that_takes_its_time_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+def test_a_manager_that_takes_its_time_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmtrain.view.page.source.EVERY", -1.0)
     place = Flaky()
     source = Source("demo", place)  # type: ignore[arg-type]  # what a page asks of a place
@@ -191,7 +188,7 @@ def test_a_manager_that_takes_its_time_holds_up_nobody_else(tmp_path: Path, monk
 
 def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: Source, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(root), "DOCKER_HOST": f"unix://{tmp_path}/none"}
+    env = {**os.environ, "PYTHONPATH": str(root), "DOCKER_HOST": f"unix://{tmp_path}/none"}
     argv = [sys.executable, "-m", "swarmtrain", "dashboard", "demo", "--host", EVERYWHERE, "--port", "0"]
     process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -34,7 +34,6 @@ FIRST = [
 
 @pytest.fixture(autouse=True)
 def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
@@ -100,7 +99,7 @@ def test_two_that_follow_a_run_keep_each_line_once_and_files_stay_small() -> Non
     assert sum(file.stat().st_size for file in kept.directory("demo").iterdir()) < 7000
 
 
-def test_the_output_of_a_run_that_is_down_is_what_was_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_run_that_is_down_is_what_was_kept(own_state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keeper = Keeper("demo")
     for number in range(6):
         keeper.add(f"node{number % 2}", stamp(number), f"[rank {number % 2}] step {number}")
@@ -109,7 +108,7 @@ def test_the_output_of_a_run_that_is_down_is_what_was_kept(capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"node{number % 2} rank {number % 2} | step {number}" for number in range(6)]
     assert err == f"no engine answers; this is what was kept of its output in {kept.directory('demo')}\n".replace(
-        "no engine", f"Docker engine at unix://{kept.state_directory().parent}/docker.sock: no engine"
+        "no engine", f"Docker engine at unix://{own_state.parent}/docker.sock: no engine"
     )
     since = next(kept.lines("demo")).time
     for choice, steps in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from swarmtrain.errors import LabError
 from swarmtrain.lab import Lab, checks, fabric, state
+from swarmtrain.lab import cores as lab_cores
 
 
 def test_a_lab_keeps_its_subnet_unless_that_is_taken() -> None:
@@ -118,9 +120,26 @@ def test_what_a_command_on_a_node_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "lab").mkdir()
     state.write(tmp_path / "lab", state.Description("lab", "10.77.3.0/24", ("node0",), "/srv/shared"))
     here = {"HOME": "/root", "DOCKER_HOST": "tcp://elsewhere:2376", "DOCKER_CONTEXT": "elsewhere", "DOCKER_TLS_VERIFY": "1"}
-    assert Lab("lab").environment_on("node0", here) == {"HOME": "/root", "DOCKER_HOST": "unix:///var/run/docker.sock"}
+    cores = str(len(os.sched_getaffinity(0)))
+    expected = {"HOME": "/root", "DOCKER_HOST": "unix:///var/run/docker.sock", "SWARMTRAIN_CORES": cores}
+    assert Lab("lab").environment_on("node0", here) == expected
     with pytest.raises(LabError, match="no such node"):
         Lab("lab").environment_on("node1", here)
+
+
+@pytest.mark.parametrize(("cores", "nodes", "share"), [(2, 1, 2), (2, 3, 1), (8, 3, 2), (64, 2, 32)])
+def test_the_nodes_of_a_lab_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, nodes: int, share: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    description = state.Description("lab", "10.77.3.0/24", tuple(f"node{number}" for number in range(nodes)), "/srv/shared")
+    assert lab_cores.share(description) == share
+    lab_cores.write_runc(tmp_path, description)
+    config = tmp_path / "config.json"
+    for command, expected in (("create", [f"SWARMTRAIN_CORES={share}", "PATH=/bin"]), ("delete", ["PATH=/bin"])):
+        config.write_text('{"process":{"args":["sh","-c","echo \\"env\\":[\\"A\\"]"],"env":["PATH=/bin"]},"env":["HOOK=1"]}')
+        arguments = ["--root", "/run", command, "--bundle", str(tmp_path), "container"]
+        done = subprocess.run([str(tmp_path / "runc"), *arguments], capture_output=True, text=True, check=False)
+        assert "runc-of-this-machine" in done.stderr  # there is none here
+        assert json.loads(config.read_text())["process"]["env"] == expected
 
 
 def test_a_lab_that_was_written_down_before_there_were_bare_ones_is_read(tmp_path: Path) -> None:

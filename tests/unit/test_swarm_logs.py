@@ -78,8 +78,7 @@ def test_after_a_reconnect_each_line_comes_once() -> None:
     assert [once.is_new(item) for item in after] == [False, False, False, True, True, True, False, True]
 
 
-def test_what_was_seen_is_written_once_even_by_a_second_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+def test_what_was_seen_is_written_once_even_by_a_second_watch(own_state: Path) -> None:
     event = Event("world", {"world_size": 2}, 1.0).to_line()
     lines = [Line("node0", TIMES[0], "t", "one"), Line("rendezvous", TIMES[1], "t", event), Line("node0", TIMES[2], "t", "two")]
     for watched in (lines[:2], lines):
@@ -88,7 +87,7 @@ def test_what_was_seen_is_written_once_even_by_a_second_watch(tmp_path: Path, mo
             record.add(line)
         record.close()
     folder = directory("run")
-    assert folder == tmp_path / "swarmtrain" / "run"
+    assert folder == own_state / "swarmtrain" / "run"
     assert (folder / "node0.log").read_text() == f"{TIMES[0]} one\n{TIMES[2]} two\n"
     assert [json.loads(text)["world_size"] for text in (folder / "events.jsonl").read_text().splitlines()] == [2]
 
