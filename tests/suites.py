@@ -35,9 +35,10 @@ ROOT = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Suite:
-    """What one pytest process runs: `places` below tests/, and why only `make test-all` runs them, if so."""
+    """What one pytest process runs: `places` below tests/, what they show, and why only `make test-all` runs them, if so."""
 
     places: list[str]
+    shows: str
     test_all_only: str = ""
 
 
@@ -59,23 +60,48 @@ _NEWER = [
 # In the order in which they start: the longest first, so that the last ones end at about the same time, and `lab`, which builds the
 # image for all, before the others that need it.
 SUITES = {
-    "lab": Suite(lab_files(without=[*_FAULTS, "test_chaos", "test_contract"])),
-    "trainer": Suite(["trainer"]),
-    "contract": Suite(["contract", "lab/test_contract.py"]),
-    "launchers": Suite(["launchers", "interruption", "page/test_server.py", "page/test_browser.py"]),
+    "lab": Suite(
+        lab_files(without=[*_FAULTS, "test_chaos", "test_contract"]),
+        "the Swarm launcher, images, doctor and the lab itself on real engines; losses of runs in which containers are killed",
+    ),
+    "trainer": Suite(["trainer"], "the trainer's exact claims, with 1 to 8 gloo processes"),
+    "contract": Suite(
+        ["contract", "lab/test_contract.py"],
+        "the life of a run on each of the six launchers: deploy, status, logs, secrets, kill, stop, resume, scale, a dead machine, down",
+    ),
+    "launchers": Suite(
+        ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
+        "local runs, hosts behind real sshds, a real Slurm; commands that are interrupted; the dashboard in a real browser",
+    ),
     "howto": Suite(
         [f"howto/{path.name}" for path in sorted((ROOT / "howto").glob("test_*.py")) if path.stem not in _TRAINING_PAGES],
-        "each page types the commands of one feature, which has tests of its own in other suites",
+        "the commands of the tutorial and of how-to pages, typed one after the other",
+        "each page uses features that have tests of their own in the gate",
     ),
-    "examples": Suite([f"howto/{name}.py" for name in _TRAINING_PAGES], "trains each example to the result that its page shows"),
+    "examples": Suite(
+        [f"howto/{name}.py" for name in _TRAINING_PAGES],
+        "the examples and the how-to pages that train",
+        "trains each example to the result that its page shows",
+    ),
     "chaos": Suite(
-        ["lab/test_chaos.py"], "one fault per row on a full run; `contract` has a killed node, `entrypoint` killed and stalled ranks"
+        ["lab/test_chaos.py"],
+        "faults on a run of three nodes: no step is recomputed that a replica survived",
+        "each row is a whole run; in the gate `contract` kills nodes, `entrypoint` kills and stalls ranks, `lab` kills a container",
     ),
-    "faults": Suite([f"lab/{name}.py" for name in _FAULTS], "one mistake or interruption per test, on a lab that each breaks"),
-    "entrypoint": Suite(["entrypoint"]),
-    "fast": Suite(["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"]),
+    "faults": Suite(
+        [f"lab/{name}.py" for name in _FAULTS],
+        "mistakes and interruptions on a real swarm, and what each prints",
+        "one mistake per test on a lab of its own; the gate has the same mistakes where they need no engine, in `fast`",
+    ),
+    "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
+    "fast": Suite(
+        ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
+        "everything that needs neither torch nor a lab, and bad input to every command",
+    ),
     "newer": Suite(
-        [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER], "repeats tests of `lab` with a newer engine than the system's"
+        [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER],
+        "tests of `lab` that depend on what an engine answers, with a newer engine",
+        "downloads a second engine and repeats tests of `lab`",
     ),
 }
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")

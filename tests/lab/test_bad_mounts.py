@@ -9,6 +9,8 @@ from answers import ROOT, Answer
 
 from swarmtrain.lab import Lab
 
+pytestmark = pytest.mark.test_all_only("one mistake per run")
+
 CHAPTER = "The nodes"
 pytestmark = pytest.mark.usefixtures("on_the_lab")
 

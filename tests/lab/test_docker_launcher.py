@@ -24,6 +24,8 @@ from reader import Reader, Shell
 from swarmtrain.lab import Lab
 from swarmtrain.wire import Event
 
+pytestmark = pytest.mark.test_all_only("one life of a run on a single engine is in the contract")
+
 NODE = "node2"
 RUN = "alone"
 HUSH = "hush-5d2a"

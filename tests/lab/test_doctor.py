@@ -79,6 +79,7 @@ def test_a_sound_swarm(doctor: Doctor) -> None:
     assert all(facts["gloo"]["seconds"] > 0 for facts in answers["together"].values())
 
 
+@pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")
 def test_a_firewall_between_two_nodes(doctor: Doctor, lab: Lab) -> None:
     """The containers of the two do not reach each other; the managers see both of them ready."""
     address = next(node.address for node in lab.status() if node.node == "node2")
@@ -89,6 +90,7 @@ def test_a_firewall_between_two_nodes(doctor: Doctor, lab: Lab) -> None:
     assert "together" in found(answers)
 
 
+@pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")
 def test_packets_that_get_lost(doctor: Doctor, lab: Lab) -> None:
     """A switch on the way takes smaller packets than the machines send."""
     wire = ["ip", "-n", fabric.namespace(lab.name, "fabric"), "link", "set", "node2", "mtu"]
@@ -107,6 +109,7 @@ def test_packets_that_get_lost(doctor: Doctor, lab: Lab) -> None:
     assert "runner.swarm.mtu=1400" in hints[0]
 
 
+@pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")
 def test_a_slow_link(doctor: Doctor, lab: Lab) -> None:
     lab.slow("node2", "20mbit", say=print)
     try:
@@ -118,12 +121,14 @@ def test_a_slow_link(doctor: Doctor, lab: Lab) -> None:
     assert all("node2" in line for line in slow)
 
 
+@pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")
 def test_save_dir_on_two_disks(doctor: Doctor, lab: Lab) -> None:
     with on(lab, "node2", "mkdir -p -m 777 /mnt/other; mount --bind /mnt/other /mnt/shared", "umount /mnt/shared"):
         answers = doctor(sound=False)
     assert any("/workspace/runs is another disk here: what node0, node1 wrote" in line for line in found(answers)["shared"])
 
 
+@pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")
 def test_ctrl_c_leaves_nothing_of_the_probe(lab: Lab, image: str, engine: Engine) -> None:
     environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0")}
     argv = [sys.executable, "-m", "swarmtrain", "doctor", "examples/quickstart.yml", "-o", f"runner.docker_config.docker_container={image}"]

@@ -18,6 +18,8 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher, observe
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 
+pytestmark = pytest.mark.test_all_only("waits for several runs in a queue; the order of the queue is in tests/unit/test_swarm_turn.py")
+
 
 @pytest.fixture(scope="module")
 def gpus(new_lab: Callable[[str], Lab], stand_in: str) -> Lab:

@@ -51,6 +51,7 @@ def test_imports_are_compiled_in_the_image(lab: Lab, image: str) -> None:
         run_on(lab, "node1", image, f"test -s {cached}")
 
 
+@pytest.mark.test_all_only("builds an image again")
 def test_a_second_build_downloads_nothing_and_keeps_the_layers_of_wheels(engine: Engine, image: str) -> None:
     before = engine.client.inspect_image(image)["Id"]
     stamp = (ROOT / "build" / "wheels" / ".complete").stat().st_mtime_ns
@@ -94,17 +95,20 @@ def test_pushing_what_is_not_there_or_nowhere_fails(engine: Engine, image: str) 
     engine.client.remove_image("registry.nowhere:5000/swarmtrain:1.0")
 
 
+@pytest.mark.test_all_only("builds an image again")
 def test_a_base_that_was_asked_for_is_not_replaced(engine: Engine) -> None:
     with pytest.raises(ImageError, match="cannot be pulled"):
         images.build(engine.client, ROOT, f"{REGISTRY}/other:1.0", base="example.invalid/python:9", say=say)
 
 
+@pytest.mark.test_all_only("builds an image again")
 def test_the_user_is_told_which_base_was_made(engine: Engine, image: str) -> None:
     said: list[str] = []
     images.build(engine.client, ROOT, image, say=said.append)
     assert [line for line in said if DEBIAN_BASE in line and "Debian packages" in line]
 
 
+@pytest.mark.test_all_only("builds an image again")
 def test_a_step_that_fails_is_reported_with_its_output(engine: Engine, image: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "build" / "wheels", tmp_path / "build" / "wheels")
     (tmp_path / "train.py").touch()
@@ -115,6 +119,7 @@ def test_a_step_that_fails_is_reported_with_its_output(engine: Engine, image: st
     assert "the reason" in said
 
 
+@pytest.mark.test_all_only("builds an image again")
 def test_a_deploy_tells_what_changed_since_the_image_was_built(
     launcher: SwarmLauncher, planned: Callable[..., Plan], image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

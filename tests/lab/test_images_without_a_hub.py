@@ -22,6 +22,8 @@ from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan
 from swarmtrain.render.mounts import WORKSPACE
 
+pytestmark = pytest.mark.test_all_only("builds images and starts registries")
+
 SETTINGS = """
 version: "0.1"
 storage: {filesystem: {rootdirectory: /var/lib/registry}}

@@ -222,12 +222,14 @@ def test_a_killed_node_is_gone_and_comes_back_with_its_data(lab: Lab, engine: En
         lab.start("node2", say=say)
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_a_swarm_survives_the_loss_of_its_manager(lab: Lab, engine: Engine) -> None:
     lab.kill("node0", say=say)
     lab.start("node0", say=say)
     wait_for("all are ready again", lambda: set(node_states(engine).values()) == {"ready"}, 40)
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_a_cut_node_lives_alone(lab: Lab, engine: Engine, served: Callable[[str], None]) -> None:
     served("node1")
     before = with_children(machine_pid(lab.name, "node1"))
@@ -245,6 +247,7 @@ def test_a_cut_node_lives_alone(lab: Lab, engine: Engine, served: Callable[[str]
     wait_for("node1 is ready again", lambda: node_states(engine)["node1"] == "ready", 40)
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 @pytest.mark.parametrize(("source", "target"), [("node0", "node1"), ("node1", "node0")])
 def test_a_slow_node_is_slow_in_both_directions(lab: Lab, served: Callable[[str], None], source: str, target: str) -> None:
     served(target)
@@ -303,6 +306,7 @@ def test_a_command_on_a_node_means_that_nodes_engine(lab: Lab) -> None:
     assert (done.stdout.splitlines()[:3], done.returncode) == (["node1", str(ROOT), "node1"], 7), done.stderr
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_a_bare_lab_is_machines_that_nobody_has_set_up(new_lab: Callable[[str], Lab]) -> None:
     lab = new_lab("bare")
     said: list[str] = []
@@ -332,6 +336,7 @@ def test_a_bare_lab_is_machines_that_nobody_has_set_up(new_lab: Callable[[str], 
     lab.down(say=say)
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_a_lab_behind_ssh_and_with_a_slurm(new_lab: Callable[..., Lab]) -> None:
     """By what `lab env` prints; a machine that was killed comes back with both."""
     lab = new_lab("reached", ("ssh", "slurm"))
@@ -375,6 +380,7 @@ def test_what_machines_cannot_have_is_refused(new_lab: Callable[[str], Lab]) -> 
         new_lab("wrong").up(2, parts=("ssh", "slrum"), say=say)
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_up_replaces_a_lab_whose_engines_are_dead(new_lab: Callable[[str], Lab]) -> None:
     lab = new_lab("dead")
     lab.up(2, say=say)
@@ -390,6 +396,7 @@ def test_up_replaces_a_lab_whose_engines_are_dead(new_lab: Callable[[str], Lab])
     lab.down(say=say)
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 @pytest.mark.parametrize("seconds", [0.45, 0.7, 1.0])
 def test_an_interrupted_up_removes_what_it_made(new_lab: Callable[[str], Lab], seconds: float) -> None:
     lab = new_lab("interrupted")
@@ -403,6 +410,7 @@ def test_an_interrupted_up_removes_what_it_made(new_lab: Callable[[str], Lab], s
     assert traces(lab.name) == []
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_an_engine_that_dies_at_once_is_reported_with_its_words(new_lab: Callable[[str], Lab], tmp_path: Path) -> None:
     (tmp_path / "dockerd").write_text("#!/bin/sh\necho this engine has had enough\nexit 1\n")
     (tmp_path / "dockerd").chmod(0o755)
@@ -412,6 +420,7 @@ def test_an_engine_that_dies_at_once_is_reported_with_its_words(new_lab: Callabl
     assert traces(lab.name) == []
 
 
+@pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_four_engines_are_up_in_seconds(new_lab: Callable[[str], Lab]) -> None:
     lab = new_lab("quick")
     began = time.monotonic()

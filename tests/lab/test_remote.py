@@ -15,10 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import certificates
+import pytest
 from stand_in import say
 
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.engine import Engine
+
+pytestmark = pytest.mark.test_all_only("starts sshd, TLS and machines that join")
 
 ROOT = Path(__file__).parents[2]
 

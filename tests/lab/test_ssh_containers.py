@@ -16,6 +16,8 @@ from stand_in import docker
 
 from swarmtrain.lab import Lab
 
+pytestmark = pytest.mark.test_all_only("one life of a run in containers over SSH is in the contract")
+
 ROOT = Path(__file__).parents[2]
 RUN = "boxes"
 NODES = ("node1", "node2")

@@ -80,6 +80,7 @@ def test_two_deploys_at_once_end_in_the_last_one(
     assert [line.partition(":")[0] for line in second.said if "create" in line] == ["create service demo_node2"]
 
 
+@pytest.mark.test_all_only("each waits for two commands that race; the contract has the changes one at a time")
 def test_an_interrupted_deploy_leaves_alone_what_another_has_taken_over(
     another: Callable[[], SwarmLauncher], planned: Callable[..., Plan], launcher: SwarmLauncher
 ) -> None:
@@ -100,6 +101,7 @@ def test_an_interrupted_deploy_leaves_alone_what_another_has_taken_over(
     assert {task.state for task in launcher.tasks(RUN)} == {"running"}
 
 
+@pytest.mark.test_all_only("each waits for two commands that race; the contract has the changes one at a time")
 def test_a_deploy_that_hangs_is_broken_off_by_down(
     lab: Lab, another: Callable[[], SwarmLauncher], planned: Callable[..., Plan], launcher: SwarmLauncher
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_deploy_that_hangs_is_broken_off_by_down(
     assert nothing_left(lab, launcher._engine)
 
 
+@pytest.mark.test_all_only("each waits for two commands that race; the contract has the changes one at a time")
 def test_a_deploy_over_a_run_that_is_going_down(
     lab: Lab, another: Callable[[], SwarmLauncher], planned: Callable[..., Plan], launcher: SwarmLauncher
 ) -> None:
@@ -144,6 +147,7 @@ def test_a_deploy_over_a_run_that_is_going_down(
     assert nothing_left(lab, launcher._engine)
 
 
+@pytest.mark.test_all_only("each waits for two commands that race; the contract has the changes one at a time")
 def test_what_docker_stack_rm_leaves_is_waited_for(
     lab: Lab, another: Callable[[], SwarmLauncher], planned: Callable[..., Plan], launcher: SwarmLauncher
 ) -> None:
@@ -208,6 +212,7 @@ def test_the_lock_of_a_killed_command_is_taken_over(launcher: SwarmLauncher, eng
     assert observe.observe(engine, RUN).empty
 
 
+@pytest.mark.test_all_only("each waits for two commands that race; the contract has the changes one at a time")
 def test_a_command_that_stood_still_too_long_changes_nothing_more(engine: Engine) -> None:
     asleep = lock.Lock(engine, RUN, "sleeps", Patience(renew=1000.0))
     other = lock.Lock(engine, RUN, "takes over", Patience(renew=1000.0, looks=1))

@@ -21,6 +21,8 @@ from swarmtrain.launchers.swarm.patience import Patience
 from swarmtrain.plan import Plan
 from swarmtrain.wire import BOARD_UP, NOTE, Event
 
+pytestmark = pytest.mark.test_all_only("reboots the manager again and again")
+
 # Whoever was cut off is dead, and nothing that is pending is going to run.
 HURRIED = Patience(looks=1, pending=0.0)
 

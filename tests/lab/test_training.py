@@ -134,12 +134,14 @@ def reference(lab: Lab, image: str) -> dict[int, float]:
     return losses(lab, "reference")
 
 
+@pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
 def test_one_node_gives_the_same_losses_as_three(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float]) -> None:
     deploy = swarmtrain("deploy", "examples/quickstart.yml", "--name", "one", *options(image, "one", "runner.nodes=1"))
     assert deploy.wait(300) == 0
     same(losses(lab, "one"), reference)
 
 
+@pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
 def test_a_killed_rank_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], tmp_path: Path) -> None:
     """Deployed by plain `docker stack deploy`, the oldest there is, from the file that `generate` wrote."""
     output = tmp_path / "generated.yml"
@@ -204,6 +206,7 @@ def test_a_killed_container_changes_nothing(
     assert base64.b64encode(b"planted-0123456789")[:20] not in told
 
 
+@pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
 def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
     lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], tmp_path: Path
 ) -> None:
@@ -248,6 +251,7 @@ def trains_in_world(events: list[Event], number: int) -> bool:
     return len(worlds) >= number and any(event.kind == wire.PROGRESS and event.time > worlds[number - 1] for event in events)
 
 
+@pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
 def test_a_stop_in_the_middle_changes_nothing(lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float]) -> None:
     """The notice board stays; what it knew is known still when the run goes on."""
     argv = ["deploy", "examples/quickstart.yml", "--name", "stop", *options(image, "stop", "runner.min_nodes=3", "runner.max_nodes=3")]
@@ -274,6 +278,7 @@ def wait_for_run(launcher: SwarmLauncher, run: str) -> None:
         time.sleep(0.3)
 
 
+@pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
 def test_a_folder_that_somebody_made_as_himself_can_be_written(lab: Lab, launcher: SwarmLauncher, image: str) -> None:
     """Nothing is said about the user: the ranks are the folder's owner, as the machine that deploys sees it."""
     theirs = lab.shared / "theirs"

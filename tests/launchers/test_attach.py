@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.test_all_only("starts a debugger in a rank; no other part of a launcher depends on it")
+
 ROOT = Path(__file__).parents[2]
 TRAIN = """
 import os, sys

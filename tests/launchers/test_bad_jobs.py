@@ -19,6 +19,8 @@ import pytest
 from answers import ROOT, Answer
 from processes import below
 
+pytestmark = pytest.mark.test_all_only("one mistake per run; the gate has the mistakes that need no run")
+
 pytest.importorskip("torch", reason="ranks need torch")
 
 CHAPTER = "Scripts and checkpoints"

@@ -22,6 +22,8 @@ from hosts import DISK, NAMES, Hosts, hosts_up
 from swarmtrain import __version__
 from swarmtrain.launchers.ssh.environment import installed, read
 
+pytestmark = pytest.mark.test_all_only("installs Python environments on hosts over SSH")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -28,6 +28,8 @@ from swarmtrain.process import run
 from swarmtrain.view.status import status
 from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
 
+pytestmark = pytest.mark.test_all_only("one life of a run under Slurm is in the contract")
+
 ROOT = Path(__file__).parents[2]
 TRAIN = """
 import datetime, os, pathlib, signal, sys, time

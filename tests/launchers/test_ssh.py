@@ -29,6 +29,8 @@ from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
 from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
 
+pytestmark = pytest.mark.test_all_only("one life of a run over SSH is in the contract")
+
 ROOT = Path(__file__).parents[2]
 HUSH = "hush-7f1c"
 # Trains until the file `enough` is there, with a state that all hosts share; a step takes a forty-eighth of a second at least.

@@ -1,0 +1,44 @@
+"""docs/reference/tests.md says which tests the gate runs, and why the others are left out. REFRESH=1 writes it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from suites import ROOT, SUITES
+from suites_page import PAGE, marked_tests, write_page
+
+
+def test_the_page_is_what_the_suites_are() -> None:
+    text = write_page()
+    if os.environ.get("REFRESH"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text
+
+
+def test_every_test_file_is_in_a_suite() -> None:
+    places = [ROOT / place.partition("::")[0] for suite in SUITES.values() for place in suite.places]
+    left = [path for path in ROOT.rglob("test_*.py") if not any(path.is_relative_to(place) for place in places)]
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ('@pytest.mark.test_all_only("slow")', [("test_one", "slow")]),
+        ('pytestmark = pytest.mark.test_all_only("long")', [("test_one", "long"), ("test_two", "long")]),
+        ("@pytest.mark.parametrize('x', [1])", []),
+    ],
+)
+def test_markers_are_found_with_their_reasons(tmp_path: Path, mark: str, expected: list[tuple[str, str]]) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text(f"import pytest\n{mark}\ndef test_one(): pass\ndef test_two(): pass\n")
+    assert list(marked_tests(path)) == expected
+
+
+def test_a_marker_without_a_reason_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text("import pytest\n@pytest.mark.test_all_only\ndef test_one(): pass\n")
+    with pytest.raises(ValueError, match="line 2: a test_all_only marker needs a reason"):
+        list(marked_tests(path))
