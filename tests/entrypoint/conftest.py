@@ -248,7 +248,7 @@ def small_run(tmp_path: Path) -> Iterator[SmallRun]:
 def gone() -> Callable[[list[int]], None]:
     """Wait for processes to be dead; fail if one lives on."""
 
-    def wait(pids: list[int], timeout: float = 5.0) -> None:
+    def wait(pids: list[int], timeout: float = 60.0) -> None:
         end = time.monotonic() + timeout
         while time.monotonic() < end and any(alive(pid) for pid in pids):
             time.sleep(0.05)
