@@ -8,6 +8,7 @@ from pathlib import Path
 
 from suites import ROOT, SUITES
 
+_MARKER = "pytest.mark.test_all_only"
 PAGE = ROOT.parent / "docs" / "reference" / "tests.md"
 _HEAD = """# Tests
 
@@ -25,7 +26,7 @@ def write_page() -> str:
     marked: dict[tuple[str, str], list[str]] = {}
     for path in sorted(ROOT.rglob("test_*.py")):
         for name, reason in marked_tests(path):
-            marked.setdefault((str(path.relative_to(ROOT)), reason), []).append(f"`{name}`")
+            marked.setdefault((str(path.relative_to(ROOT)), reason), []).append(name)
     tests = [[f"`{file}`", ", ".join(names), reason] for (file, reason), names in marked.items()]
     return "\n".join(
         [
@@ -37,7 +38,7 @@ def write_page() -> str:
 
 
 def marked_tests(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and reason of each test function in a file that only `make test-all` runs.
+    """Yield name and reason of each test function in a file that only `make test-all` runs, whole or for some of its parameters.
 
     Raises ValueError for a marker without a reason.
     """
@@ -46,21 +47,26 @@ def marked_tests(path: Path) -> Iterator[tuple[str, str]]:
 
 def _marked(scope: ast.Module | ast.ClassDef, inherited: str) -> Iterator[tuple[str, str]]:
     marks = [node.value for node in scope.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
-    inherited = _reason([*marks, *getattr(scope, "decorator_list", [])]) or inherited
+    inherited = next(_reasons([*marks, *getattr(scope, "decorator_list", [])]), inherited)
     for node in scope.body:
         if isinstance(node, ast.ClassDef):
             yield from _marked(node, inherited)
-        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and (reason := _reason(node.decorator_list) or inherited):
-            yield node.name, reason
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            whole = [mark for mark in node.decorator_list if not ast.unparse(mark).startswith("pytest.mark.parametrize")]
+            if reason := next(_reasons(whole), inherited):
+                yield f"`{node.name}`", reason
+            else:
+                yield from ((f"`{node.name}` (some parameters)", reason) for reason in _reasons(node.decorator_list))
 
 
-def _reason(marks: list[ast.expr]) -> str:
-    for mark in marks:
-        if "pytest.mark.test_all_only" in ast.unparse(mark):
-            if not isinstance(mark, ast.Call) or not mark.args:
-                raise ValueError(f"line {mark.lineno}: a test_all_only marker needs a reason")
-            return str(ast.literal_eval(mark.args[0]))
-    return ""
+def _reasons(marks: list[ast.expr]) -> Iterator[str]:
+    """Yield the reasons of the `test_all_only` markers in expressions, those of single parameters included."""
+    for node in (node for mark in marks for node in ast.walk(mark)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == _MARKER and node.args:
+            yield str(ast.literal_eval(node.args[0]))
+    texts = [ast.unparse(mark) for mark in marks]
+    if any(text.count(_MARKER) != text.count(f"{_MARKER}(") for text in texts):
+        raise ValueError(f"line {marks[0].lineno}: a test_all_only marker needs a reason")
 
 
 def _table(title: str, head: list[str], rows: list[list[str]]) -> str:

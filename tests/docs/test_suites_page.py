@@ -26,8 +26,12 @@ def test_every_test_file_is_in_a_suite() -> None:
 @pytest.mark.parametrize(
     ("mark", "expected"),
     [
-        ('@pytest.mark.test_all_only("slow")', [("test_one", "slow")]),
-        ('pytestmark = pytest.mark.test_all_only("long")', [("test_one", "long"), ("test_two", "long")]),
+        ('@pytest.mark.test_all_only("slow")', [("`test_one`", "slow")]),
+        ('pytestmark = pytest.mark.test_all_only("long")', [("`test_one`", "long"), ("`test_two`", "long")]),
+        (
+            '@pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.test_all_only("big"))])',
+            [("`test_one` (some parameters)", "big")],
+        ),
         ("@pytest.mark.parametrize('x', [1])", []),
     ],
 )

@@ -59,6 +59,7 @@ def test_a_run_that_is_killed_while_it_writes(tmp_path: Path, saving: dict[str, 
     assert not list((tmp_path / "run").glob(".step-*"))
 
 
+@pytest.mark.test_all_only("waits for a slow disk")
 def test_what_one_rank_cannot_write_is_told_and_missing_at_the_end(tmp_path: Path, saving: dict[str, Any]) -> None:
     """A rank's disk is full: all ranks train on alike, and the run does not look finished."""
     world = World(tmp_path, saving, 2, {"FULL": "yes"}, script="slow_disk")
@@ -72,6 +73,7 @@ def test_what_one_rank_cannot_write_is_told_and_missing_at_the_end(tmp_path: Pat
     assert not list((tmp_path / "run").glob(".step-00000006*")), "nothing half-written stays"
 
 
+@pytest.mark.test_all_only("waits for a slow disk")
 def test_memory_does_not_grow_where_the_disk_is_slower_than_training(tmp_path: Path, config: dict[str, Any]) -> None:
     """One part is written at a time, from the room that the one before it had: training waits for the disk."""
     large = changed(config, transformer_architecture={"hidden_size": 192}, trainer={"save_interval": 1, "train_iterations": 10})

@@ -24,7 +24,9 @@ def run(folder: Path, config: dict[str, Any], *argv: str, before: list[str], cod
     return done.stderr if code else done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.test_all_only("measures with several processes; the gate measures one rank"))]
+)
 def test_a_config_is_measured(tmp_path: Path, config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     said = run(tmp_path, config, "--steps", "4", "--warmup", "1", "--json", before=TORCHRUN if ranks == 2 else [])
@@ -39,6 +41,7 @@ def test_a_config_is_measured(tmp_path: Path, config: dict[str, Any], ranks: int
     assert not list(tmp_path.rglob("step-*"))
 
 
+@pytest.mark.test_all_only("measures with several processes; the gate measures one rank")
 def test_what_is_not_there_is_made_up_and_removed(tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "tmp").mkdir()

@@ -133,6 +133,7 @@ def test_another_model_is_refused(copy: Path, saving: dict[str, Any]) -> None:
     assert steps_saved(copy) == [3, 6, 9], "nothing was touched"
 
 
+@pytest.mark.test_all_only("one more way to combine checkpoints")
 def test_parts_of_another_model_are_taken_by_pattern(copy: Path, saving: dict[str, Any]) -> None:
     """A layer more, and another vocabulary: what both have is taken, the log lists the rest."""
     takes = {
@@ -150,6 +151,7 @@ def test_parts_of_another_model_are_taken_by_pattern(copy: Path, saving: dict[st
     assert set(losses(copy / "other")) == {1}
 
 
+@pytest.mark.test_all_only("one more way to combine checkpoints")
 def test_each_parameter_comes_from_the_first_that_has_it(copy: Path, saving: dict[str, Any]) -> None:
     """Two layers of one run, and a third of another, with their state: with nothing allowed to be missing."""
     deeper = changed(saving, transformer_architecture={"num_layers": 3}, trainer={"train_iterations": 1, "load_dir": None})

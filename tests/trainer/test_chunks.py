@@ -43,6 +43,7 @@ def test_loss_and_gradients_are_those_of_all_at_once(kind: torch.dtype, toleranc
             assert float((one - other).norm() / other.norm()) < tolerance
 
 
+@pytest.mark.test_all_only("training runs; the gate compares loss and gradients")
 def test_divided_it_is_the_same_run(tmp_path: Path, config: dict[str, Any]) -> None:
     """In fp64, where what is left is no rounding: chunks of 64 tokens have 24 and 16 over."""
     base = changed(config, transformer_architecture={"precision": "float64"}, trainer={"train_iterations": 4, "eval_iterations": 1})

@@ -10,6 +10,7 @@ import worlds
 from worlds import World, changed, deviation, held_out, train
 
 
+@pytest.mark.test_all_only("compiles with inductor")
 def test_compiled_replicas_equal_one_process_that_is_not(tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With activations computed again, which is done around what is compiled; whoever keeps parameters and optimizer state."""
     monkeypatch.setattr(worlds, "TIMEOUT", 300.0)  # a C++ compiler on a busy machine

@@ -163,12 +163,14 @@ def test_a_replica_that_gets_nothing_takes_part(base: dict[str, Any], tmp_path: 
     assert three == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.test_all_only("one more model or topology; the gate has the loss and its topologies")
 def test_stages_that_take_turns(base: dict[str, Any], tmp_path: Path) -> None:
     deep = changed(base, transformer_architecture={"num_layers": 4}, trainer={"train_iterations": 3})
     turns = changed(deep, topology={"pipe_parallel_size": 2, "pipe_stages_per_rank": 2})
     assert train(tmp_path / "turns", turns, 2) == pytest.approx(train(tmp_path / "one", deep), rel=1e-5)
 
 
+@pytest.mark.test_all_only("one more model or topology; the gate has the loss and its topologies")
 def test_it_goes_on_in_another_topology(base: dict[str, Any], alone: Path, tmp_path: Path) -> None:
     train(tmp_path, changed(base, trainer={"train_iterations": 2}), 2)
     train(tmp_path, changed(base, topology={"pipe_parallel_size": 2}), 2)
@@ -182,6 +184,7 @@ def test_what_it_is_worth_is_what_training_said(base: dict[str, Any], alone: Pat
     assert f"held-out loss {held_out(alone)[STEPS]:.4f} nats per query, accuracy " in capsys.readouterr().out
 
 
+@pytest.mark.test_all_only("one more model or topology; the gate has the loss and its topologies")
 def test_a_model_that_speaks_is_tuned_to_find(config: dict[str, Any], base: dict[str, Any], alone: Path, tmp_path: Path) -> None:
     """Its head goes, of which it may have one of its own, and what is new begins with noise."""
     untied = {"weight_tying": False, "sequence_length": 16, "norm_type": "rms", "mlp_type": "swiglu"}
@@ -254,6 +257,7 @@ def test_vectors_of_texts_are_those_of_training(base: dict[str, Any], alone: Pat
     assert embedded(model, [longer], 1, torch.device("cpu")).norm() == pytest.approx(1, abs=1e-5), "cut off"
 
 
+@pytest.mark.test_all_only("one more model or topology; the gate has the loss and its topologies")
 @pytest.mark.parametrize("pooling", Pooling)
 @torch.no_grad()
 def test_exported_they_make_the_same_vectors(base: dict[str, Any], pooling: Pooling, tmp_path: Path) -> None:

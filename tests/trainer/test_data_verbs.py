@@ -31,6 +31,7 @@ def prepared(folder: Path, texts: list[str]) -> Path:
     return folder / "t"
 
 
+@pytest.mark.test_all_only("starts a command for each of several broken files")
 @given(ending=some.sampled_from(["bin", "idx"]), at=some.floats(0, 1, exclude_max=True), bit=some.integers(0, 7))
 @settings(max_examples=25, deadline=None)
 def test_one_bit_is_found(tmp_path_factory: pytest.TempPathFactory, ending: str, at: float, bit: int) -> None:
@@ -72,6 +73,7 @@ def test_all_prefixes_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture
 RUN = re.compile(r"  (loss   |no loss) tokens (\d+)-(\d+), positions (\d+)-(\d+), document (\d+)( begins)?: (.*)")
 
 
+@pytest.mark.test_all_only("starts a command for each of several broken files")
 @given(
     lengths=some.lists(some.integers(1, 12), min_size=2, max_size=8),
     packing=some.sampled_from(["stream", "documents"]),

@@ -12,6 +12,8 @@ from worlds import World, audit, changed, losses, steps_saved
 
 from swarmtrain.wire import EXIT_PLANNED
 
+pytestmark = pytest.mark.test_all_only("needs only the API of Determined; preemption itself is in test_resume.py")
+
 LONG = {"train_iterations": 60, "eval_interval": 30}
 
 

@@ -49,6 +49,7 @@ def fill(disk: Path) -> Path:
     return path
 
 
+@pytest.mark.test_all_only("fills a disk and waits until it is noticed, three times")
 def test_training_survives_its_disk(tmp_path: Path, disk: Path, config: dict[str, Any]) -> None:
     endless = changed(config, trainer={"train_iterations": 100_000, "save_interval": 4, "keep_checkpoints": 2})
     world = World(tmp_path, endless, 2, {"PACE": "0.02"}, script="slow_disk")

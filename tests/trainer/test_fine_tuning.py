@@ -112,6 +112,7 @@ def test_merged_it_computes_the_same(base: Base, alone: Path, tmp_path: Path) ->
         assert (base_model.fill().eval()(tokens) - merged).abs().max() > 0.01
 
 
+@pytest.mark.test_all_only("one more kind of adapter or checkpoint; the gate has LoRA in every topology")
 def test_peft_computes_the_same(base: Base, alone: Path, tmp_path: Path) -> None:
     for source, output in ((base[0], "base"), (alone, "merged")):
         export(source / "run", tmp_path / output, dtype=None, shard_bytes=2**30)
@@ -131,6 +132,7 @@ def test_peft_computes_the_same(base: Base, alone: Path, tmp_path: Path) -> None
         export_adapter(tmp_path / "more" / "run", tmp_path / "none", dtype=None)
 
 
+@pytest.mark.test_all_only("one more kind of adapter or checkpoint; the gate has LoRA in every topology")
 def test_biases_alone(base: Base, tmp_path: Path) -> None:
     """BitFit (Ben Zaken et al. 2021, arXiv 2106.10199) is a pattern."""
     own = changed(base[1], transformer_architecture={"lora_config": None}, trainer={"finetunable_parameters": [r"\.bias$"]})
@@ -186,6 +188,7 @@ def test_saved_apart_it_is_the_same_model(base: Base, alone: Path, apart: Base, 
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (tmp_path / "apart" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.test_all_only("one more kind of adapter or checkpoint; the gate has LoRA in every topology")
 @pytest.mark.parametrize("name", ["tensor and sequence", "pipe", "fsdp"])
 def test_saved_apart_it_is_taken_up_again_in_another_world(apart: Base, name: str, tmp_path: Path) -> None:
     topology, size = TOPOLOGIES[name]
@@ -219,6 +222,7 @@ def test_the_model_beside_must_be_what_it_was(base: Base, apart: Base, tmp_path:
         train(tmp_path / "twice", changed(apart[1], trainer={"init_from": str(apart[0] / "run" / "step-00000004")}))
 
 
+@pytest.mark.test_all_only("one more kind of adapter or checkpoint; the gate has LoRA in every topology")
 @pytest.mark.parametrize("tied", [True, False])
 def test_chosen_tokens_alone(base: Base, config: dict[str, Any], tied: bool, tmp_path: Path) -> None:
     own = changed(config, trainer={"train_iterations": 3}, transformer_architecture={"weight_tying": tied})
@@ -243,6 +247,7 @@ def test_chosen_tokens_alone(base: Base, config: dict[str, Any], tied: bool, tmp
 ADAPTERS = {"lora_config": None, "adapter_config": {"mlp_downsampling_factor": 0.5}}
 
 
+@pytest.mark.test_all_only("one more kind of adapter or checkpoint; the gate has LoRA in every topology")
 def test_adapters(base: Base, tmp_path: Path) -> None:
     own = changed(base[1], transformer_architecture=ADAPTERS)
     train(tmp_path / "one", own)

@@ -74,6 +74,7 @@ def test_a_product_that_is_not_asked_for_is_not_in_float8() -> None:
     assert [torch.equal(one, other) for one, other in zip(here, wide, strict=True)] == [True, False, True]
 
 
+@pytest.mark.test_all_only("several training runs; the gate has the products themselves")
 def test_a_block_is_compiled_whole() -> None:
     shape = TransformerArchitectureConfig(
         hidden_size=32, num_layers=1, num_attention_heads=2, sequence_length=16, **dict.fromkeys(FIELDS, FP8LinearConfig())
@@ -90,6 +91,7 @@ def test_a_block_is_compiled_whole() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.test_all_only("several training runs; the gate has the products themselves")
 def test_divided_or_interrupted_it_is_the_same_run_and_near_the_one_in_fp32(tmp_path: Path, config: dict[str, Any]) -> None:
     """Scales are those of a micro batch, which no replica shares, and of whole weights. Where a layer is divided, sums have
     another order: a last bit differs now and then, and eight bits make of one in a million such a difference of a sixteenth.

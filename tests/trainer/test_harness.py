@@ -15,6 +15,8 @@ from swarmtrain.errors import EXIT_ERROR
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.use import evaluate, source
 
+pytestmark = pytest.mark.test_all_only("imports lm-evaluation-harness and all that it needs")
+
 CHOICES = [("n 0123", ["4", "x"]), ("abc", ["def", "zzz", "q"]), ("n 9 8 7", [" six", " one"]), ("", ["a", "b"])]
 TASK = """\
 task: {name}

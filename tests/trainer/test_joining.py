@@ -44,7 +44,12 @@ def once(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> di
 
 @pytest.mark.parametrize(
     ("launcher", "size"),
-    [([sys.executable], 1), ([sys.executable, *TORCHRUN], 2), (OPEN_MPI, 2), (MPICH, 2)],
+    [
+        ([sys.executable], 1),
+        ([sys.executable, *TORCHRUN], 2),
+        pytest.param(OPEN_MPI, 2, marks=pytest.mark.test_all_only("starts MPI jobs")),
+        pytest.param(MPICH, 2, marks=pytest.mark.test_all_only("starts MPI jobs")),
+    ],
     ids=["nothing", "torchrun", "openmpi", "mpich"],
 )
 def test_a_script_finds_its_world(
@@ -56,6 +61,7 @@ def test_a_script_finds_its_world(
     assert deviation(losses(tmp_path), once) < 1e-5
 
 
+@pytest.mark.test_all_only("starts MPI jobs")
 @pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH], ids=["openmpi", "mpich"])
 def test_two_jobs_on_one_machine_have_ports_of_their_own(tmp_path: Path, launcher: Sequence[str]) -> None:
     """Also where a shell stands between, and where MPI tells its ranks of no job."""
