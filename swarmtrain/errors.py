@@ -34,6 +34,11 @@ EXIT_JOB_FAILED = 3
 EXIT_INTERRUPTED = 130
 
 
+def escape_controls(text: str) -> str:
+    """Return `text` with control characters written out, as \\x1b: a file's content or name must not command a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
+
+
 class SwarmtrainError(Exception):
     """Base of all deliberate errors.
 
@@ -60,7 +65,7 @@ class SwarmtrainError(Exception):
     @property
     def told(self) -> tuple[tuple[str, str | None], ...]:
         """What is to be told, each with its hint."""
-        return ((str(self), self.hint),)
+        return ((escape_controls(str(self)), escape_controls(self.hint) if self.hint else None),)
 
     @property
     def text(self) -> str:

@@ -40,10 +40,10 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str | None = None
     try:
         found = read_yaml(text)
     except NotYaml as error:
-        raise ConfigError(_in_order([Problem("", f"is not YAML: {error}", error.line, error.hint)]), source=source) from None
+        raise ConfigError(order_problems([Problem("", f"is not YAML: {error}", error.line, error.hint)]), source=source) from None
     values = found.values
     if not isinstance(values, dict):
-        raise ConfigError(_in_order([_no_mapping(values, source)]), source=source)
+        raise ConfigError(order_problems([_no_mapping(values, source)]), source=source)
     overridden, problems = override(values, overrides)
     problems = [*found.problems, *problems]
     try:
@@ -54,7 +54,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str | None = None
     except ValueError as error:
         problems.append(Problem("", f"holds a value that a config cannot hold: {error}"))
     if problems:
-        raise ConfigError(_in_order(problems), source=source)
+        raise ConfigError(order_problems(problems), source=source)
     return config
 
 
@@ -85,11 +85,14 @@ def _no_mapping(values: Any, source: str | None) -> Problem:
     return Problem("", f"must be a mapping of keys such as runner and trainer, not {kind(values)}", 1)
 
 
-def _in_order(problems: list[Problem]) -> tuple[Problem, ...]:
+def order_problems(problems: list[Problem]) -> tuple[Problem, ...]:
     """Sort by line, fit for a terminal; of a file that is wrong all over, the first problems say enough."""
     shown = (
         replace(
-            problem, path=_shown(problem.path, _LONGEST_KEY), message=_shown(problem.message), hint=problem.hint and _shown(problem.hint)
+            problem,
+            path=escape_text(problem.path, _LONGEST_KEY),
+            message=escape_text(problem.message),
+            hint=problem.hint and escape_text(problem.hint),
         )
         for problem in problems
     )
@@ -98,7 +101,7 @@ def _in_order(problems: list[Problem]) -> tuple[Problem, ...]:
     return (*found[:_MOST_PROBLEMS], *([Problem("", f"and {more} more problems like these")] if more > 0 else ()))
 
 
-def _shown(text: str, longest: int = _LONGEST_MESSAGE) -> str:
+def escape_text(text: str, longest: int = _LONGEST_MESSAGE) -> str:
     """Return `text` fit for a terminal: in one piece of bearable length, control characters written out."""
     plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:longest])
     return plain if len(text) <= longest else f"{plain}…"

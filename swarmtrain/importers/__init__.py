@@ -18,6 +18,7 @@ import yaml
 
 from swarmtrain.config.files import OPEN, Unreadable, reason, write_all
 from swarmtrain.config.files import read as read_bytes
+from swarmtrain.config.load import order_problems
 from swarmtrain.config.source import NotYaml, Source, kind, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 from swarmtrain.importers import accelerate, compose, deepspeed, huggingface, sbatch, scaling
@@ -187,7 +188,7 @@ def _yaml(text: str, source: str) -> Source:
     except NotYaml as error:
         raise ConfigError((Problem("", f"is neither YAML nor JSON: {error}", error.line, error.hint),), source=source) from None
     if found.problems:
-        raise ConfigError(tuple(found.problems), source=source)
+        raise ConfigError(order_problems(found.problems), source=source)
     return found
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config
 from swarmtrain.config.explain import explain
+from swarmtrain.config.load import order_problems
 from swarmtrain.config.runner import RunnerType
 from swarmtrain.errors import ConfigError, Problem
 
@@ -67,7 +68,7 @@ class Book:
     def __init__(self, source: dict[str, Any], lines: Mapping[str, int] | None = None, *, short: bool = False) -> None:
         """`lines` has the line of each dotted key. `short`: the last part of a key is enough to be found by its line."""
         self._short = short
-        self.source = source
+        self.source = _with_text_keys(source)
         self._lines = dict(lines or {})
         self._done: set[Key] = set()
         self._values: dict[Key, Any] = {}
@@ -222,7 +223,8 @@ class Book:
         try:
             return Config.model_validate_json(json.dumps(_nested(self._values)))
         except ValidationError as error:
-            raise ConfigError(tuple(self._blamed(problem) for problem in explain(error, Config, {})), source=source) from None
+            blamed = [self._blamed(problem) for problem in explain(error, Config, {})]
+            raise ConfigError(order_problems(blamed), source=source) from None
 
     def _blamed(self, problem: Problem) -> Problem:
         path = tuple(problem.path.split(".")) if problem.path else ()
@@ -277,6 +279,13 @@ def kinds(path: str | Key) -> tuple[Any, ...]:
 def is_secret(name: str) -> bool:
     """Return whether a variable or field of this name holds what nobody is to see."""
     return name.upper().endswith(_SECRET)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return `value` with the keys of its mappings as text, as other tools' keys are: YAML also has numbers and null as keys."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
 
 
 def _key(key: str | Key) -> Key:

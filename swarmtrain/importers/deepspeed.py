@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from swarmtrain.config.load import order_problems
 from swarmtrain.config.names import host as check_host
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.book import Book, Key, Why
@@ -70,7 +71,7 @@ def read_hosts(text: str, source: str) -> tuple[str, ...]:
     if not hosts and not problems:
         problems.append(Problem("hosts", "names no host", hint="a hostfile has lines such as: gpu-1 slots=4"))
     if problems:
-        raise ConfigError(tuple(problems), source=source)
+        raise ConfigError(order_problems(problems), source=source)
     return tuple(hosts)
 
 

@@ -1,223 +1,140 @@
-"""Hundreds of configs and overrides of all kinds of wrong: an error of ours, or a stack file that Docker takes. Never a traceback."""
+"""Hundreds of invalid configs and overrides reach every renderer: an error of ours, or an output that Docker, bash and exec take.
+
+Never a traceback. tests/randomized.py says how to try others.
+"""
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import asdict
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from randomized import count_examples, run_examples
+from wrong_inputs import NASTY, OVERRIDES, generous, hold_to_the_rules, texts
 
 from swarmtrain.config import Config
 from swarmtrain.config.load import load
-from swarmtrain.config.template import template
-from swarmtrain.errors import ConfigError, SwarmtrainError
+from swarmtrain.config.runner import OVER_SSH, RunnerType
+from swarmtrain.errors import SwarmtrainError
+from swarmtrain.host.spec import Spec
 from swarmtrain.launchers import run_name
-from swarmtrain.plan import Inventory, Machine, make_plan, offline, read_cargo
+from swarmtrain.launchers.local import LocalLauncher
+from swarmtrain.launchers.ssh.record import Record
+from swarmtrain.launchers.ssh.specs import There, specs
+from swarmtrain.plan import Inventory, Machine, Plan, make_plan, offline, read_cargo
+from swarmtrain.render import engine
 from swarmtrain.render.compose import Stack, stack, to_yaml
+from swarmtrain.render.slurm import Site, script
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = 420
+EXAMPLES = count_examples(fixed=420, seeded=3000)
 SLOWEST = 2.0  # seconds for one config, on a machine that has other things to do
 TO_DOCKER = 20
-
-QUICKSTART = yaml.safe_load((ROOT / "examples" / "quickstart.yml").read_text())
-VALID = (
-    QUICKSTART,
-    yaml.safe_load(template()),
-    {
-        "runner": {
-            "hosts": ["gpu-1 slots=2", "gpu-2"],
-            "env": {"A": "$HOME {{.Node.ID}}"},
-            "script_args": ["--x", "$5 {{"],
-            "secrets": {"KEY": "key"},
-            "docker_config": {"docker_mounts": ["/mnt/$x{{y}}", "/data", "cache", "/cache"], "memory": "16g", "cpus": 2.5},
-            "swarm": {"gpu": "reserve", "mtu": 9000, "labels": {"rack": "$1"}},
-        },
-        "topology": {"global_batch_size": 12, "micro_batch_size": 2},
-        "training_groups": [{"group_name": "all", "parameters_include": ["."]}],
-    },
-)
-# fmt: off
-NASTY = (
-    "", " ", "\t", "\0", "\x1b[31m", "\u202e", "\ud800", "é🦊", "{{.Node.ID}}", "{{", "$", "${X}", "$$", "*", "&a b", "!tag", "<<",
-    "- a", "a: b", "#", "1e400", "0x10", "0o7", "1_000", "190:20:30", "yes", "~", "null", ".nan", "2001-01-01", "/", "/dev/zero", "..",
-    "a" * 63, "a" * 64, "a" * 5000, "9" * 400, "9" * 5000, "localhost", "host", "gpu-1 slots=4", "gpu-1\n", "(" * 200, "a{99999999999}",
-    "[[", "SWARMTRAIN_X", "a.b.c", "0", "-1",
-)
-SNIPPETS = st.sampled_from((
-    "\t", "{", "}", "[", "]", ":", "- ", "? ", "*a", "&a ", "!!int ", "!!python/object/apply:os.system ", "<<: *a\n", "---\n", "...\n",
-    "%YAML 9.9\n", "|\n", ">\n", '"', "'", "#", "\0", "\x07", "\ufeff", "[" * 300, "- " * 300, "? " * 300, "\u2028", "{{", "$", "\\ud800",
-    "\r\n",
-))
-# fmt: on
-INTEGERS = st.one_of(st.integers(-3, 70_000), st.integers(), st.sampled_from([2**31, 2**63, 10**30, 10**400, -(10**30)]))
-WORDS = st.one_of(st.sampled_from(NASTY), st.text(max_size=20))
-NAMES = st.one_of(WORDS, WORDS, st.none(), st.booleans(), INTEGERS, st.binary(max_size=5), st.dates())
-SCALARS = st.one_of(NAMES, st.floats())
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(NAMES, inner, max_size=4)),
-    max_leaves=8,
-)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every key and item below `value`."""
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield (*path, key)
-        yield from places(item, (*path, key))
-
-
-@st.composite
-def changed(draw: st.DrawFn) -> Any:
-    """A valid config with one to four of its keys dropped, replaced, renamed, moved or added to."""
-    config = copy.deepcopy(draw(st.sampled_from(VALID)))
-    for _ in range(draw(st.integers(1, 4))):
-        *above, last = draw(st.sampled_from(list(places(config)) or [("x",)]))
-        target = config
-        for key in above:
-            target = target[key]
-        if not isinstance(target, dict | list) or (isinstance(target, dict) and last not in target):
-            continue
-        how = draw(st.sampled_from(["drop", "replace", "replace", "rename", "add", "copy"]))
-        if how == "drop":
-            del target[last]
-        elif how == "replace" or isinstance(target, list):
-            target[last] = draw(VALUES)
-        elif how == "rename":
-            target[draw(NAMES)] = target.pop(last)
-        elif how == "add":
-            target[draw(NAMES)] = draw(VALUES)
-        else:
-            target[str(last)] = copy.deepcopy(draw(st.sampled_from(list(VALID))))
-    return config
-
-
-@st.composite
-def texts(draw: st.DrawFn) -> bytes:
-    """What a config file may hold: a changed config, the same with its text torn, any text, any bytes."""
-    kind = draw(st.sampled_from(["changed"] * 5 + ["torn"] * 3 + ["text", "bytes"]))
-    if kind == "bytes":
-        return draw(st.binary(max_size=200))
-    if kind == "text":
-        text = draw(st.text(max_size=300))
-    else:
-        text = yaml.dump(draw(changed()), allow_unicode=draw(st.booleans()), default_flow_style=draw(st.sampled_from([None, True, False])))
-    for _ in range(draw(st.integers(1, 3)) if kind == "torn" else 0):
-        at = draw(st.integers(0, len(text)))
-        text = text[:at] + draw(st.one_of(SNIPPETS, st.text(max_size=3))) + text[at + draw(st.integers(0, 5)) :]
-    return text.encode(errors="surrogatepass")
-
-
-@st.composite
-def generous(draw: st.DrawFn) -> bytes:
-    """A config with any text wherever the config allows any: most of these are sound."""
-    plain = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
-    words = st.one_of(st.sampled_from([word for word in NASTY if word.isprintable() and len(word) < 100]), plain)
-    names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True)
-    paths = words.map(lambda word: f"/mnt/{word}")
-    count = draw(st.integers(1, 6))
-    config = {
-        "runner": {
-            "hosts": [
-                f"{host}-{index}"
-                for index, host in enumerate(draw(st.lists(st.from_regex(r"[a-z]{1,9}", fullmatch=True), min_size=count, max_size=count)))
-            ],
-            "env": draw(st.dictionaries(names, words, max_size=3)),
-            "script_args": draw(st.lists(words, max_size=3)),
-            "secrets": dict.fromkeys(draw(st.lists(names, max_size=2)), "key"),
-            "stop_grace": draw(st.floats(5, 86400)),
-            "docker_config": {
-                "docker_mounts": [
-                    [source, f"/at/{index}{target}"]
-                    for index, (source, target) in enumerate(draw(st.lists(st.tuples(paths, words), max_size=2)))
-                ],
-                "shm_size": draw(st.integers(1, 2**62)),
-                "cpus": draw(st.floats(0.01, 65536)),
-            },
-            "swarm": {
-                "labels": draw(
-                    st.dictionaries(
-                        st.from_regex(r"[a-z]{2,9}", fullmatch=True), st.from_regex(r"[A-Za-z0-9 $.*-]{1,9}", fullmatch=True), max_size=2
-                    )
-                ),
-                "encrypted": draw(st.booleans()),
-            },
-        },
-        "logger": {"wandb_project": draw(words), "log_dir": draw(words)},
-        "script": draw(
-            st.dictionaries(
-                words, st.one_of(words, st.floats(), st.lists(words, max_size=2), st.dictionaries(words, words, max_size=2)), max_size=3
-            )
-        ),
-    }
-    return yaml.dump(config, allow_unicode=draw(st.booleans())).encode(errors="surrogatepass")
-
-
-KEYS = [".".join(map(str, path)) for config in VALID for path in places(config)]
-OVERRIDES = st.one_of(
-    st.builds(
-        lambda key, value: f"{key}={value}",
-        st.one_of(st.sampled_from(KEYS), st.sampled_from(NASTY), st.text(max_size=15), st.just("a" + ".a" * 400)),
-        st.one_of(st.sampled_from(NASTY), st.text(max_size=15), VALUES.map(lambda value: yaml.dump(value, default_flow_style=True))),
-    ),
-    st.text(max_size=30),
-    st.sampled_from(NASTY),
-)
+LEAST = 20
+"""Of 500 renderings, so many at least are one launcher's."""
+RUNNERS = st.sampled_from([None, None, None, *RunnerType])
+"""None: the runner_type that the config has."""
 
 
 class Feeding:
-    """What came of the examples."""
+    """Passes configs to the renderers, and counts what comes out."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.outcomes: Counter[str] = Counter()
-        self.accepted: dict[str, Stack] = {}
+        self.stacks: dict[str, Stack] = {}
+        self.scripts: list[str] = []
         for name in ("training_code.py", "datautils.py", "key"):
             (folder / name).write_text(f"# {name}\n")
 
-    def feed(self, text: bytes, overrides: list[str], name: str | None) -> None:
-        path = self.folder / "config.yml"
-        path.write_bytes(text)
+    def feed(self, text: bytes, overrides: list[str], name: str | None, first: RunnerType | None) -> None:
+        """Render a config for the `first` launcher, and for every other one if that went well."""
+        (self.folder / "config.yml").write_bytes(text)
+        if self.try_runner(overrides, name, first):
+            for kind in RunnerType:
+                self.try_runner(overrides, name, kind)
+
+    def try_runner(self, overrides: list[str], name: str | None, kind: RunnerType | None) -> bool:
+        """Return whether the config is accepted; None is the launcher that it names itself."""
         started = time.process_time()
         try:
-            config = load(path, overrides)
-            cluster = Inventory("the swarm", tuple(Machine(f"node{index}", resources={"NVIDIA-GPU": 2}) for index in range(5)))
-            cargo = read_cargo(config, self.folder)
-            hosts = config.runner.hosts
-            made = stack(make_plan(config, offline(hosts) if hosts else cluster, cargo, run=run_name(path) if name is None else name))
-            written = to_yaml(made)
+            plan = self.plan(self.folder / "config.yml", overrides if kind is None else [*overrides, f"runner.runner_type={kind}"], name)
+            self.render(plan)
         except SwarmtrainError as error:
             self.outcomes[type(error).__name__] += 1
             hold_to_the_rules(error)
-            return
+            return False
         finally:
             assert time.process_time() - started < SLOWEST
-        self.outcomes["accepted"] += 1
+        self.outcomes[plan.config.runner.runner_type] += 1
+        assert Config.from_json(plan.config.to_json()) == plan.config
+        return True
+
+    def plan(self, path: Path, overrides: list[str], name: str | None) -> Plan:
+        config = load(path, overrides)
+        cluster = Inventory("the swarm", tuple(Machine(f"node{index}", resources={"NVIDIA-GPU": 2}) for index in range(5)))
+        cargo = read_cargo(config, self.folder)
+        hosts = config.runner.hosts
+        return make_plan(config, offline(hosts) if hosts else cluster, cargo, run=run_name(path) if name is None else name)
+
+    def render(self, plan: Plan) -> None:
+        """Render a plan as its launcher does."""
+        kind = plan.config.runner.runner_type
+        if kind is RunnerType.slurm:
+            self.keep_script(plan, script(plan, Site(PurePath("/home/me/run"), "/home/me/it's $HOME", "/usr/bin/python3")))
+        elif kind in OVER_SSH:
+            check_specs(plan, [spec for each in specs(plan, *hosts_of(plan)).values() for spec in each])
+        elif kind is RunnerType.local:
+            LocalLauncher().changes(plan)
+        else:
+            made = stack(plan) if kind is RunnerType.swarm else engine.containers(plan)
+            self.keep_stack(made, to_yaml(made), swarm=kind is RunnerType.swarm)
+
+    def keep_stack(self, made: Stack, written: str, *, swarm: bool) -> None:
         assert undoubled(yaml.safe_load(written)) == made.document
         assert json.loads(json.dumps(made.document)) == made.document
-        assert Config.from_json(config.to_json()) == config
-        self.accepted[written] = made
+        if swarm:
+            self.stacks[written] = made
+
+    def keep_script(self, plan: Plan, written: str) -> None:
+        """Each option is one line. A prelude is the user's own shell, so bash reads scripts without one."""
+        options = [line for line in written.splitlines() if line.startswith("#SBATCH ")]
+        assert all(line.isprintable() for line in options)
+        assert f"--job-name={plan.run}" in " ".join(options)
+        if not plan.config.runner.slurm.prelude:
+            self.scripts.append(written)
 
 
-def hold_to_the_rules(error: SwarmtrainError) -> None:
-    problems = error.problems if isinstance(error, ConfigError) else ()
-    assert error.message
-    assert isinstance(error, ConfigError) or error.place
-    for problem in problems:
-        assert problem.message
-        assert f"{problem.path}{problem.message}{problem.hint or ''}".isprintable()
-        assert len(str(problem)) < 1000
-    assert len(problems) <= 51
+def hosts_of(plan: Plan) -> tuple[Record, dict[str, There]]:
+    """Return what a launcher over SSH knows of the hosts of `plan`."""
+    names = list(dict.fromkeys(node.host for node in plan.nodes))
+    record = Record(
+        pythons=dict.fromkeys(names, "/usr/bin/python3"),
+        nodes={node.name: node.host for node in plan.nodes},
+        address=names[0],
+        store_port=29400,
+        board_port=29401,
+        cwd="/home/me",
+        stop_grace=plan.config.runner.stop_grace,
+    )
+    return record, {name: There(PurePosixPath("/home/me/run"), "/home/me", 2, "1000:1000") for name in names}
+
+
+def check_specs(plan: Plan, processes: list[Spec]) -> None:
+    """A process can be started: one board and a process for each node, and no NUL in what exec is given."""
+    assert len(processes) == len(plan.nodes) + 1
+    for process in processes:
+        argvs = [process.argv, process.prepare, process.end, process.clean]
+        assert process.argv
+        assert all(isinstance(word, str) and "\0" not in word for argv in argvs for word in argv)
+        assert not any("\0" in f"{name}{value}" for name, value in process.env.items())
+        assert Spec(**json.loads(json.dumps(asdict(process)))) == process
 
 
 def undoubled(value: Any) -> Any:
@@ -230,35 +147,37 @@ def undoubled(value: Any) -> Any:
     return [undoubled(item) for item in value] if isinstance(value, list) else value
 
 
-def test_no_config_and_no_override_gives_a_traceback(tmp_path: Path) -> None:
+def test_no_config_and_no_override_gives_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     feeding = Feeding(tmp_path)
-
-    @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(texts(), st.lists(OVERRIDES, max_size=3), st.one_of(st.none(), st.none(), st.text(max_size=60), st.sampled_from(NASTY)))
-    def one(text: bytes, overrides: list[str], name: str | None) -> None:
-        feeding.feed(text, overrides, name)
-
-    @settings(max_examples=EXAMPLES // 3, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(generous(), st.one_of(st.none(), st.from_regex(r"[a-z0-9]([a-z0-9-]{0,44}[a-z0-9])?", fullmatch=True)))
-    def another(text: bytes, name: str | None) -> None:
-        feeding.feed(text, [], name)
-
-    one()
-    another()
+    names = st.one_of(st.none(), st.none(), st.text(max_size=60), st.sampled_from(NASTY))
+    valid_names = st.one_of(st.none(), st.from_regex(r"[a-z0-9]([a-z0-9-]{0,44}[a-z0-9])?", fullmatch=True))
+    overrides = st.lists(OVERRIDES, max_size=3)
+    run_examples(feeding.feed, texts(), overrides, names, RUNNERS, suite="fast", examples=EXAMPLES)
+    run_examples(feeding.feed, generous(), st.just([]), valid_names, RUNNERS, suite="fast", examples=EXAMPLES // 3)
     total = sum(feeding.outcomes.values())
-    print(f"\n{total} configs: {dict(feeding.outcomes)}, {len(feeding.accepted)} stack files")
-    assert total >= 500
-    assert len(feeding.accepted) >= TO_DOCKER
-    docker_takes(feeding, tmp_path)
+    print(f"{total} configs: " + ", ".join(f"{count} {outcome}" for outcome, count in feeding.outcomes.items()))
+    assert total >= min(500, EXAMPLES)
+    assert all(feeding.outcomes[kind] >= LEAST * total / 500 for kind in RunnerType)
+    assert len(feeding.stacks) >= TO_DOCKER
+    docker_reads(feeding.stacks, tmp_path)
+    bash_reads(feeding.scripts)
 
 
-def docker_takes(feeding: Feeding, folder: Path) -> None:
+def bash_reads(scripts: list[str]) -> None:
+    assert scripts
+    for written in scripts[:: max(1, len(scripts) // 20)]:
+        done = subprocess.run(["bash", "-n"], input=written, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), written
+
+
+def docker_reads(stacks: dict[str, Stack], folder: Path) -> None:
     """Let docker read some of the stack files, if there is one that can do so without an engine (23 and newer)."""
-    every = max(1, len(feeding.accepted) // TO_DOCKER)
-    for written in list(feeding.accepted)[::every]:
+    every = max(1, len(stacks) // TO_DOCKER)
+    for written in list(stacks)[::every]:
         path = folder / "stack.yml"
         path.write_text(written)
-        for name, content in feeding.accepted[written].files.items():
+        for name, content in stacks[written].files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
         try:
@@ -269,4 +188,4 @@ def docker_takes(feeding: Feeding, folder: Path) -> None:
             return
         assert done.returncode == 0, f"{done.stderr}\n{written}"
         assert done.stderr == "", done.stderr
-    sys.stdout.write("docker takes them\n")
+    print("docker takes them")

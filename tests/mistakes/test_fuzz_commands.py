@@ -1,0 +1,120 @@
+"""Wrong configs, files and arguments reach the command line: exit code 0, 1 or 2, an error with a place, and nothing left behind.
+
+The commands run in this process, without an engine, Slurm or a host that lets anyone in. A traceback fails the test as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from randomized import count_examples, run_examples
+from test_fuzz_imports import FILES, FIXTURES
+from wrong_inputs import NASTY, OVERRIDES, generous, texts
+
+from swarmtrain.cli import run
+from swarmtrain.config.runner import RunnerType
+from swarmtrain.errors import EXIT_ERROR, EXIT_OK, EXIT_USAGE
+from swarmtrain.importers import Format
+
+EXAMPLES = count_examples(fixed=150, seeded=1200)
+WORDS = st.one_of(st.sampled_from(NASTY), st.text(max_size=12)).map(lambda word: word.replace("\0", "").encode(errors="replace").decode())
+"""What a shell can pass as an argument: no NUL, no half of a character."""
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> list[str]:
+    """Return the arguments of a command that reads `config.yml`, and writes nothing elsewhere than in its folder."""
+    verb = draw(st.sampled_from(["plan", "plan", "generate", "generate", "generate", "import", "import", "init", "deploy"]))
+    if verb == "import":
+        form = draw(st.sampled_from([None, None, None, *Format, "other"]))
+        words = ["import", "theirs", *(["--from", str(form)] if form else [])]
+        return [*words, *draw(st.sampled_from([[], ["--json"], ["--output", "out.yml"], ["--output", "missing/out.yml"]]))]
+    if verb == "init":
+        return ["init", *draw(st.sampled_from([[], ["new.yml"], ["missing/new.yml"], ["--preset", "gpt2"], ["--preset", draw(WORDS)]]))]
+    if verb == "deploy":
+        return ["deploy", *draw(st.sampled_from([["missing.yml"], [], ["config.yml", "--attach", "-1"], ["config.yml", "--nothing"]]))]
+    kinds = [*RunnerType] if verb == "generate" else [RunnerType.swarm, RunnerType.local, RunnerType.docker, RunnerType.slurm]
+    kind = draw(st.sampled_from([None, *kinds]))
+    words = [verb, "config.yml", *(["-o", f"runner.runner_type={kind}"] if kind else [])]
+    overrides = draw(st.lists(OVERRIDES, max_size=2))
+    words += [word for override in overrides for word in ("-o", override.replace("\0", "").encode(errors="replace").decode())]
+    words += draw(st.sampled_from([[], [], [], ["--name", draw(WORDS)], ["--debug"], [draw(WORDS)]]))
+    return [*words, *(draw(st.sampled_from([[], ["--json"]])) if verb == "plan" else ["--output", "made/stack.yml"])]
+
+
+class Shell:
+    """Runs commands in a folder, and counts their exit codes."""
+
+    def __init__(self, folder: Path, environ: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.codes: Counter[str] = Counter()
+        self.environ = environ
+
+    def try_command(self, argv: list[str], config: bytes, theirs: bytes) -> None:
+        files = {"config.yml": config, "theirs": theirs, "training_code.py": b"# code\n", "datautils.py": b"# code\n", "key": b"secret\n"}
+        for name, content in files.items():
+            (self.folder / name).write_bytes(content)
+        before = self.read_files()
+        code, talk = self.call(argv)
+        self.codes[f"{argv[0]} {code}"] += 1
+        assert code in (EXIT_OK, EXIT_ERROR, EXIT_USAGE), talk
+        assert "Traceback" not in talk
+        if code == EXIT_ERROR:
+            check_talk(talk)
+        if code != EXIT_OK:
+            assert self.read_files() == before, talk
+        self.remove_files()
+
+    def call(self, argv: list[str]) -> tuple[int, str]:
+        """Return the exit code of a command, and what it prints on stderr."""
+        self.environ.setattr(sys, "argv", ["swarmtrain", *argv])
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as talk:
+            return run(), talk.getvalue()
+
+    def read_files(self) -> dict[str, bytes]:
+        """Return the files of the project, and those that are kept of runs."""
+        return {str(path): path.read_bytes() for path in self.folder.parent.rglob("*") if path.is_file()}
+
+    def remove_files(self) -> None:
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+
+
+def check_talk(talk: str) -> None:
+    """Each error is `error: PLACE: REASON`; a hint follows one."""
+    lines = talk.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert errors, talk
+    assert all(line.removeprefix("error: ").partition(": ")[2] for line in errors), talk
+    hints = [number for number, line in enumerate(lines) if line.startswith("hint:")]
+    assert all(line.removeprefix("hint:").strip() for line in lines if line.startswith("hint:")), talk
+    assert 0 not in hints, talk
+
+
+def test_no_command_gives_a_traceback_or_leaves_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, programs = tmp_path / "project", tmp_path / "bin"
+    folder.mkdir()
+    programs.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    shell = Shell(folder, monkeypatch)
+    theirs = st.one_of(FILES, st.sampled_from([text.encode() for text in FIXTURES.values()]))
+    run_examples(shell.try_command, commands(), st.one_of(texts(), generous()), theirs, suite="fast", examples=EXAMPLES)
+    print(", ".join(f"{count} × {what}" for what, count in sorted(shell.codes.items())))
+    codes, verbs = Counter[str](), Counter[str]()
+    for what, count in shell.codes.items():
+        verb, code = what.split()
+        verbs[verb] += count
+        codes[code] += count
+    assert all(verbs[verb] for verb in ("plan", "generate", "import", "init", "deploy"))
+    assert codes["0"] >= EXAMPLES // 20
+    assert codes["1"] >= EXAMPLES // 5
+    assert codes["2"] >= 1
