@@ -112,6 +112,7 @@ def test_training_is_the_same_in_every_world(tmp_path: Path, config: dict[str, A
     assert losses("all") == losses("none")
 
 
+@pytest.mark.test_all_only("starts a command for each format; the gate has conversations")
 @given(
     pairs=some.lists(some.tuples(text, text.filter(bool)), min_size=1, max_size=12),
     end=some.booleans(),

@@ -43,6 +43,7 @@ def test_a_rehearsal_foretells_the_peak(name: str, config: Mapping[str, Any], tm
         assert sum(stepped.parts.values()) == stepped.size
 
 
+@pytest.mark.test_all_only("simulates many configs; the gate compares estimate and allocation")
 def test_parts_of_a_pipeline_with_many_micro_batches(config: Mapping[str, Any]) -> None:
     """What is drawn out from short steps is what the whole step takes."""
     topology = {"pipe_parallel_size": 2, "global_batch_size": 20, "micro_batch_size": 1}
@@ -52,6 +53,7 @@ def test_parts_of_a_pipeline_with_many_micro_batches(config: Mapping[str, Any]) 
         assert need.parts[Kind.buffers] > 0
 
 
+@pytest.mark.test_all_only("simulates many configs; the gate compares estimate and allocation")
 def test_what_would_need_less(config: Mapping[str, Any]) -> None:
     """Every change is tried, and what does not go with the rest is left out."""
     wanted = Config.model_validate_json(json.dumps(worlds.changed(config, transformer_architecture={"precision": "bfloat16"})))

@@ -172,6 +172,7 @@ def test_wandb_offline(tmp_path: Path, config: dict[str, Any]) -> None:
     assert files_with_the_key(tmp_path) == []
 
 
+@pytest.mark.test_all_only("waits until a service that does not answer is given up")
 def test_wandb_away_does_not_stop_training(tmp_path: Path, config: dict[str, Any]) -> None:
     pytest.importorskip("wandb")
     with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -184,6 +185,7 @@ def test_wandb_away_does_not_stop_training(tmp_path: Path, config: dict[str, Any
     assert files_with_the_key(tmp_path) == []
 
 
+@pytest.mark.test_all_only("waits until a service that does not answer is given up")
 def test_wandb_silent_does_not_stop_training(tmp_path: Path, config: dict[str, Any]) -> None:
     """A service that takes the connection and never answers must not keep the process from ending either."""
     pytest.importorskip("wandb")

@@ -40,6 +40,7 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.test_all_only("kills torchrun's workers several times")
 def test_killed_and_restarted_by_torchrun_every_step_stands_once(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DIES": "1"}
