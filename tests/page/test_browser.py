@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium")
 PATIENCE = 90.0
 """Seconds to wait for what must come, on a machine that is busy with other suites."""
+PHASES = ["data", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint", "logging", "other"]
 PIXELS = """canvas => {
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const colours = new Set();
@@ -104,6 +106,45 @@ def test_it_draws_a_run_and_names_what_befell_it(browser: Browser, report: str) 
         expect(page.locator("#step .parts")).to_contain_text("communication")
         expect(page.locator("#facts")).to_contain_text("580.95.05 node0, node1, node2")
         assert eyes.wrong == []
+
+
+def test_each_marker_of_those_that_are_close_to_each_other_has_its_label(browser: Browser, tmp_path: Path) -> None:
+    events = made.told()
+    now = events[-1].time
+    data = {**page_of("demo", events, made.tasks(), (), now), "written": now}
+    labels = ["3 → 2 nodes", "2 → 3 nodes", "restart", "3 → 4 nodes"]
+    steps = [200, 420, 480, 960]
+    data["markers"] = [
+        {"step": step, "time": now, "kind": "scale", "label": label, "text": label} for step, label in zip(steps, labels, strict=True)
+    ]
+    (tmp_path / "demo.html").write_text(one_file(data, []))
+    with looking(browser, (tmp_path / "demo.html").as_uri()) as eyes:
+        shown = eyes.page.locator(".plot").first.locator(".mark span")
+        assert shown.all_text_contents() == labels
+        boxes = [box.bounding_box() or {} for box in shown.all()]
+        meet = [
+            (one, other)
+            for one, other in itertools.combinations(boxes, 2)
+            if abs(one["y"] - other["y"]) < one["height"]
+            and one["x"] < other["x"] + other["width"]
+            and other["x"] < one["x"] + one["width"]
+        ]
+        assert meet == []
+
+
+def test_each_phase_of_a_step_has_a_color_of_its_own(browser: Browser, tmp_path: Path) -> None:
+    events = made.told()
+    now = events[-1].time
+    data = {**page_of("demo", events, made.tasks(), (), now), "written": now}
+    data["progress"]["parts"] = dict.fromkeys(PHASES, 0.1)
+    data["curves"] = {f"part.{phase}": {"steps": [1, 2], "values": [0.1, 0.1]} for phase in reversed(PHASES)}
+    (tmp_path / "demo.html").write_text(one_file(data, []))
+    with looking(browser, (tmp_path / "demo.html").as_uri()) as eyes:
+        for place in ("#plots .key", "#step .key"):
+            keys = eyes.page.locator(place)
+            assert [text.partition("100 ms")[0] for text in keys.all_text_contents()] == PHASES
+            colors = keys.locator(".swatch").evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)")
+            assert len(set(colors)) == len(PHASES), colors
 
 
 def test_a_cursor_in_one_plot_is_in_all_and_so_is_a_closer_look(browser: Browser, report: str) -> None:
@@ -196,26 +237,6 @@ def test_curves_grow_from_their_first_point_on(browser: Browser) -> None:
     expect(eyes.page.locator("#whole")).to_be_hidden()
     assert eyes.wrong == []
     context.close()
-
-
-PICTURES = {
-    "dashboard": ("", 1240, 960, "light"),
-    "dashboard-failed": ("failed", 1240, 860, "dark"),
-    "dashboard-phone": ("", 390, 844, "light"),
-}
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_the_docs_have_pictures_of_it(browser: Browser, name: str, tmp_path: Path) -> None:
-    """REFRESH=1 takes them anew."""
-    ending, width, height, scheme = PICTURES[name]
-    picture = ROOT / "docs" / "images" / f"{name}.png"
-    if os.environ.get("REFRESH"):
-        with looking(browser, written(tmp_path, ending), width=width, scheme=scheme) as eyes:
-            eyes.page.set_viewport_size({"width": width, "height": height})
-            eyes.page.wait_for_timeout(500)
-            eyes.page.screenshot(path=picture)
-    assert 10_000 < picture.stat().st_size < 150_000
 
 
 COLOURS = """() => {

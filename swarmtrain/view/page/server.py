@@ -145,6 +145,7 @@ def _listen(host: str, port: int) -> socket.socket:
         made = socket.socket(family, kind)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(where)
+        made.listen()  # who opens the address as soon as it is printed waits, and is not refused
     except OSError as error:
         hint = "--port 0 takes a free one" if port else "--host 127.0.0.1 is this machine alone"
         raise SwarmtrainError(f"cannot listen there: {error.strerror or error}", place=f"{host}:{port}", hint=hint) from None

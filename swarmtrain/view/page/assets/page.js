@@ -3,7 +3,7 @@
 "use strict";
 
 (() => {
-  const EVERY = 2000, LINES = 4000, SHOWN = 1500, HEIGHT = 190;
+  const EVERY = 2000, LINES = 4000, SHOWN = 1500, HEIGHT = 190, COLORS = 9;
   const GIB = 2 ** 30;
   const $ = (id) => document.getElementById(id);
 
@@ -57,13 +57,16 @@
 
   // ---- plots
 
+  // The phases of a step in the order in which they happen; each has the same color in the curves and in the bar.
+  const PARTS = ["data", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint", "logging", "other"];
+  const byPart = (a, b) => (PARTS.indexOf(a) + 1 || PARTS.length) - (PARTS.indexOf(b) + 1 || PARTS.length);
   const PLOTS = [
     { title: "Loss", unit: "nats per token", names: { loss: "training", held_out: "held out", loss_max: "worst rank" }, log: true },
     { title: "Throughput", unit: "tokens/s", names: { tokens_per_second: "all ranks" }, zero: true },
     { title: "MFU", unit: "% of the devices' peak", names: { mfu: "MFU" }, scale: 100, zero: true },
     { title: "Learning rate", unit: "", names: { learning_rate: "learning rate" }, zero: true },
     { title: "Gradient norm", unit: "before clipping", names: { gradient_norm: "gradient norm" }, zero: true },
-    { title: "Step time", unit: "s", prefix: "part.", zero: true },
+    { title: "Step time", unit: "s", prefix: "part.", write: short, zero: true },
     { title: "Device memory", unit: "GiB, rank 0", prefix: "memory.", only: ["allocated", "reserved", "peak", "total"], scale: 1 / GIB, zero: true },
   ];
   let drawn = [], page = null, drawnAs = "", zoom = null;
@@ -74,7 +77,8 @@
       let names = plot.names ?? {};
       if (plot.prefix) {
         const of = (name) => name.slice(plot.prefix.length);
-        names = Object.fromEntries(Object.keys(curves).filter((name) => name.startsWith(plot.prefix) && (!plot.only || plot.only.includes(of(name)))).map((name) => [name, of(name)]));
+        const found = Object.keys(curves).filter((name) => name.startsWith(plot.prefix) && (!plot.only || plot.only.includes(of(name))));
+        names = Object.fromEntries(found.sort((a, b) => byPart(of(a), of(b))).map((name) => [name, of(name)]));
         if (plot.prefix === "part." && Object.keys(names).length < 2) continue;
       }
       const present = Object.keys(names).filter((name) => curves[name]);
@@ -95,7 +99,7 @@
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function build(plot, curves, holder) {
-    const keys = plot.labels.map((label, i) => el("span", { class: "key" }, swatch(i % 7 + 1), plot.labels.length > 1 ? label : "", el("b")));
+    const keys = plot.labels.map((label, i) => el("span", { class: "key" }, swatch(i % COLORS + 1), plot.labels.length > 1 ? label : "", el("b")));
     const heading = el("h3", {}, plot.title, plot.unit ? el("small", {}, plot.unit) : "", ...keys);
     const place = el("div", { role: "img" });
     holder.append(el("div", { class: "plot" }, heading, place));
@@ -116,7 +120,7 @@
         { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => v === null ? "" : compact(v)) },
       ],
       series: [{}, ...plot.present.map((name, i) => ({
-        stroke: colour(`--c${i % 7 + 1}`), width: 1.5, spanGaps: true,
+        stroke: colour(`--c${i % COLORS + 1}`), width: 1.5, spanGaps: true,
         points: { show: sparse(name) && name === "held_out", size: 5 },
       }))],
       hooks: {
@@ -144,7 +148,7 @@
       let index = at ?? values.length - 1;
       while (index > 0 && (values[index] === null || values[index] === undefined)) index--;
       const value = values[index];
-      keys[i].lastChild.textContent = known(value) ? compact(value) : "–";
+      keys[i].lastChild.textContent = known(value) ? (plot.write ?? compact)(value) : "–";
     });
     made.place.setAttribute("aria-label", `${plot.title} over steps: ${plot.labels.map((label, i) => `${label} ${keys[i].lastChild.textContent}`).join(", ")}`);
   }
@@ -155,16 +159,18 @@
     for (const line of made.marks) line.remove();
     made.marks = [];
     const { min, max } = chart.scales.x, width = chart.over.clientWidth;
-    let free = -1;
+    // Labels stand in two rows: where markers are close to each other, in the lower one.
+    const free = [-1, -1];
     for (const each of page.markers) {
       if (min === undefined || min === null || each.step < min || each.step > max) continue;
       const x = chart.valToPos(each.step, "x");
       const line = el("div", { class: `mark ${each.kind}`, title: each.text });
       const room = 6 * each.label.length + 8, left = x + room > width;
-      if (x >= free && (!left || x - room >= free)) {
-        line.append(el("span", {}, each.label));
+      const row = free.findIndex((end) => x >= end && (!left || x - room >= end));
+      if (row >= 0) {
+        line.append(el("span", { class: `row${row}` }, each.label));
         if (left) line.classList.add("left");
-        free = x + (left ? 4 : room);
+        free[row] = x + (left ? 4 : room);
       }
       line.style.left = `${x}px`;
       chart.over.append(line);
@@ -282,17 +288,17 @@
   }
 
   function parts() {
-    const found = Object.entries(page.progress.parts ?? {}).filter(([, seconds]) => known(seconds) && seconds > 0);
+    const found = Object.entries(page.progress.parts ?? {}).filter(([, seconds]) => known(seconds) && seconds > 0).sort(([a], [b]) => byPart(a, b));
     const all = found.reduce((sum, [, seconds]) => sum + seconds, 0);
     const bar = el("div", { class: "stack", role: "img", "aria-label": found.map(([name, seconds]) => `${name} ${short(seconds)}`).join(", ") });
     found.forEach(([name, seconds], i) => {
-      const part = el("div", { class: `s${i % 7 + 1}`, title: `${name}: ${short(seconds)}` });
+      const part = el("div", { class: `s${i % COLORS + 1}`, title: `${name}: ${short(seconds)}` });
       part.style.flex = `${seconds / all}`;
       bar.append(part);
     });
     section("step", found.length > 0, bar, el("div", { class: "parts" },
       el("span", {}, el("b", {}, short(all)), " a step"),
-      ...found.map(([name, seconds], i) => el("span", { class: "key" }, swatch(i % 7 + 1), name, el("b", {}, short(seconds)), `${(100 * seconds / all).toFixed(0)} %`))));
+      ...found.map(([name, seconds], i) => el("span", { class: "key" }, swatch(i % COLORS + 1), name, el("b", {}, short(seconds)), `${(100 * seconds / all).toFixed(0)} %`))));
   }
 
   function meter(name, part, text, high = 0.92) {
