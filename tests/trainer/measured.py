@@ -6,6 +6,7 @@ And beside it what tensors had, counted apart from how the trainer counts it: by
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from swarmtrain.trainer.step import make_step
 
 _C = ctypes.CDLL(None)
 _M_MMAP_THRESHOLD, _SMALL = -3, 8192
+_SETTLED_AFTER = 0.01
+"""Seconds in which a thread of gloo whose work is done gets to drop its tensors: on a busy machine it may have to wait for a core."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -49,9 +52,14 @@ class _Sampled(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 self._there[storage._cdata] = storage
-        self.tensors = max(self.tensors, sum(storage.nbytes() for storage in list(self._there.values())))
-        self.peak = max(self.peak, in_use() - self._before)
+        if any(now > most for now, most in zip(self._measure(), (self.tensors, self.peak), strict=True)):
+            time.sleep(_SETTLED_AFTER)
+            tensors, peak = self._measure()
+            self.tensors, self.peak = max(self.tensors, tensors), max(self.peak, peak)
         return out
+
+    def _measure(self) -> tuple[int, int]:
+        return sum(storage.nbytes() for storage in list(self._there.values())), in_use() - self._before
 
 
 def main() -> None:
