@@ -41,8 +41,9 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setenv(name, value)
         yield home
     changed = changes(before, snapshot(real))
-    assert changed == [], f"a test, or a command of yours meanwhile, has changed these files in {real}"
-    assert [str(path.relative_to(home)) for path in home.rglob("*")] == [], "tests wrote to the home folder that they share"
+    assert changed == [], f"a test, or a command of yours meanwhile, has changed in {real}: {', '.join(changed)}"
+    written = [str(path.relative_to(home)) for path in home.rglob("*")]
+    assert written == [], f"tests wrote to the home folder that they share: {', '.join(written)}"
 
 
 @pytest.fixture(autouse=True)

@@ -63,6 +63,13 @@ class Place:
         commands = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in below(self.home)]
         return [*commands, *self.files(self.home)]
 
+    def check_nothing_left(self) -> None:
+        """Fail unless nothing is left of any run; the process that served a command on a host may still be exiting."""
+        end = time.monotonic() + _PATIENCE
+        while left := self.left():
+            assert time.monotonic() < end, f"left after {_PATIENCE:g} s: {left}"
+            time.sleep(0.2)
+
     @staticmethod
     def files(state: Path) -> list[str]:
         """Return the files below a state directory that a run has only as long as it is there."""
@@ -209,7 +216,7 @@ class Contract:
     def test_a_plan_changes_nothing(self, place: Place) -> None:
         plan = json.loads(place("plan", "contract.yml", "--json"))
         assert [(node["name"], node["slots"]) for node in plan["nodes"]] == [("node0", 1), ("node1", 1)]
-        assert place.left() == []
+        place.check_nothing_left()
 
     @feature("What is missing is told before anything starts, with exit code 1")
     def test_what_is_missing_is_told(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +227,7 @@ class Contract:
         assert "error: " in told
         assert "hint: " in told
         place("status", "never", code=1)
-        assert place.left() == []
+        place.check_nothing_left()
 
     @feature("Ctrl-C while a run comes up leaves nothing, or what it says")
     def test_interrupted(self, place: Place) -> None:
@@ -230,7 +237,7 @@ class Contract:
             assert "swarmtrain down brief removes it" in ended.err or "detached; brief goes on" in ended.err, ended.err
             place("down", "brief")
         place("status", "brief", code=1)
-        assert place.left() == []
+        place.check_nothing_left()
 
     @feature("A rank that fails ends the run: `deploy` says why, and its exit code is 3; the rank's own is in `status`")
     def test_a_rank_fails(self, place: Place) -> None:
@@ -242,7 +249,7 @@ class Contract:
             assert (status["state"], status["exit_code"]) == ("failed", 7)
         finally:
             place("down", "bad")
-        assert place.left() == []
+        place.check_nothing_left()
 
     @feature("`deploy --detach` returns when the run is up, and it goes on")
     def test_detached(self, life: Place) -> None:
@@ -359,7 +366,7 @@ class Contract:
     @feature("`down` leaves nothing but what was logged, which `logs` and `history` show afterwards")
     def test_down(self, life: Place) -> None:
         life("down", RUN)
-        assert life.left() == []
+        life.check_nothing_left()
         life("status", RUN, code=1)
         kept = life("logs", RUN)
         assert " of 2 starts at " in kept, kept

@@ -109,6 +109,7 @@ def _runs(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.test_all_only("kills and repeats the tokenizer's processes, or measures their memory")
 def test_killed_again_and_again(tmp_path: Path, tokenizer: Path) -> None:
     """What comes out is what comes out at once; workers end with the one that started them, and what was done is not done again."""
     chosen = random.Random(4)  # noqa: S311  # when to kill
@@ -256,6 +257,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, tokenizer: Pa
         Samples([tmp_path / "t"], TransformerArchitectureConfig(sequence_length=2, vocab_size=size - 1), 0)
 
 
+@pytest.mark.test_all_only("kills and repeats the tokenizer's processes, or measures their memory")
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     peaks = []
     for number in (4_000, 32_000):
@@ -270,6 +272,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     assert peaks[1] < 1.2 * peaks[0]
 
 
+@pytest.mark.test_all_only("kills and repeats the tokenizer's processes, or measures their memory")
 def test_ctrl_c_and_again(tmp_path: Path) -> None:
     """On the command line: what is done stays, no process does, and the same command goes on."""
     name = lines(tmp_path / "a.jsonl", [{"text": "some words " * 400}] * 16_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from worlds import World, changed, train
 
 
+@pytest.mark.test_all_only("writes a whole trace")
 def test_trace_of_chosen_ranks_and_steps(tmp_path: Path, config: dict[str, Any]) -> None:
     options = {"profile_steps": 2, "profile_start_at_step": 3, "profile_ranks": [1], "record_shapes": True, "memory_snapshot": True}
     world = World(tmp_path, changed(config, profiler=options), 2)

@@ -115,6 +115,7 @@ def test_killed_again_and_again(tmp_path: Path, config: dict[str, Any], untouche
     assert not list((tmp_path / "run").glob(".step-*")), "no litter"
 
 
+@pytest.mark.test_all_only("starts torchrun, which starts ranks without a fork server")
 def test_plain_torchrun_restarts_a_killed_rank(tmp_path: Path, config: dict[str, Any], untouched: Path) -> None:
     """torchrun --standalone keeps one store over all attempts: the second must not read the keys of the first."""
     (tmp_path / "config.yml").write_text(json.dumps(changed(config, trainer=LONG)))

@@ -119,6 +119,7 @@ def test_each_step_once_where_wandb_has_heard_of_a_killed_world(tmp_path: Path, 
     assert files_with_the_key(tmp_path) == []
 
 
+@pytest.mark.test_all_only("runs a stand-in for Weights & Biases twice")
 def test_each_step_once_where_the_files_of_two_worlds_are_sent_later(tmp_path: Path, config: dict[str, Any]) -> None:
     """By W&B's own command, and though the first world had written all of its file before it was lost."""
     offline, environ = wandb_config(config, tmp_path, wandb_offline=True)

@@ -121,6 +121,7 @@ def board(published: list[Event]) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.test_all_only("measures for 10 s and more which rank is slow")
 def test_ranks_that_load_or_compute_more_slowly_are_named_and_even_ones_under_load_are_not(
     tmp_path: Path, config: dict[str, Any], board: str, published: list[Event]
 ) -> None:
