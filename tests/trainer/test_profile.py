@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from worlds import World, changed, train
 
 
