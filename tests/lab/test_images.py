@@ -47,7 +47,9 @@ def test_the_image_writes_to_the_shared_disk(lab: Lab, image: str) -> None:
 
 def test_imports_are_compiled_in_the_image(lab: Lab, image: str) -> None:
     script = "import torch, pydantic, swarmtrain.config as config; print(torch.__cached__, pydantic.__cached__, config.__cached__)"
-    for cached in run_on(lab, "node1", image, f"python3 -c '{script}'").split():
+    files = run_on(lab, "node1", image, f"python3 -c '{script}'").split()
+    assert len(files) == 3
+    for cached in files:
         run_on(lab, "node1", image, f"test -s {cached}")
 
 

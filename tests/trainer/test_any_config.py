@@ -1,26 +1,31 @@
-"""Whatever validates makes a step in every world that it fits, or is refused in words: no traceback of ours, no hang.
+"""A config that validates makes an optimizer step in every world that it fits, or is refused with a place and a hint.
 
-Steps are rehearsed: they run the code that trains, as any rank of any world, without a process for each.
-SWARMTRAIN_FUZZ=N tries N other configs instead of the same few dozen.
+The step is simulated: it runs the code that trains, as any rank of any world, without a process for each rank.
+SWARMTRAIN_EXAMPLES=N tries N configs, see tests/randomized.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import random
+from collections import Counter
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
+from randomized import count_examples, run_numbered
 
 from swarmtrain.config import Config
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.trainer.memory.rehearsal import rehearse
 
-FUZZ = os.environ.get("SWARMTRAIN_FUZZ")
-# Of each section what is always there, small, and of what else there is any part.
-SECTIONS: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
+Random = random.Random
+Values = dict[str, Any]
+EXAMPLES = 240
+STEPS = 200
+"""Of EXAMPLES at least so many must validate and make a step."""
+
+# Independent draws: most combinations are invalid.
+UNRELATED: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
     "topology": (
         {"global_batch_size": [1, 2, 4, 6], "micro_batch_size": [1, 2]},
         {
@@ -28,7 +33,6 @@ SECTIONS: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
             "sequence_parallel": [False, True],
             "pipe_parallel_size": [1, 2, 3],
             "pipe_stages_per_rank": [1, 2],
-            "pipe_partition_method": ["uniform", "balanced"],
             "context_parallel_size": [1, 2],
             "data_parallel_type": ["ddp", "fsdp", "hsdp"],
             "data_parallel_shard_size": [None, 2],
@@ -42,73 +46,206 @@ SECTIONS: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
         {
             "num_attention_heads": [1, 2, 4],
             "attention_num_kv_heads": [None, 1, 2],
-            "attention_bias": [False, True],
             "attention_head_size": [None, 6],
             "learned_positions": [False, True],
-            "lora_config": [None, {"rank": 2, "dropout": 0.1, "layers": ["key", "output", "down"]}],
-            "parallel_residual": [False, True],
-            "rotary_scaling": [None, {}],
-            "key_query_norm": [False, True],
             "num_local_attention_heads": [0, 2],
             "local_attention_window_size": [None, 3],
             "rotary_percentage": [0.0, 0.5, 1.0],
-            "norm_type": ["layernorm", "rms"],
-            "mlp_type": ["default", "swiglu"],
             "mlp_factor": [0.5, 1.0, 2.7],
+            "lora_config": [None, {"layers": ["gate"]}],
+            "umup": [{"enable": True}],
             "weight_tying": [False, True],
-            "reset_attention_mask": [False, True],
-            "reset_position_ids": [False, True],
-            "dropout_embedding": [0.0, 0.1],
-            "dropout_attention_probs": [0.0, 0.1],
-            "precision": ["float32", "bfloat16", "float16", "float64"],
         },
     ),
-    "optimizer": (
-        {},
-        {
-            "method": ["adamw", "sgd", "muon"],
-            "zero": [False, True],
-            "gradient_clipping": [0.0, 1.0],
-            "state_precision": ["float32", "bfloat16"],
-        },
-    ),
+    "optimizer": ({}, {"method": ["adamw", "sgd", "muon"], "zero": [False, True]}),
 }
 
 
-def section(always: dict[str, list[Any]], perhaps: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries(
-        {name: st.sampled_from(values) for name, values in always.items()},
-        optional={name: st.sampled_from(values) for name, values in perhaps.items()},
-    )
+def draw_unrelated(draw: Random) -> Values:
+    """Return a config whose values do not depend on each other."""
+    return {
+        name: {key: pick(draw, *values) for key, values in always.items()}
+        | {key: pick(draw, *values) for key, values in optional.items() if pick(draw, False, True)}
+        for name, (always, optional) in UNRELATED.items()
+    }
 
 
-CONFIGS = st.fixed_dictionaries({name: section(*fields) for name, fields in SECTIONS.items()})
+def draw_job(draw: Random) -> tuple[Values, int, int]:
+    """Return a config, a world size and a rank. Of 100 configs, 92 are valid by construction."""
+    if draw.random() < 0.08:
+        size = draw.randint(1, 4)
+        return draw_unrelated(draw), size, draw.randrange(size)
+    objective = pick(draw, *["language_model"] * 4, "contrastive", "preference")
+    topology = draw_topology(draw, whole_sequences=objective != "language_model")
+    values = {"topology": topology, "transformer_architecture": draw_architecture(draw, topology)}
+    values |= {"optimizer": draw_optimizer(draw), "trainer": {}}
+    add_objective(draw, values, objective)
+    add_training_groups(draw, values)
+    replica = topology["model_parallel_size"] * topology["pipe_parallel_size"] * topology["context_parallel_size"]
+    size = replica * pick(draw, *([2, 4] if topology["data_parallel_type"] == "hsdp" else [1, 2, 3]))
+    return values, size, draw.randrange(size)
 
 
-@settings(
-    max_examples=int(FUZZ or 40),
-    derandomize=FUZZ is None,
-    phases=[Phase.generate],  # to make a failing config smaller takes minutes, and says little more
-    suppress_health_check=list(HealthCheck),
-)
-@given(CONFIGS, st.sampled_from([None, None, {}, {"proj_layers": [6, 5], "pooling": "last_token"}]), st.integers(1, 4), st.integers(0, 3))
-def test_what_validates_makes_a_step_or_is_refused_in_words(
-    values: dict[str, Any], vectors: dict[str, Any] | None, size: int, place: int
-) -> None:
-    if vectors is not None:
-        values["transformer_architecture"]["embedding_head_config"] = vectors
-        values |= {"trainer": {"contrastive_config": {}}, "data": {f"{name}_prefixes": ["a"] for name in ("data", "positive", "negative")}}
-    refusal = refused(values, size, place % size)
-    assert refusal is None or (refusal.place and refusal.hint)
+def draw_topology(draw: Random, *, whole_sequences: bool) -> Values:
+    """Return a topology, more often a small one, whose step is simulated faster. `whole_sequences`: no context parallelism."""
+    pipe = pick(draw, *[1] * 6, 2, 2, 3)
+    data = pick(draw, "ddp", "fsdp", "hsdp")
+    micro, rounds = pick(draw, 1, 2), pick(draw, *[1] * 5, 2)
+    topology = {
+        "model_parallel_size": pick(draw, *[1] * 6, 2, 2, 4),
+        "sequence_parallel": pick(draw, False, False, True),
+        "pipe_parallel_size": pipe,
+        "context_parallel_size": 1 if whole_sequences else pick(draw, 1, 1, 1, 2),
+        "data_parallel_type": data,
+        "micro_batch_size": micro,
+        "global_batch_size": micro * rounds * pipe,
+        "pipe_stages_per_rank": pick(draw, 1, 1, 2) if pipe > 1 else 1,
+        "pipe_partition_method": pick(draw, "uniform", "balanced"),
+        "activation_checkpointing_type": pick(draw, "disabled", "selective", "every_layer", *(["every_pipe_stage"] if pipe > 1 else [])),
+    }
+    if data == "hsdp":
+        topology["data_parallel_shard_size"] = 2
+    if data != "ddp":
+        topology["cpu_offload"] = pick(draw, False, True)
+        topology["reduce_every_micro_batch"] = pipe == 1 and pick(draw, False, True)
+    return topology
 
 
-def refused(values: dict[str, Any], size: int, rank: int) -> SwarmtrainError | None:
-    """Make a step of `rank`, if the config is one; return why it is not to be made."""
+def draw_architecture(draw: Random, topology: Values) -> Values:
+    """Return a model whose sizes are multiples of what `topology` divides them by."""
+    tensor, stages = topology["model_parallel_size"], topology["pipe_parallel_size"] * topology["pipe_stages_per_rank"]
+    shared, groups = pick(draw, 1, 2), tensor * pick(draw, 1, 2)
+    heads, width = shared * groups, pick(draw, 4, 6)
+    hidden = heads * width if pick(draw, True, False) else 8 * pick(draw, 1, 2)
+    parts = 2 * topology["context_parallel_size"] * tensor
+    divided = topology["sequence_parallel"] or topology["context_parallel_size"] > 1
+    shape = {
+        "vocab_size": tensor * pick(draw, 4, 5, 8),
+        "hidden_size": hidden,
+        "num_layers": stages + pick(draw, *[0] * 5, 1),
+        "sequence_length": parts * pick(draw, 1, 2) if divided else pick(draw, 4, 7, 8),
+        "num_attention_heads": heads,
+        "attention_num_kv_heads": pick(draw, groups, None),
+        "attention_head_size": width,
+        "mlp_factor": pick(
+            draw, *[factor for factor in (0.5, 1.0, 2.0, 2.7) if int(hidden * factor) and int(hidden * factor) % tensor == 0]
+        ),
+        **draw_positions(draw, width),
+        **draw_blocks(draw),
+    }
+    if pick(draw, False, False, True):
+        local = shared if shape["attention_num_kv_heads"] else 1
+        shape |= {"num_local_attention_heads": local, "local_attention_window_size": pick(draw, 1, 3)}
+    return shape
+
+
+def draw_positions(draw: Random, width: int) -> Values:
+    """Return how a model with heads of `width` dimensions is given positions."""
+    kind = pick(draw, "rotary", "rotary", "rotary_complex", "none")
+    positions: Values = {
+        "relative_position_embedding_type": kind,
+        "learned_positions": pick(draw, False, True),
+        "reset_attention_mask": pick(draw, False, True),
+        "reset_position_ids": pick(draw, False, True),
+    }
+    if kind != "none":
+        positions |= {"rotary_scaling": pick(draw, None, {}), "rotary_percentage": pick(draw, 1.0, 0.5) if width % 4 == 0 else 1.0}
+    return positions
+
+
+def draw_blocks(draw: Random) -> Values:
+    """Return what the blocks of a model are made of."""
+    mlp, norm = pick(draw, "default", "swiglu"), pick(draw, "layernorm", "rms")
+    names = ("attention_bias", "mlp_bias", "key_query_norm", "parallel_residual", "weight_tying")
+    return {
+        **{name: pick(draw, False, True) for name in names},
+        "attention_output_bias": pick(draw, None, False, True),
+        "mlp_type": mlp,
+        "activation_function": pick(draw, "gelu", "gelu_tanh") if mlp == "default" else "gelu",
+        "norm_type": norm,
+        "layernorm": {"layernorm_bias": norm == "layernorm" and pick(draw, False, True)},
+        "dropout_embedding": pick(draw, 0.0, 0.1),
+        "dropout_attention_probs": pick(draw, 0.0, 0.1),
+        "dropout_after_attention": pick(draw, 0.0, 0.1),
+        "dropout_after_mlp": pick(draw, 0.0, 0.1),
+        "precision": pick(draw, "float32", "bfloat16", "float16", "float64"),
+    }
+
+
+def draw_optimizer(draw: Random) -> Values:
+    return {
+        "method": pick(draw, *["adamw"] * 3, *["sgd"] * 3, "muon"),
+        "zero": pick(draw, False, True),
+        "gradient_clipping": pick(draw, 0.0, 1.0),
+        "state_precision": pick(draw, "float32", "bfloat16"),
+    }
+
+
+def add_objective(draw: Random, values: Values, objective: str) -> None:
+    """Set what is learned, and in some configs what of the model is trained."""
+    shape, trainer = values["transformer_architecture"], values["trainer"]
+    lora = {"rank": 2, "dropout": 0.1, "layers": ["key", "output", "down", *(["gate"] if shape["mlp_type"] == "swiglu" else [])]}
+    beside = pick(draw, {"lora_config": lora}, {"adapter_config": {}})
+    if objective == "preference":
+        shape |= beside
+        trainer["preference_config"] = {}
+        values["data"] = {"data_prefixes": ["a"], "rejected_prefixes": ["b"]}
+    elif objective == "contrastive":
+        shape["embedding_head_config"] = pick(draw, {}, {"proj_layers": [6, 5], "pooling": "last_token"}, {"pooling": "mean"})
+        trainer["contrastive_config"] = {"query_side_only": pick(draw, False, True)}
+        values["data"] = {f"{name}_prefixes": ["a"] for name in ("data", "positive", "negative")}
+    else:
+        trainer["loss_chunk_size"] = pick(draw, 2048, 3)
+        tokens = "none" if values["topology"]["pipe_parallel_size"] > 1 else "tokens"  # a stage without an embedding would train nothing
+        extra = pick(draw, "none", "none", "beside", tokens, "patterns", "umup")
+        if extra == "beside":
+            shape |= beside
+        elif extra == "tokens":
+            trainer["finetunable_token_ids"] = [0, 2]
+        elif extra == "patterns":
+            trainer["finetunable_parameters"] = ["norm"]
+        elif extra == "umup":
+            shape |= {"umup": {"enable": True}, "weight_tying": False, "learned_positions": False, "parallel_residual": False}
+            values["optimizer"] |= {"method": "adamw", "gradient_clipping": 0.0}
+
+
+def add_training_groups(draw: Random, values: Values) -> None:
+    """Give norms, in some configs that train all parameters, a training group of their own."""
+    shape, trainer = values["transformer_architecture"], values["trainer"]
+    frozen = {"lora_config", "adapter_config", "finetunable_token_ids", "finetunable_parameters"} & {*shape, *trainer}
+    if not frozen and pick(draw, False, False, True):
+        values["training_groups"] = [
+            {"group_name": "norms", "parameters_include": ["norm"], "weight_decay": 0.0},
+            {"group_name": "others", "parameters_exclude": ["norm"], "weight_decay": 0.1},
+        ]
+
+
+def pick(draw: Random, *values: Any) -> Any:
+    return draw.choice(values)
+
+
+def try_config(values: Values, size: int, rank: int) -> str:
+    """Return what becomes of a config: "invalid", "refused" with a place and a hint, or "made a step"."""
     try:
         config = Config.model_validate_json(json.dumps(values))
-        rehearse(config, size, rank)
     except ValidationError:
-        return None
+        return "invalid"
+    refusal = None
+    try:
+        rehearse(config, size, rank)
     except SwarmtrainError as error:
-        return error
-    return None
+        refusal = error
+    assert refusal is None or (refusal.place and refusal.hint), refusal
+    return "refused" if refusal else "made a step"
+
+
+def test_a_config_that_validates_makes_a_step_or_is_refused_with_a_hint() -> None:
+    examples, outcomes = count_examples(EXAMPLES), Counter[str]()
+
+    def check(job: tuple[Values, int, int]) -> None:
+        outcomes[try_config(*job)] += 1
+
+    run_numbered(draw_job, check, suite="trainer", examples=examples)
+    print(f"{outcomes.total()} configs: {dict(outcomes)}")
+    assert outcomes["made a step"] >= STEPS * min(1, examples / EXAMPLES)
+    assert outcomes["invalid"] > 0 or examples < EXAMPLES

@@ -73,3 +73,17 @@ def test_it_is_told_without_a_cluster(config: Mapping[str, Any], tmp_path: Path)
     told = json.loads(done.stdout)
     assert (told["world_size"], told["worst"], told["fits"], told["alternatives"]) == (2, 0, True, [])
     assert sum(told["ranks"][0]["parts"].values()) == told["ranks"][0]["peak"] > 2**16
+
+
+def test_a_simulated_world_does_not_depend_on_those_simulated_before() -> None:
+    """DTensor caches layouts with their mesh, and process groups of an earlier world do not exist any more."""
+    architecture = {"vocab_size": 16, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 4, "sequence_length": 8}
+    topology = {"global_batch_size": 2, "micro_batch_size": 1, "model_parallel_size": 4, "sequence_parallel": True}
+    ddp, hsdp = (
+        Config.model_validate_json(json.dumps({"topology": topology | kind, "transformer_architecture": architecture}))
+        for kind in ({"data_parallel_type": "ddp"}, {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2})
+    )
+    alone = rehearse(ddp, 8, 1)
+    rehearse(ddp, 8, 5)
+    rehearse(hsdp, 8, 5)
+    assert [peak.size for peak in rehearse(ddp, 8, 1)] == [peak.size for peak in alone]

@@ -98,6 +98,8 @@ def test_a_state_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, 
     record = Record("run")
     record.add(Line("node0", TIMES[0], "t", "one"))
     record.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.parametrize("address", ["unix:///nowhere/docker.sock", "tcp://127.0.0.1:9"])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -122,6 +123,8 @@ def _world(rank: int, size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        # DTensor remembers layouts with their mesh, and takes a mesh of another world or rank that looks the same for it.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 _MESH = "__init__", "__getitem__", "get_coordinate"
