@@ -33,6 +33,8 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pip = Path(os.environ.get("XDG_CONFIG_HOME") or real / ".config") / "pip" / "pip.conf"
     if pip.is_file():
         settings["PIP_CONFIG_FILE"] = str(pip)
+    if (real / ".rustup").is_dir():
+        settings["RUSTUP_HOME"] = str(real / ".rustup")  # pip asks rustc for its version, and rustup writes to a home that has no settings
     before = snapshot(real)
     with pytest.MonkeyPatch.context() as patch:
         for name in _FROM_THE_SHELL:
