@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -23,6 +24,12 @@ def answer(request: pytest.FixtureRequest, tmp_path: Path) -> Answer:
     """The case that this test is, in a project folder of its own."""
     name = f"{request.path.relative_to(ROOT)}::{request.node.originalname}"
     return Answer(next(case for case in cases() if case.test == name), tmp_path)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of garbage collection, as ranks do: each collection would visit hundreds of thousands of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

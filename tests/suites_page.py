@@ -40,13 +40,15 @@ def write_page() -> str:
 def marked_tests(path: Path) -> Iterator[tuple[str, str]]:
     """Yield name and reason of each test function in a file that only `make test-all` runs, whole or for some of its parameters.
 
-    Raises ValueError for a marker without a reason.
+    Raises ValueError for a marker without a reason, and for a second assignment to pytestmark.
     """
     yield from _marked(ast.parse(path.read_text()), inherited="")
 
 
 def _marked(scope: ast.Module | ast.ClassDef, inherited: str) -> Iterator[tuple[str, str]]:
     marks = [node.value for node in scope.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+    if len(marks) > 1:
+        raise ValueError("of two assignments to pytestmark, pytest sees the last alone")
     inherited = next(_reasons([*marks, *getattr(scope, "decorator_list", [])]), inherited)
     for node in scope.body:
         if isinstance(node, ast.ClassDef):

@@ -9,10 +9,8 @@ from answers import ROOT, Answer
 
 from swarmtrain.lab import Lab
 
-pytestmark = pytest.mark.test_all_only("one mistake per run")
-
 CHAPTER = "The nodes"
-pytestmark = pytest.mark.usefixtures("on_the_lab")
+pytestmark = [pytest.mark.usefixtures("on_the_lab"), pytest.mark.test_all_only("one mistake per run")]
 
 
 def on(lab: Lab, node: str, command: str) -> None:

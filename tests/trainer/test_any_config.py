@@ -88,11 +88,11 @@ def draw_job(draw: Random) -> tuple[Values, int, int]:
 
 def draw_topology(draw: Random, *, whole_sequences: bool) -> Values:
     """Return a topology, more often a small one, whose step is simulated faster. `whole_sequences`: no context parallelism."""
-    pipe = pick(draw, *[1] * 6, 2, 2, 3)
+    pipe = pick(draw, *[1] * 9, 2, 2, 3)
     data = pick(draw, "ddp", "fsdp", "hsdp")
     micro, rounds = pick(draw, 1, 2), pick(draw, *[1] * 5, 2)
     topology = {
-        "model_parallel_size": pick(draw, *[1] * 6, 2, 2, 4),
+        "model_parallel_size": pick(draw, *[1] * 9, 2, 2, 4),
         "sequence_parallel": pick(draw, False, False, True),
         "pipe_parallel_size": pipe,
         "context_parallel_size": 1 if whole_sequences else pick(draw, 1, 1, 1, 2),
