@@ -153,6 +153,7 @@ def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher,
         launcher.down(RUN, say)
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_stopped_containers_leave_and_come_back(lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     launcher.up(planned(), say)
     launcher.stop(RUN, say)
@@ -179,6 +180,7 @@ def test_stopped_containers_leave_and_come_back(lab: Lab, launcher: SwarmLaunche
     assert task_ids(launcher._engine)["demo_rendezvous"] == board
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_run_is_followed_to_its_verdict(launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     launcher.up(planned(max_restarts=77), say)
     updates = list(launcher.watch(RUN))
@@ -198,6 +200,7 @@ def test_a_run_is_followed_to_its_verdict(launcher: SwarmLauncher, planned: Call
     assert [update for update in launcher.watch(RUN) if isinstance(update, wire.Event)][-1].kind == wire.VERDICT
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_failed_run_starts_again_without_its_old_verdict(launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     plan = planned(max_restarts=78)
     launcher.up(plan, say)
@@ -212,6 +215,7 @@ def test_a_failed_run_starts_again_without_its_old_verdict(launcher: SwarmLaunch
     assert kinds.count(wire.VERDICT) <= 1
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_following_ends_when_the_run_is_taken_down(launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     launcher.up(planned(), say)
     updates = []
@@ -244,6 +248,7 @@ def test_logs_are_one_stream_in_the_order_of_time(launcher: SwarmLauncher, plann
     assert next(launcher.logs(RUN, follow=True, tail=1)).rank == 0
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_what_was_followed_is_there_when_the_run_is_down(
     launcher: SwarmLauncher, planned: Callable[..., Plan], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +306,7 @@ def test_an_interrupted_first_deploy_leaves_nothing(lab: Lab, launcher: SwarmLau
     assert nothing_left(lab, launcher._engine)
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_second_deploy_that_fails_keeps_what_runs(launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     launcher.up(planned(), say)
     first = task_ids(launcher._engine)

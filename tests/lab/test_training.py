@@ -119,9 +119,10 @@ def container(lab: Lab, node: str) -> tuple[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def reference(lab: Lab, image: str) -> dict[int, float]:
+def reference(lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a run on three nodes that nothing disturbed."""
-    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0")}
+    state = tmp_path_factory.mktemp("reference")
+    environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0"), "XDG_STATE_HOME": str(state)}
     argv = [
         "deploy",
         "examples/quickstart.yml",
