@@ -26,6 +26,14 @@ def answer(request: pytest.FixtureRequest, tmp_path: Path) -> Answer:
     return Answer(next(case for case in cases() if case.test == name), tmp_path)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On launchers other than the swarm, leave what a short life does not need to `make test-all`: see tests/contract/features.py."""
+    for item in items:
+        if isinstance(item, pytest.Function) and not getattr(item.function, "gate", True) and item.cls.kind != "swarm":
+            item.add_marker(pytest.mark.test_all_only("the gate has this on the swarm"))
+
+
 def pytest_collection_finish() -> None:
     """Leave what has been imported out of garbage collection, as ranks do: each collection would visit hundreds of thousands of objects."""
     gc.collect()

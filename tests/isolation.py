@@ -35,6 +35,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         settings["PIP_CONFIG_FILE"] = str(pip)
     if (real / ".rustup").is_dir():
         settings["RUSTUP_HOME"] = str(real / ".rustup")  # pip asks rustc for its version, and rustup writes to a home that has no settings
+    settings["WANDB_DATA_DIR"] = str(tmp_path_factory.mktemp("wandb"))
     before = snapshot(real)
     with pytest.MonkeyPatch.context() as patch:
         for name in _FROM_THE_SHELL:

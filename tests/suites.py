@@ -67,7 +67,8 @@ SUITES = {
     "trainer": Suite(["trainer"], "the trainer's exact claims, with 1 to 8 gloo processes"),
     "contract": Suite(
         ["contract", "lab/test_contract.py"],
-        "the life of a run on each of the six launchers: deploy, status, logs, secrets, kill, stop, resume, scale, a dead machine, down",
+        "the life of a run on each of the six launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with "
+        "`make test-all` on each, a killed node, a dead machine, a rank that fails, scaling, interruption, and what is refused",
     ),
     "launchers": Suite(
         ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],

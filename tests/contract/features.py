@@ -51,11 +51,11 @@ LAUNCHERS: Mapping[str, Mapping[str, str]] = {
 """Each launcher, and the features of which there is something else to say than yes."""
 
 
-def feature(name: str) -> Callable[[Test], Test]:
-    """Say which feature a test asserts: its row in the table."""
+def feature(name: str, *, gate: bool = True) -> Callable[[Test], Test]:
+    """Say which feature a test asserts: its row in the table. Without `gate`, the gate runs it on the swarm alone."""
 
     def named(test: Test) -> Test:
-        test.feature = name  # type: ignore[attr-defined]
+        test.feature, test.gate = name, gate  # type: ignore[attr-defined]
         return test
 
     return named

@@ -24,6 +24,8 @@ from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
 from swarmtrain.view.status import status
 from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
 
+pytestmark = pytest.mark.test_all_only("one life of a local run is in the contract")
+
 TRAIN = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
@@ -215,6 +217,11 @@ def test_a_new_script_restarts_the_nodes_and_a_failure_is_the_verdict(launcher: 
 
 
 def supervisor(folder: Path, role: str) -> int:
-    """Return the pid of the first process that plays `role` (node, rendezvous) of a run below `folder`."""
+    """Return the pid of the oldest process that plays `role` (node, rendezvous) of a run below `folder`; pids start again at 1."""
     wanted = f"-m\0swarmtrain.entrypoint\0{role}\0".encode()
-    return min(pid for pid in ours(folder) if wanted in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return min((pid for pid in ours(folder) if wanted in Path(f"/proc/{pid}/cmdline").read_bytes()), key=start_ticks)
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process was started, in clock ticks since the machine booted: field 22 of proc_pid_stat(5)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
