@@ -70,6 +70,7 @@ SUITES = {
         "the life of a run on each of the six launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with "
         "`make test-all` on each, a killed node, a dead machine, a rank that fails, scaling, interruption, and what is refused",
     ),
+    "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
     "launchers": Suite(
         ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
         "local runs, hosts behind real sshds, a real Slurm; commands that are interrupted; the dashboard in a real browser",
@@ -94,7 +95,6 @@ SUITES = {
         "mistakes and interruptions on a real swarm, and what each prints",
         "one mistake per test on a lab of its own; the gate has the same mistakes where they need no engine, in `fast`",
     ),
-    "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
     "fast": Suite(
         ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
         "everything that needs neither torch nor a lab, and bad input to every command",

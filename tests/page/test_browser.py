@@ -36,7 +36,7 @@ PIXELS = """canvas => {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         if os.environ.get("CI") == "true":
             pytest.fail("chromium is not installed; sh requirements/system.sh installs it")
@@ -44,7 +44,11 @@ def browser() -> Iterator[Browser]:
     expect.set_options(timeout=PATIENCE * 1000)
     with sync_playwright() as playwright:
         # Chromium's own sandbox needs user namespaces that root has not got in a container; it loads this page only.
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"])
+        opened = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-background-networking"],
+            env={**os.environ, "HOME": str(tmp_path_factory.mktemp("chromium"))},
+        )
         yield opened
         opened.close()
 
