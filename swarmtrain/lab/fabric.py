@@ -68,7 +68,9 @@ def make(description: Description) -> None:
         )
     process.run(["ip", "netns", "add", fabric])
     _ip(fabric, "link", "set", "lo", "up")
-    _ip(fabric, "link", "add", _BRIDGE, "type", "bridge")
+    # Of its own a bridge takes the lowest address of its ports, another one when a node is killed, and the nodes would not reach the
+    # registry until they have forgotten the old one.
+    _ip(fabric, "link", "add", _BRIDGE, "address", _hardware_address(description.bridge_address), "type", "bridge")
     _ip(fabric, "addr", "add", f"{description.bridge_address}/24", "dev", _BRIDGE)
     _ip(fabric, "link", "set", _BRIDGE, "up")
 

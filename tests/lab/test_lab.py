@@ -18,7 +18,7 @@ from conftest import PARTS, ROOT, say
 from stand_in import docker
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import Lab
+from swarmtrain.lab import Lab, fabric
 from swarmtrain.lab.state import base_directory
 from swarmtrain.launchers.engine import Engine
 
@@ -86,6 +86,12 @@ def seconds_to_send(lab: Lab, source: str, target: str, size: int) -> float:
     """Return how long `size` bytes take from one node to another. Raises CalledProcessError if they do not arrive."""
     argv = [*lab.enter(source), sys.executable, "-c", SEND, target, str(PORT), str(size)]
     return float(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
+
+
+def registry_hardware_address(lab: Lab) -> str:
+    """Return the MAC address of the bridge, at which the registry listens."""
+    argv = ["ip", "-n", fabric.namespace(lab.name, "fabric"), "-j", "link", "show", "type", "bridge"]
+    return str(json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)[0]["address"])
 
 
 def node_states(engine: Engine) -> dict[str, str]:
@@ -206,7 +212,9 @@ def test_a_killed_node_is_gone_and_comes_back_with_its_data(lab: Lab, engine: En
     assert listener.stdout is not None
     assert listener.stdout.readline() == "connected\n"
 
+    bridge = registry_hardware_address(lab)
     lab.kill("node2", say=say)
+    assert registry_hardware_address(lab) == bridge, "the others reach the registry without asking anew where it is"
     assert [process for process in before if alive(process)] == []
     assert listener.communicate()[0] == "silence\n", "a machine without power tells no peer that it is gone"
     assert [(node.state, node.pid) for node in lab.status()][2] == ("dead", None)
