@@ -110,6 +110,7 @@ def test_who_follows_detaches_and_the_run_goes_on(project: Path, tmp_path: Path,
     assert processes(tmp_path)
 
 
+@pytest.mark.test_all_only("interrupts three commands at every change that they make; the gate does so with deploy")
 def test_scale_stop_and_down_can_be_repeated(project: Path, tmp_path: Path) -> None:
     assert swarmtrain("deploy", "config.yml", "--detach", cwd=project).returncode == 0
     assert all(ended.code in (0, 130) for ended in at_each(EFFECTS, "scale", "--nodes", "2", cwd=project))

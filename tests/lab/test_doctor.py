@@ -65,6 +65,7 @@ def on(lab: Lab, node: str, command: str, undo: str) -> Iterator[None]:
         subprocess.run([*lab.enter(node), "sh", "-ec", undo], check=True)
 
 
+@pytest.mark.test_all_only("starts a probe on three nodes; tests/doctor has each finding")
 def test_a_sound_swarm(doctor: Doctor) -> None:
     answers = doctor(sound=True)
     serious = {

@@ -98,6 +98,7 @@ def test_the_host_network_and_rdma_are_the_same_by_docker_stack_deploy(
         launcher.down(RUN, SILENT)
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher, planned: Callable[..., Plan], tmp_path: Path) -> None:
     engine = launcher._engine
     launcher.up(planned(), say)
@@ -230,6 +231,7 @@ def test_following_ends_when_the_run_is_taken_down(launcher: SwarmLauncher, plan
     assert {state.node for state in updates if isinstance(state, TaskState) and state.state == "removed"} >= {"node0", "node1", "node2"}
 
 
+@pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_logs_are_one_stream_in_the_order_of_time(launcher: SwarmLauncher, planned: Callable[..., Plan]) -> None:
     launcher.up(planned(), say)
     end = time.monotonic() + 60

@@ -120,19 +120,24 @@ def container(lab: Lab, node: str) -> tuple[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def reference(lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of a run on three nodes that nothing disturbed."""
-    state = tmp_path_factory.mktemp("reference")
+    """The first losses of a run on three nodes that nothing disturbs."""
+    return train_undisturbed(lab, image, FEW, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def whole_reference(lab: Lab, image: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """All losses of that run."""
+    return train_undisturbed(lab, image, STEPS, tmp_path_factory.mktemp("reference"))
+
+
+def train_undisturbed(lab: Lab, image: str, steps: int, state: Path) -> dict[int, float]:
+    """Train on three nodes for so many steps, and return the losses."""
     environment = {**os.environ, "DOCKER_HOST": lab.docker_host("node0"), "XDG_STATE_HOME": str(state)}
-    argv = [
-        "deploy",
-        "examples/quickstart.yml",
-        "--name",
-        "reference",
-        *options(image, "reference", "runner.min_nodes=3", "runner.max_nodes=3", f"trainer.train_iterations={STEPS}"),
-    ]
-    for words in (argv, ["down", "reference"]):
+    run = f"reference-{steps}"
+    settings = options(image, run, "runner.min_nodes=3", "runner.max_nodes=3", f"trainer.train_iterations={steps}")
+    for words in (["deploy", "examples/quickstart.yml", "--name", run, *settings], ["down", run]):
         subprocess.run([sys.executable, "-m", "swarmtrain", *words], cwd=ROOT, check=True, env=environment, timeout=300)
-    return losses(lab, "reference")
+    return losses(lab, run)
 
 
 @pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
@@ -209,7 +214,7 @@ def test_a_killed_container_changes_nothing(
 
 @pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
 def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
-    lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], tmp_path: Path
+    lab: Lab, launcher: SwarmLauncher, image: str, whole_reference: dict[int, float], tmp_path: Path
 ) -> None:
     engine = Engine(lab.docker_host("node0"))
     sinks = ("logger.use_csv=true", "logger.use_tensorboard=true", "logger.use_wandb=true", "logger.wandb_offline=true")
@@ -228,7 +233,7 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_unbroken(
     assert len(after - before) == 1, "scaling restarted a node that was there"
     assert [event.data["nodes"] for event in launcher.events("scale") if event.kind == wire.WORLD][-1] == 3
     ours = losses(lab, "scale")
-    same(ours, reference, STEPS)
+    same(ours, whole_reference, STEPS)
     folder = lab.shared / "scale"
     for read in (curves.table, curves.tensorboard, curves.wandb):
         assert read(folder) == pytest.approx(ours, rel=1e-6), read.__name__

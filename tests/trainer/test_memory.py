@@ -29,7 +29,15 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp",
+        "tensor",
+        pytest.param("ddp", marks=pytest.mark.test_all_only("a third topology")),
+        pytest.param("pipeline", marks=pytest.mark.test_all_only("a fourth topology")),
+    ],
+)
 def test_a_rehearsal_foretells_the_peak(name: str, config: Mapping[str, Any], tmp_path: Path) -> None:
     wanted = worlds.changed(worlds.changed(config, transformer_architecture=SHAPE, topology={"global_batch_size": 8}), **WORLDS[name])
     world = worlds.World(tmp_path, wanted, 2, script="measured")
