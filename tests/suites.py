@@ -42,9 +42,9 @@ class Suite:
     test_all_only: str = ""
 
 
-def lab_files(*, without: Sequence[str]) -> list[str]:
-    """Return the test files of tests/lab, without those of other suites."""
-    return [f"lab/{path.name}" for path in sorted((ROOT / "lab").glob("test_*.py")) if path.stem not in without]
+def files(folder: str, *, without: Sequence[str]) -> list[str]:
+    """Return the test files of a folder, without those of other suites."""
+    return [f"{folder}/{path.name}" for path in sorted((ROOT / folder).glob("test_*.py")) if path.stem not in without]
 
 
 _FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
@@ -61,22 +61,23 @@ _NEWER = [
 # image for all, before the others that need it.
 SUITES = {
     "lab": Suite(
-        lab_files(without=[*_FAULTS, "test_chaos", "test_contract"]),
+        files("lab", without=[*_FAULTS, "test_chaos", "test_contract"]),
         "the Swarm launcher, images, doctor and the lab itself on real engines; losses of runs in which containers are killed",
     ),
-    "trainer": Suite(["trainer"], "the trainer's exact claims, with 1 to 8 gloo processes"),
+    "trainer": Suite(files("trainer", without=["test_any_config"]), "the trainer's exact claims, with 1 to 8 gloo processes"),
     "contract": Suite(
         ["contract", "lab/test_contract.py"],
         "the life of a run on each of the six launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with "
         "`make test-all` on each, a killed node, a dead machine, a rank that fails, scaling, interruption, and what is refused",
     ),
+    "configs": Suite(["trainer/test_any_config.py"], "200 generated configs that make a simulated step, and others that are refused"),
     "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
     "launchers": Suite(
         ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
         "local runs, hosts behind real sshds, a real Slurm; commands that are interrupted; the dashboard in a real browser",
     ),
     "howto": Suite(
-        [f"howto/{path.name}" for path in sorted((ROOT / "howto").glob("test_*.py")) if path.stem not in _TRAINING_PAGES],
+        files("howto", without=_TRAINING_PAGES),
         "the commands of the tutorial and of how-to pages, typed one after the other",
         "each page uses features that have tests of their own in the gate",
     ),
