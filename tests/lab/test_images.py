@@ -26,6 +26,7 @@ def run_on(lab: Lab, node: str, image: str, script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.test_all_only("pulls the image on every node; the contract deploys it there")
 def test_another_node_pulls_the_image_and_can_train_with_it(lab: Lab, image: str) -> None:
     assert (
         run_on(lab, "node1", image, "id -un; id -u; pwd; touch new; ls")
@@ -39,6 +40,7 @@ def test_another_node_pulls_the_image_and_can_train_with_it(lab: Lab, image: str
     )
 
 
+@pytest.mark.test_all_only("pulls the image on every node; the contract deploys it there")
 def test_the_image_writes_to_the_shared_disk(lab: Lab, image: str) -> None:
     run_on(lab, "node1", image, "echo hello >/mnt/shared/from-a-container")
     assert (lab.shared / "from-a-container").read_text() == "hello\n"
@@ -67,6 +69,7 @@ def test_a_second_build_downloads_nothing_and_keeps_the_layers_of_wheels(engine:
     assert len(layers) > 3
 
 
+@pytest.mark.test_all_only("pulls the image on every node; the contract deploys it there")
 def test_a_pinned_image_is_what_the_nodes_pull(lab: Lab, engine: Engine, image: str) -> None:
     pinned = images.pin(engine, image)
     assert pinned.reference.startswith(f"{image}@sha256:")

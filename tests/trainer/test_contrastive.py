@@ -143,6 +143,7 @@ def test_a_step_goes_where_one_pass_over_the_whole_batch_would(base: dict[str, A
     assert gradient_norms(tmp_path)[1] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.test_all_only("five more topologies; the gate has one pass over the whole batch, and LoRA in these topologies")
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_divided_it_learns_the_same(base: dict[str, Any], alone: Path, name: str, tmp_path: Path) -> None:
     topology, size = TOPOLOGIES[name]

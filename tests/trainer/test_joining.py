@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from worlds import ROOT, TIMEOUT, audit, deviation, losses, train
 
+pytestmark = pytest.mark.test_all_only("starts ranks without a fork server, by torchrun, MPI and nothing")
+
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 OPEN_MPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable]
 MPICH = ["mpiexec.mpich", "-np", "2", sys.executable]
@@ -47,8 +49,8 @@ def once(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> di
     [
         ([sys.executable], 1),
         ([sys.executable, *TORCHRUN], 2),
-        pytest.param(OPEN_MPI, 2, marks=pytest.mark.test_all_only("starts MPI jobs")),
-        pytest.param(MPICH, 2, marks=pytest.mark.test_all_only("starts MPI jobs")),
+        (OPEN_MPI, 2),
+        (MPICH, 2),
     ],
     ids=["nothing", "torchrun", "openmpi", "mpich"],
 )
@@ -61,7 +63,6 @@ def test_a_script_finds_its_world(
     assert deviation(losses(tmp_path), once) < 1e-5
 
 
-@pytest.mark.test_all_only("starts MPI jobs")
 @pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH], ids=["openmpi", "mpich"])
 def test_two_jobs_on_one_machine_have_ports_of_their_own(tmp_path: Path, launcher: Sequence[str]) -> None:
     """Also where a shell stands between, and where MPI tells its ranks of no job."""

@@ -33,7 +33,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "name",
     [
         "fsdp",
-        "tensor",
+        pytest.param("tensor", marks=pytest.mark.test_all_only("a second topology")),
         pytest.param("ddp", marks=pytest.mark.test_all_only("a third topology")),
         pytest.param("pipeline", marks=pytest.mark.test_all_only("a fourth topology")),
     ],

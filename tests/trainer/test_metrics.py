@@ -61,6 +61,7 @@ def test_progress_reaches_the_board_while_training(tmp_path: Path, config: dict[
     assert len(of(published, wire.PROGRESS)) <= 2 + 2 * seconds < steps, "about two a second, not one a step"
 
 
+@pytest.mark.test_all_only("waits until a coordinator that does not answer is given up")
 def test_no_board_does_not_stop_training(tmp_path: Path, config: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"

@@ -157,6 +157,7 @@ def test_parts_are_dealt_to_ranks_that_have_them() -> None:
     assert apart.dealt([{zero}, {one}, {one, two}], (0, 2)) == {0: [zero], 2: [one, two]}
 
 
+@pytest.mark.test_all_only("one more topology each; the gate loses disks of a replicated state")
 @pytest.mark.parametrize(
     "split",
     [

@@ -114,6 +114,7 @@ def test_the_loss_is_that_of_two_models(base: tuple[Path, dict[str, Any]], alone
     assert manifest(alone, 6)["consumed_samples"] == 6 * 12
 
 
+@pytest.mark.test_all_only("more topologies; the gate has the loss of two models, and LoRA in these topologies")
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_divided_it_learns_the_same(base: tuple[Path, dict[str, Any]], alone: Path, name: str, tmp_path: Path) -> None:
     topology, size = TOPOLOGIES[name]

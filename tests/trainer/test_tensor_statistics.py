@@ -110,6 +110,7 @@ def test_a_line_for_every_tensor(alone: Path) -> None:
     assert found[12, "weights", f"{attention}.weight"]["norm"] != found[4, "weights", f"{attention}.weight"]["norm"]
 
 
+@pytest.mark.test_all_only("three topologies; the gate has the statistics of one process")
 @pytest.mark.parametrize(
     ("size", "changes"),
     [

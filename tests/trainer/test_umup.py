@@ -98,6 +98,7 @@ def test_rates_follow_the_width_and_independent_decay_does_not() -> None:
         assert torch.allclose(step, torch.full_like(step, 0.5 * gain), rtol=1e-3), name
 
 
+@pytest.mark.test_all_only("one more topology")
 def test_divided_by_tensors_and_stages_it_is_the_same_run(tmp_path: Path, config: dict[str, Any]) -> None:
     shape = {
         "weight_tying": False,

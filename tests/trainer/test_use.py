@@ -213,6 +213,7 @@ def samples(folder: Path) -> dict[int, list[dict[str, str]]]:
     return dict(found)
 
 
+@pytest.mark.test_all_only("generates during training in six topologies; the gate generates from a trained model")
 @pytest.mark.parametrize(
     ("topology", "trainer", "size"),
     [
