@@ -3,7 +3,7 @@
 Without --all it runs the gate: the suites that have no reason in SUITES to be left out, without the tests that are marked
 `test_all_only`. With --all it runs everything, and randomized tests draw new examples from a seed that is printed.
 
-Three suites run side by side: those of a lab mostly wait, for containers and for what must not happen. The output of a suite is shown
+Several suites run side by side: those of a lab mostly wait, for containers and for what must not happen. The output of a suite is shown
 when the suite has ended, or as it comes if it is the only one.
 
 With CI=true a skipped test fails the run: a machine that has to prove something must be able to.
@@ -70,8 +70,8 @@ SUITES = {
         "the life of a run on each of the six launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with "
         "`make test-all` on each, a killed node, a dead machine, a rank that fails, scaling, interruption, and what is refused",
     ),
-    "configs": Suite(["trainer/test_any_config.py"], "200 generated configs that make a simulated step, and others that are refused"),
     "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
+    "configs": Suite(["trainer/test_any_config.py"], "200 generated configs that make a simulated step, and others that are refused"),
     "launchers": Suite(
         ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
         "local runs, hosts behind real sshds, a real Slurm; commands that are interrupted; the dashboard in a real browser",
@@ -113,7 +113,9 @@ _HUNG = re.compile(r'File ".*?(?P<path>tests/\w+/test_\w+\.py)", line (?P<line>\
 _WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
 _ENOUGH = 18 * 2**30
-_SIDE_BY_SIDE = 3
+_GATE_SIDE_BY_SIDE = 4
+_ALL_SIDE_BY_SIDE = 3
+"""Five of all suites have labs, whose disks are in memory; of the gate two."""
 
 
 def main() -> int:
@@ -168,9 +170,10 @@ def _memory() -> int:
 def run_all(names: list[str], *, everything: bool) -> int:
     """Run the suites of these names and return the exit code."""
     started = time.monotonic()
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+    side_by_side = _ALL_SIDE_BY_SIDE if everything else _GATE_SIDE_BY_SIDE
+    with ThreadPoolExecutor(side_by_side) as pool:
         done = list(pool.map(lambda name: run(name, everything=everything, alone=len(names) == 1), names))
-    rows = [*(str(result) for result in done), f"{'all':12} {time.monotonic() - started:7.1f} s  {_SIDE_BY_SIDE} side by side"]
+    rows = [*(str(result) for result in done), f"{'all':12} {time.monotonic() - started:7.1f} s  {side_by_side} side by side"]
     totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
     failed = sum(result.failed for result in done)
     print("\n" + "\n".join([*rows, *(line for result in done if result.failed for line in result.why)]))
