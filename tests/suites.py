@@ -3,7 +3,7 @@
 Without --all it runs the gate: the suites that have no reason in SUITES to be left out, without the tests that are marked
 `test_all_only`. With --all it runs everything, and randomized tests draw new examples from a seed that is printed.
 
-Several suites run side by side: those of a lab mostly wait, for containers and for what must not happen. The output of a suite is shown
+Three suites run side by side: those of a lab mostly wait, for containers and for what must not happen. The output of a suite is shown
 when the suite has ended, or as it comes if it is the only one.
 
 With CI=true a skipped test fails the run: a machine that has to prove something must be able to.
@@ -113,9 +113,7 @@ _HUNG = re.compile(r'File ".*?(?P<path>tests/\w+/test_\w+\.py)", line (?P<line>\
 _WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
 _ENOUGH = 18 * 2**30
-_GATE_SIDE_BY_SIDE = 4
-_ALL_SIDE_BY_SIDE = 3
-"""Five of all suites have labs, whose disks are in memory; of the gate two."""
+_SIDE_BY_SIDE = 3
 
 
 def main() -> int:
@@ -170,10 +168,9 @@ def _memory() -> int:
 def run_all(names: list[str], *, everything: bool) -> int:
     """Run the suites of these names and return the exit code."""
     started = time.monotonic()
-    side_by_side = _ALL_SIDE_BY_SIDE if everything else _GATE_SIDE_BY_SIDE
-    with ThreadPoolExecutor(side_by_side) as pool:
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
         done = list(pool.map(lambda name: run(name, everything=everything, alone=len(names) == 1), names))
-    rows = [*(str(result) for result in done), f"{'all':12} {time.monotonic() - started:7.1f} s  {side_by_side} side by side"]
+    rows = [*(str(result) for result in done), f"{'all':12} {time.monotonic() - started:7.1f} s  {_SIDE_BY_SIDE} side by side"]
     totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
     failed = sum(result.failed for result in done)
     print("\n" + "\n".join([*rows, *(line for result in done if result.failed for line in result.why)]))
