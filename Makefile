@@ -38,7 +38,7 @@ test-all:
 
 contract:
 	$(PREPARE) install-test
-	@$(BIN)/python tests/suites.py contract
+	@$(BIN)/python tests/suites.py --all contract
 
 chaos:
 	$(PREPARE) install-test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,15 @@ def test_a_marker_without_a_reason_is_an_error(tmp_path: Path) -> None:
     path.write_text("import pytest\n@pytest.mark.test_all_only\ndef test_one(): pass\n")
     with pytest.raises(ValueError, match="line 2: a test_all_only marker needs a reason"):
         list(marked_tests(path))
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("test", "tests/suites.py"), ("test-all", "tests/suites.py --all"), ("contract", "tests/suites.py --all contract")],
+)
+def test_a_make_target_runs_what_its_help_says(target: str, expected: str) -> None:
+    """`make contract` ran 72 of 125 tests when it lacked `--all`."""
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "SUITES")}  # of `make test SUITES=…`
+    argv = ["make", "--dry-run", target]
+    shown = subprocess.run(argv, cwd=ROOT.parent, env=env, capture_output=True, text=True, check=True).stdout
+    assert expected in [line.partition("bin/python ")[2].strip() for line in shown.splitlines()]
