@@ -5,16 +5,25 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticSerializationError
 
 
 class Section(BaseModel):
     """A part of the config. Values are checked strictly: a quoted number is an error, not a number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """As pydantic's, but Ctrl-C interrupts it: pydantic replaces every exception of a serializer, KeyboardInterrupt too."""
+        try:
+            return super().model_dump(**options)
+        except PydanticSerializationError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise error.__cause__ from None
+            raise
 
 
 def wrong(name: str, message: str, hint: str = "") -> PydanticCustomError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -34,6 +36,17 @@ def test_json_carries_the_whole_config_and_the_same_config_gives_the_same_bytes(
     config = parse("runner: {hosts: [a, b slots=2], docker_config: {docker_mounts: [/x, /y], memory: 2g}}\nscript: {mine: [1, {a: b}]}")
     assert Config.from_json(config.to_json()) == config
     assert Config.from_json(config.to_json()).to_json() == config.to_json()
+
+
+def test_ctrl_c_interrupts_the_serialization_of_a_config() -> None:
+    class Interrupted(type(Path())):  # type: ignore[misc]
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    config = Config()
+    config = config.model_copy(update={"logger": config.logger.model_copy(update={"log_dir": Interrupted("logs")})})
+    with pytest.raises(KeyboardInterrupt):
+        config.to_json()
 
 
 def test_a_config_cannot_be_changed() -> None:
