@@ -56,13 +56,13 @@ def run_examples(check: Callable[..., None], *strategies: st.SearchStrategy[Any]
         (run_example if SEED is None else seed(SEED)(run_example))()
 
 
-def run_numbered(draw: Callable[[random.Random], Example], check: Callable[[Example], None], *, suite: str, examples: int) -> None:
-    """Call `check` with `examples` independent draws.
+def run_numbered(draw: Callable[[random.Random], Example], check: Callable[[Example], None], *, suite: str, numbers: range) -> None:
+    """Call `check` with the independent draws that have these `numbers`.
 
     Hypothesis mutates an example several times. Where each one is costly, independent draws cover more.
     """
     with print_seed(suite):
-        for number in range(examples):
+        for number in numbers:
             example = draw(random.Random(f"{SEED or 0}-{number}"))  # noqa: S311  # no secret
             try:
                 check(example)

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,12 @@ def test_without_a_limit_the_machine_is_the_limit(tmp_path: Path, files: dict[st
 
 def test_where_there_is_no_control_group_the_processes_are_added_up(tmp_path: Path) -> None:
     for cgroup in (None, Cgroup(tmp_path)):
-        meter = Meter(cgroup)
+        meter, started, used = Meter(cgroup), time.monotonic(), time.process_time()
         held = bytearray(os.urandom(64 * MIB))
         sum(range(5_000_000))
+        cores = (time.process_time() - used) / (time.monotonic() - started)  # few on a busy machine
         read = meter.read()
-        assert read["cpu"] > 0.2
+        assert read["cpu"] > cores / 2 > 0
         assert len(held) < read["memory"] < machine_memory()
 
 

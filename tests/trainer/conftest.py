@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+# Ranks and suites outnumber the cores. Threads that spin for each other would take them: a test of 0.2 s took 84 s on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("torch", reason="the trainer needs torch")
 
 ROOT = Path(__file__).parents[2]
