@@ -8,8 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +116,23 @@ class Trained:
             time.sleep(0.02)
         return int(path.read_text())
 
-    def lost(self) -> list[int]:
-        """Return for each world after the first how many steps that had been made before it made again."""
+    def ranks(self) -> dict[int, int]:
+        """Return by pid the rank of each process of the newest world, all of which must be alive."""
+        of_nodes = self.run.events("world")[-1].data["ranks"].items()
+        return {pid: rank for node, ranks in of_nodes for pid, rank in zip(self.run.ranks(int(node[-1])), ranks, strict=True)}
+
+    def lost(self, *died: Collection[int]) -> list[int]:
+        """Return for each world after the first how many completed steps of a survivor it made again.
+
+        `died`: the ranks of each world that were killed. One of them may have completed a step that no other did: what it
+        sent last dies with its connections, and nobody is left who could save that step.
+        """
         worlds = [steps for _, steps in sorted(self.audit().items())]
-        return [max(before) + 1 - min(after) for before, after in pairwise(worlds)]
+        outlived = [
+            max(step for step, lines in steps.items() if any(line["rank"] not in dead for line in lines))
+            for steps, dead in zip(worlds, died, strict=False)
+        ]
+        return [last + 1 - min(after) for last, after in zip(outlived, worlds[1:], strict=True)]
 
     def losses(self) -> dict[int, float]:
         """Return every step's loss. Ranks and worlds that have made the same step must agree."""
@@ -143,17 +155,21 @@ def test_what_survives_a_death_saves_the_last_step(small_run: Any, undisturbed: 
     trained = Trained(small_run)
     trained.until(1)
     (small_run.folder / "slow").touch()
-    os.kill(small_run.ranks(1)[0], signal.SIGKILL)
-    os.kill(trained.writer(), signal.SIGKILL)
+    ranks, first = trained.ranks(), small_run.ranks(1)[0]
+    kill(first)
+    kill(second := trained.writer())
     trained.until(2)
+    of_node0 = small_run.events("world")[-1].data["ranks"]["node0"]
     small_run.nodes["node0"].kill()
     small_run.nodes["node0"].wait()
     trained.start(0)
     trained.until(3)
-    os.kill(small_run.ranks(0)[1], signal.SIGSTOP)
+    stopped = small_run.ranks(0)[1]
+    halted = trained.ranks()[stopped]
+    os.kill(stopped, signal.SIGSTOP)
     assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
     assert len(small_run.events("world")) == 4
-    assert trained.lost() == [0, 0, 0]
+    assert trained.lost({ranks[first], ranks[second]}, of_node0, {halted}) == [0, 0, 0]
     assert [len(event.data["survivors"]) for event in small_run.events("checkpoint")[:3]] == [1, 1, 1]
     assert trained.losses() == undisturbed
 
@@ -162,15 +178,16 @@ def test_what_survives_saves_to_its_own_disk(small_run: Any, undisturbed: dict[i
     """All of a node dies, and its disk is lost; it comes back with nothing. Then a rank dies, and both nodes save."""
     trained = Trained(small_run, own_disks=True)
     trained.until(1)
-    family = small_run.ranks(0)
+    family, of_node0 = small_run.ranks(0), small_run.events("world")[-1].data["ranks"]["node0"]
     kill(small_run.agent(0))
     gone(family)
     shutil.rmtree(small_run.folder / "node0")
     trained.until(2)
-    os.kill(small_run.ranks(0)[1], signal.SIGKILL)
+    ranks, victim = trained.ranks(), small_run.ranks(0)[1]
+    kill(victim)
     trained.until(3)
     assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
-    assert trained.lost() == [0, 0]
+    assert trained.lost(of_node0, {ranks[victim]}) == [0, 0]
     first, second, *_ = [event.data for event in small_run.events("checkpoint")]
     assert (len(first["survivors"]), len(second["survivors"])) == (1, 2)
     for node in ("node0", "node1"):
@@ -184,14 +201,15 @@ def test_a_divided_state_is_saved_by_what_is_left_of_its_replicas(small_run: Any
     """Each replica has two parts. One of each dies: the other two are a whole. Then a part dies with both that held it."""
     trained = Trained(small_run, data_parallel_type="hsdp", data_parallel_shard_size=2)
     trained.until(1)
-    kill(small_run.ranks(0)[0], small_run.ranks(1)[1])
+    ranks, victims = trained.ranks(), (small_run.ranks(0)[0], small_run.ranks(1)[1])
+    kill(*victims)
     trained.until(2)
     saved = small_run.events("checkpoint")[0].data
     kill(small_run.ranks(0)[0], small_run.ranks(1)[0])
     assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
-    ranks = small_run.events("world")[0].data["ranks"]
-    assert sorted(saved["survivors"]) == sorted([ranks["node0"][1], ranks["node1"][0]])
-    first, second = trained.lost()
+    of_nodes = small_run.events("world")[0].data["ranks"]
+    assert sorted(saved["survivors"]) == sorted([of_nodes["node0"][1], of_nodes["node1"][0]])
+    first, second = trained.lost({ranks[victim] for victim in victims}, ())
     assert first == 0
     assert second > 0, "nobody had the whole of the last step"
     assert [event.data["step"] for event in small_run.events("resumed")] == [saved["step"]] * 2
@@ -203,8 +221,9 @@ def test_a_divided_model_is_saved_by_parts_of_several_replicas(small_run: Any, u
     """Two replicas of a model in two parts. Of each part one dies, so that no replica is whole, and together they are."""
     trained = Trained(small_run, **{split: 2})
     trained.until(1)
-    kill(small_run.ranks(0)[0], small_run.ranks(1)[1])
+    ranks, victims = trained.ranks(), (small_run.ranks(0)[0], small_run.ranks(1)[1])
+    kill(*victims)
     assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
-    assert trained.lost() == [0]
+    assert trained.lost({ranks[victim] for victim in victims}) == [0]
     assert len(small_run.events("checkpoint")[0].data["survivors"]) == 2
     assert trained.losses() == pytest.approx(undisturbed, rel=1e-5)
