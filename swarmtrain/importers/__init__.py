@@ -120,6 +120,8 @@ def convert(text: str, source: str, *, hosts: tuple[str, ...] = (), form: Format
         return _script(text, source, hosts)
     if not isinstance(found.values, dict):
         raise SwarmtrainError(f"is none that is known: it holds {kind(found.values)}", place=source, hint=f"it can be {_KNOWN}")
+    if not found.values:
+        raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN}")
     form = form or _format(found.values, source)
     book = Book(found.values, found.lines)
     _read(book, form, source, hosts, model)

@@ -140,7 +140,7 @@ def verdict_of(launcher: SshLauncher, run: str = "demo") -> tuple[str, list[LogL
 def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_removed(
     launcher: SshLauncher, hosts: Hosts, tmp_path: Path
 ) -> None:
-    plan = plan_of(config_of(tmp_path, nodes=2, least=1))
+    plan = plan_of(config_of(tmp_path, nodes=2))
     assert [finding for finding in launcher.check(plan) if finding.fatal] == []
     assert [str(change) for change in launcher.changes(plan)] == [
         "start rendezvous on gpu-0: is not there",

@@ -132,6 +132,7 @@ def test_a_json_and_its_hostfile() -> None:
     [
         ("", "holds nothing"),
         ("\n  \n", "holds nothing"),
+        ("{}\n", "holds nothing"),
         ("just words\n", 'is none that is known: it holds "just words"'),
         ("- a\n- b\n", "is none that is known: it holds a list"),
         ("replicaCount: 3\nimage: x\n", "is none that is known, by its keys image, replicaCount"),
@@ -147,6 +148,12 @@ def test_what_is_none_of_these(text: str, message: str) -> None:
     with pytest.raises(SwarmtrainError) as raised:
         importers.convert(text, "file")
     assert message in raised.value.text
+
+
+@pytest.mark.parametrize("form", [form for form in importers.Format if form is not importers.Format.sbatch])
+def test_an_empty_mapping_is_refused_in_every_format(form: importers.Format) -> None:
+    with pytest.raises(SwarmtrainError, match="holds nothing"):
+        importers.convert("{}", "file", form=form)
 
 
 def test_a_value_that_is_refused_is_told_with_its_own_place() -> None:
