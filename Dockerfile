@@ -4,7 +4,7 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS wheels
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-# Beside the base's own Python, which Debian forbids pip to touch, and in the same place whatever the base is.
+# Next to the base's own Python, which Debian forbids pip to touch, and in the same place for every base image.
 RUN python3 -m venv /opt/venv && for packages in /opt/venv/lib/python3*/site-packages; do \
     echo "import site; site.addsitedir('/opt/extra${packages#/opt/venv}')" >"$packages/extra.pth"; done
 ARG PIP_ARGS=""

@@ -5,7 +5,8 @@
 # make contract  the suite of that name alone: what every launcher keeps, on each of the six; docs/reference/launchers.md is its table
 # make soak    the same faults at random on one run, MINUTES=30 long; SEED=7 draws those of an earlier run again
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
-# make bench   how fast it is beside others, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
+# make refresh writes all generated pages and golden files again, except speed.md, the pictures and the table of faults
+# make bench   speed against other tools, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
 # make pictures  the screenshots in docs/images, of two real runs on a swarm of four engines on this machine
 # Each target installs what it needs, is safe to repeat, and works in a fresh clone.
 
@@ -22,7 +23,7 @@ PREPARE := @$(MAKE) --no-print-directory --jobs=2 system
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all contract chaos soak check bench pictures format clean system install install-train install-test
+.PHONY: demo test test-all contract chaos soak check refresh bench pictures format clean system install install-train install-test
 
 demo:
 	$(PREPARE) install
@@ -55,13 +56,18 @@ check: install-test
 	$(BIN)/mypy
 	$(BIN)/python tests/suites.py fast
 
+refresh: install-test
+	REFRESH=1 $(BIN)/python -m pytest -q tests/golden
+	$(BIN)/python docs/reference/generate.py
+	REFRESH=1 $(BIN)/python -m pytest -q tests/docs tests/mistakes tests/unit/test_import.py
+
 bench:
 	$(PREPARE) install-train
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
 pictures:
 	$(PREPARE) install-test
-	@$(BIN)/python docs/images/take.py
+	@$(BIN)/python docs/images/take_screenshots.py
 
 format: install-test
 	$(BIN)/ruff format .

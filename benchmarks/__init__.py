@@ -1,6 +1,6 @@
-"""How fast swarmtrain is, beside what else does the same: `make bench`, or `make bench ONLY=help`.
+"""Benchmarks of swarmtrain against comparable tools: `make bench`, or `make bench ONLY=help`.
 
-A benchmark is a function that yields rows, and an entry in registry.py. It measures ours and the other in turns (A B A B …),
-so that a machine whose speed drifts does so for both. To add one: write the function, enter it, run it, and
-`make bench DOCS=1` puts it into docs/reference/speed.md.
+A benchmark is a function that yields rows, and an entry in registry.py. It measures swarmtrain and the baseline in turns (A B A B …),
+so that drift in the machine's speed affects both. To add one: write the function, register it, run it, and put it into
+docs/reference/speed.md with `make bench DOCS=1`.
 """

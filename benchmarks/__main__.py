@@ -1,6 +1,6 @@
 """`python -m benchmarks [NAME …] [--docs]`: run the benchmarks, print the table, write build/bench.json.
 
-What was measured before stays in the file until it is measured again, so that one benchmark can be repeated alone.
+Earlier results stay in the file until they are measured again, so that one benchmark can be repeated alone.
 """
 
 from __future__ import annotations
@@ -13,60 +13,62 @@ from types import FrameType
 from typing import NoReturn
 
 from benchmarks import records
-from benchmarks.measure import ROOT, Row
-from benchmarks.page import page, table
+from benchmarks.measurement import ROOT, BenchmarkRow
 from benchmarks.records import Record
 from benchmarks.registry import BENCHMARKS, Benchmark
+from benchmarks.speed_page import render_page, render_table
 from swarmtrain.errors import EXIT_INTERRUPTED, SwarmtrainError
 
-_FILE = ROOT / "build" / "bench.json"
-_PAGE = ROOT / "docs" / "reference" / "speed.md"
-_NAMES = [benchmark.name for benchmark in BENCHMARKS]
+_RECORDS_FILE = ROOT / "build" / "bench.json"
+_SPEED_PAGE = ROOT / "docs" / "reference" / "speed.md"
+_BENCHMARK_NAMES = [benchmark.name for benchmark in BENCHMARKS]
 
 
 def main() -> int:
-    """Run what the command line asks for and return the exit code."""
-    parser = argparse.ArgumentParser(prog="make bench", description="; ".join(f"{each.name}: {each.what}" for each in BENCHMARKS))
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(_NAMES)}; none: all")
+    """Run the benchmarks that the command line selects, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="make bench", description="; ".join(f"{each.name}: {each.description}" for each in BENCHMARKS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(_BENCHMARK_NAMES)}; none: all")
     parser.add_argument("--docs", action="store_true", help="write docs/reference/speed.md from build/bench.json")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.names if name not in _NAMES]:
-        parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(_NAMES)}")
-    signal.signal(signal.SIGTERM, _interrupted)
-    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in arguments.names or not arguments.names]
+    if unknown := [name for name in arguments.names if name not in _BENCHMARK_NAMES]:
+        parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(_BENCHMARK_NAMES)}")
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    selected = [benchmark for benchmark in BENCHMARKS if benchmark.name in arguments.names or not arguments.names]
     try:
-        measured = [record for benchmark in chosen for record in _run(benchmark)]
+        new_records = [record for benchmark in selected for record in _run_benchmark(benchmark)]
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    sys.stdout.write(table(measured) + "\n")
+    sys.stdout.write(render_table(new_records) + "\n")
     if arguments.docs:
-        _PAGE.write_text(page(records.read(_FILE), _NAMES, _PAGE.read_text()))
-        _tell(f"wrote {_PAGE.relative_to(ROOT)}")
+        _SPEED_PAGE.write_text(render_page(records.read_records(_RECORDS_FILE), _BENCHMARK_NAMES, _SPEED_PAGE.read_text()))
+        _print_progress(f"wrote {_SPEED_PAGE.relative_to(ROOT)}")
     return 0
 
 
-def _run(benchmark: Benchmark) -> list[Record]:
-    """Run one benchmark; what it could not measure says why. The file has its rows as soon as it is done."""
+def _run_benchmark(benchmark: Benchmark) -> list[Record]:
+    """Run one benchmark; the row of one that cannot be measured gives the reason. Its rows are in the file as soon as it is done."""
     load, _, _ = os.getloadavg()
-    _tell(f"{benchmark.name}: {benchmark.what} (load of the machine: {load:.1f})")
-    rows: list[Row] = []
+    _print_progress(f"{benchmark.name}: {benchmark.description} (load of the machine: {load:.1f})")
+    rows: list[BenchmarkRow] = []
     try:
-        rows.extend(benchmark.rows())
+        rows.extend(benchmark.measure_rows())
     except SwarmtrainError as error:
-        why = " ".join(str(error).split())
-        _tell(f"  not here: {why}")
-        rows.append(Row(benchmark.name, benchmark.what, why_not=why))
-    found = [records.record(row, load) for row in rows]
-    records.write(_FILE, records.merged(records.read(_FILE), benchmark.name, found, _NAMES))
-    return found
+        reason = " ".join(str(error).split())
+        _print_progress(f"  not here: {reason}")
+        rows.append(BenchmarkRow(benchmark.name, benchmark.description, skip_reason=reason))
+    new_records = [records.build_record(row, load) for row in rows]
+    records.write_records(
+        _RECORDS_FILE, records.merge_records(records.read_records(_RECORDS_FILE), benchmark.name, new_records, _BENCHMARK_NAMES)
+    )
+    return new_records
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
-def _interrupted(_signal: int, _frame: FrameType | None) -> NoReturn:
+def _raise_interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""How fast a process has its batches from token files, and how soon it has opened a large one."""
+"""How fast a process loads batches from token files, and how fast it opens a large one."""
 
 from __future__ import annotations
 
@@ -11,84 +11,86 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import BUILD, Row, in_turns
-from swarmtrain.config.data import BlendedDatasetConfig, Packing
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from benchmarks.measurement import BUILD, BenchmarkRow, measure_in_turns
+from swarmtrain.config.schema.data import BlendedDatasetConfig, Packing
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.data import memory_map
-from swarmtrain.trainer.data.samples import Samples
+from swarmtrain.trainer.data.samples import TokenDataset
 
-_RUNS = 9
+_REPEATS = 9
 _FOLDER = BUILD / "data"
-_DOCUMENTS, _LONGEST = 40_000, 2_000
-_LARGE = 100 * 10**9
+_DOCUMENT_COUNT, _MAX_DOCUMENT_TOKENS = 40_000, 2_000
+_LARGE_FILE_BYTES = 100 * 10**9
 _SHAPE = TransformerArchitectureConfig(vocab_size=1 << 15, sequence_length=2048)
-_BATCH = 8
-_SECONDS = 0.5
+_BATCH_SIZE = 8
+_MIN_SECONDS = 0.5
 
 
-def loading() -> Iterator[Row]:
-    """`batch` and `load` of one process, tokens of 16 bits that the page cache has; and the opening of a file of 100 GB with holes."""
+def measure_data_loading() -> Iterator[BenchmarkRow]:
+    """Building and loading batches in one process, of 16-bit tokens in the page cache; and opening a sparse file of 100 GB."""
     prefixes = [_FOLDER / name for name in ("a", "b")]
     for seed, prefix in enumerate(prefixes):
-        random = np.random.default_rng(seed)
-        documents = (random.integers(0, 1 << 15, size) for size in random.integers(1, _LONGEST, _DOCUMENTS // (seed + 1)))
-        memory_map.write(prefix, documents, "uint16")
-    mix = BlendedDatasetConfig(weights=(0.7, 0.3))
-    ways = {
-        "load": Samples(prefixes, _SHAPE, 0),
-        "load/short": Samples(prefixes, _SHAPE.model_copy(update={"sequence_length": 256}), 0),
-        "load/blended": Samples(prefixes, _SHAPE, 0, mix=mix),
-        "load/packed": Samples(prefixes, _SHAPE, 0, mix=mix, packing=Packing.documents),
+        generator = np.random.default_rng(seed)
+        documents = (
+            generator.integers(0, 1 << 15, size) for size in generator.integers(1, _MAX_DOCUMENT_TOKENS, _DOCUMENT_COUNT // (seed + 1))
+        )
+        memory_map.write_token_files(prefix, documents, "uint16")
+    blend_config = BlendedDatasetConfig(weights=(0.7, 0.3))
+    sample_sets = {
+        "load": TokenDataset(prefixes, _SHAPE, 0),
+        "load/short": TokenDataset(prefixes, _SHAPE.model_copy(update={"sequence_length": 256}), 0),
+        "load/blended": TokenDataset(prefixes, _SHAPE, 0, blend_config=blend_config),
+        "load/packed": TokenDataset(prefixes, _SHAPE, 0, blend_config=blend_config, packing=Packing.documents),
     }
-    told = {
-        "load": f"{_BATCH} windows of 2,048 tokens a batch",
-        "load/short": f"{_BATCH} windows of 256 tokens a batch",
+    descriptions = {
+        "load": f"{_BATCH_SIZE} windows of 2,048 tokens a batch",
+        "load/short": f"{_BATCH_SIZE} windows of 256 tokens a batch",
         "load/blended": "two files blended by weight",
         "load/packed": "two files blended, whole documents packed, 1,000 tokens long on average",
     }
-    rates = in_turns(_RUNS, *(partial(_nanoseconds, data) for data in ways.values()))
-    for (name, data), sample in zip(ways.items(), rates, strict=True):
+    rates = measure_in_turns(_REPEATS, *(partial(_measure_nanoseconds_per_token, data) for data in sample_sets.values()))
+    for (name, data), sample in zip(sample_sets.items(), rates, strict=True):
         rate = f"{1e3 / sample.median:.0f} M tokens/s; {len(data):,} samples"
-        yield Row(
+        yield BenchmarkRow(
             f"data/{name}",
-            f"a token out of warm files: {told[name]}",
+            f"a token out of warm files: {descriptions[name]}",
             "ns of CPU",
             sample,
             limit=50 if name == "load" else None,
             note=rate,
         )
-    [opened] = in_turns(_RUNS, partial(_open, _large(_FOLDER / "large")))
-    yield Row("data/open", "a file of 100 GB opened, 50 M documents", "ms", opened, limit=50)
+    [open_times] = measure_in_turns(_REPEATS, partial(_measure_open_milliseconds, _create_large_file(_FOLDER / "large")))
+    yield BenchmarkRow("data/open", "a file of 100 GB opened, 50 M documents", "ms", open_times, limit=50)
     shutil.rmtree(_FOLDER)
 
 
-def _nanoseconds(data: Samples) -> float:
-    """Return nanoseconds of CPU time a token that counts."""
+def _measure_nanoseconds_per_token(data: TokenDataset) -> float:
+    """Return nanoseconds of CPU time per loss token."""
     tokens = position = 0
-    begun = time.process_time()
-    while (seconds := time.process_time() - begun) < _SECONDS:
-        batch = data.batch(position, _BATCH)
+    started_at = time.process_time()
+    while (seconds := time.process_time() - started_at) < _MIN_SECONDS:
+        batch = data.build_batch(position, _BATCH_SIZE)
         data.load(batch.ids)
-        position, tokens = position + _BATCH, tokens + batch.tokens
+        position, tokens = position + _BATCH_SIZE, tokens + batch.loss_tokens
     return seconds / tokens * 1e9
 
 
-def _open(prefix: Path) -> float:
-    begun = time.perf_counter()
-    Samples([prefix], _SHAPE, 0).load(np.array([10**6]))
-    return (time.perf_counter() - begun) * 1e3
+def _measure_open_milliseconds(prefix: Path) -> float:
+    started_at = time.perf_counter()
+    TokenDataset([prefix], _SHAPE, 0).load(np.array([10**6]))
+    return (time.perf_counter() - started_at) * 1e3
 
 
-def _large(prefix: Path) -> Path:
-    """Make a token file whose size is that of a large one, and which takes no room; but for the last entry, so is its index."""
-    documents, tokens = 50_000_000, _LARGE // 2
-    last = np.array([0, tokens], dtype=np.int64)
-    for ending, size in (("bin", _LARGE), ("idx", documents * 16)):
-        with prefix.with_name(f"{prefix.name}.{ending}").open("wb") as file:
+def _create_large_file(prefix: Path) -> Path:
+    """Create a sparse token file of the size of a large one; its index is sparse too, except for the last entry."""
+    documents, tokens = 50_000_000, _LARGE_FILE_BYTES // 2
+    last_entry = np.array([0, tokens], dtype=np.int64)
+    for suffix, size in (("bin", _LARGE_FILE_BYTES), ("idx", documents * 16)):
+        with prefix.with_name(f"{prefix.name}.{suffix}").open("wb") as file:
             file.truncate(size)
-            if ending == "idx":
-                file.seek(size - last.nbytes)
-                file.write(last.tobytes())
+            if suffix == "idx":
+                file.seek(size - last_entry.nbytes)
+                file.write(last_entry.tobytes())
     meta = {"dtype": "uint16", "index_dtype": "int64", "document_count": documents}
     prefix.with_name(f"{prefix.name}.meta.json").write_text(json.dumps(meta))
     return prefix

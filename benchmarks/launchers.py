@@ -1,5 +1,6 @@
-"""The same job of three nodes by every launcher, from the command to its first optimizer step, beside the same tools by hand; and
-what is left of starts that are interrupted.
+"""The same three-node job with every launcher, from the command to its first optimizer step, against the same tools by hand.
+
+Also what interrupted starts leave behind.
 """
 
 from __future__ import annotations
@@ -18,27 +19,36 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.labs import lab
-from benchmarks.measure import BUILD, SWARMTRAIN, Row, Sample, Unavailable, in_turns, say, until
-from benchmarks.runs import distribute
+from benchmarks.lab_startup import running_lab
+from benchmarks.measurement import (
+    BUILD,
+    SWARMTRAIN_ARGV,
+    BenchmarkRow,
+    BenchmarkUnavailableError,
+    Sample,
+    measure_in_turns,
+    print_progress,
+    wait_until,
+)
+from benchmarks.run_startup import provide_image
 from swarmtrain import process
 from swarmtrain.errors import ProcessError
-from swarmtrain.lab import REGISTRY, Lab
+from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 
-_RUNS = 3
-_STARTS = 102
-_INTERRUPTED_WITHIN = 6.0
+_REPEATS = 3
+_INTERRUPTED_STARTS = 102
+_INTERRUPT_WINDOW_SECONDS = 6.0
 _NODES = ("node0", "node1", "node2")
-_RUN = "launch"
-_IMAGE = f"{REGISTRY}/swarmtrain:bench"
-_ON_NODES = Path("/mnt/shared") / _RUN
-_SCRIPT, _STEPPED, _ENOUGH = "first_step.py", "stepped", "enough"
-_STATE = BUILD / "launchers-state"
-"""Where runs are kept: all nodes see it, as they see a home under Slurm."""
-_ENDS_WITHIN = 120.0
-_FORGOTTEN_WITHIN = 10.0
-"""An engine keeps the shell of a container that has ended for a moment."""
-_TRAIN = """
+_RUN_NAME = "launch"
+_IMAGE = f"{REGISTRY_ADDRESS}/swarmtrain:bench"
+_NODE_JOB_FOLDER = Path("/mnt/shared") / _RUN_NAME
+_SCRIPT_NAME, _STEP_MARKER, _STOP_MARKER = "first_step.py", "stepped", "enough"
+_STATE_FOLDER = BUILD / "launchers-state"
+"""Where runs are stored: all nodes see it, as they see a home directory under Slurm."""
+_EXIT_TIMEOUT_SECONDS = 120.0
+_CLEANUP_TIMEOUT_SECONDS = 10.0
+"""An engine still lists a container for a moment after it has exited."""
+_TRAINING_SCRIPT = """
 import sys, time
 from pathlib import Path
 import torch
@@ -58,168 +68,187 @@ while not (folder / "enough").exists():
 dist.barrier()
 dist.destroy_process_group()
 """
-_RUNNER = {
+_RUNNER_CONFIG = {
     "hosts": [f"{node} slots=1" for node in _NODES],
-    "script": _SCRIPT,
+    "script": _SCRIPT_NAME,
     "stop_grace": 10,
     "env": {"OMP_NUM_THREADS": "1"},
     "docker_config": {"docker_container": _IMAGE, "docker_mounts": [["/mnt/shared", "/mnt/shared"]]},
     "slurm": {"time": "10", "cpus_per_node": 1},
 }
-_IN_CONTAINER = f"-e OMP_NUM_THREADS=1 -v /mnt/shared:/mnt/shared --entrypoint torchrun {_IMAGE}"
-_BY_HAND = {
+_CONTAINER_OPTIONS = f"-e OMP_NUM_THREADS=1 -v /mnt/shared:/mnt/shared --entrypoint torchrun {_IMAGE}"
+_MANUAL_COMMANDS = {
     "swarm": "docker stack deploy -c {stack} launch",
     "docker": (
         "docker network create launch && for i in 0 1 2; do "
-        f"docker run --rm --name node$i --network launch {_IN_CONTAINER} {{torchrun}} --node-rank=$i --master-addr=node0 {{script}} & "
+        f"docker run --rm --name node$i --network launch {_CONTAINER_OPTIONS} {{torchrun}} --node-rank=$i --master-addr=node0 {{script}} & "
         "done; wait; docker network rm launch"
     ),
     "local": "for i in 0 1 2; do {python} {torchrun} --node-rank=$i --master-addr=127.0.0.1 {script} & done; wait",
-    "pdsh": "pdsh -R ssh -w node0,node1,node2 'OMP_NUM_THREADS=1 {python} {torchrun} --node-rank=%n --master-addr={first} {script}'",
-    "pdsh_docker": (
+    "ssh": "pdsh -R ssh -w node0,node1,node2 'OMP_NUM_THREADS=1 {python} {torchrun} --node-rank=%n --master-addr={first} {script}'",
+    "ssh_docker": (
         "pdsh -R ssh -w node0,node1,node2 "
-        f"'docker run --rm --network host {_IN_CONTAINER} {{torchrun}} --node-rank=%n --master-addr={{first}} {{script}}'"
+        f"'docker run --rm --network host {_CONTAINER_OPTIONS} {{torchrun}} --node-rank=%n --master-addr={{first}} {{script}}'"
     ),
     "slurm": (
         "sbatch --wait --quiet --nodes=3 --ntasks-per-node=1 --output=/dev/null --wrap "
         "'srun sh -c \"exec {python} {torchrun} --node-rank=\\$SLURM_NODEID --master-addr={first} {script}\"'"
     ),
 }
-"""For each launcher the shell's line that starts the same job without it, and returns when the job has ended or, of a stack, before."""
-_TOOLS = {"swarm": "docker stack deploy", "docker": "docker run", "pdsh_docker": "pdsh … docker run", "pdsh": "pdsh", "slurm": "sbatch"}
+"""For each launcher, the shell command that starts the same job without it. It returns when the job has ended; that of a stack, earlier."""
+_BASELINE_TOOLS = {
+    "swarm": "docker stack deploy",
+    "docker": "docker run",
+    "ssh_docker": "pdsh … docker run",
+    "ssh": "pdsh",
+    "slurm": "sbatch",
+}
 
 
-def first_steps() -> Iterator[Row]:
-    """Seconds to the first step, ours and by hand in turns."""
-    with _place() as place:
-        for kind in _BY_HAND:
-            mine, theirs = in_turns(_RUNS, partial(_ours, place, kind), partial(_by_hand, place, kind))
-            say(f"{kind}: ours {mine.median:.1f} s, by hand {theirs.median:.1f} s")
-            what = f"`swarmtrain deploy`, `runner_type: {kind}`, to the first optimizer step of 3 nodes; at most 1 s more is wished for"
-            by_hand = f"`{_TOOLS[kind]}`, `torchrun` and the same script by hand" if kind in _TOOLS else "three times `torchrun` by hand"
-            yield Row(f"launchers/{kind}", what, "s", mine, theirs, by_hand)
+def measure_first_steps() -> Iterator[BenchmarkRow]:
+    """Seconds to the first step, with swarmtrain and by hand in turns."""
+    with _running_lab_with_image() as lab:
+        for runner_type in _MANUAL_COMMANDS:
+            result, baseline = measure_in_turns(
+                _REPEATS, partial(_measure_swarmtrain, lab, runner_type), partial(_measure_by_hand, lab, runner_type)
+            )
+            print_progress(f"{runner_type}: ours {result.median:.1f} s, by hand {baseline.median:.1f} s")
+            description = (
+                f"`swarmtrain deploy`, `runner_type: {runner_type}`, to the first optimizer step of 3 nodes; at most 1 s more is wished for"
+            )
+            baseline_description = (
+                f"`{_BASELINE_TOOLS[runner_type]}`, `torchrun` and the same script by hand"
+                if runner_type in _BASELINE_TOOLS
+                else "three times `torchrun` by hand"
+            )
+            yield BenchmarkRow(f"launchers/{runner_type}", description, "s", result, baseline, baseline_description)
 
 
-def interrupted() -> Iterator[Row]:
-    """Starts that get a Ctrl-C in their first seconds, each at another moment: what is left, after `down` where it is asked for."""
-    starts = _STARTS // len(_BY_HAND)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here, as in the background, is ignored by all it starts
-    with _place() as place:
-        for kind in _BY_HAND:
-            left = 0
+def measure_interrupted_starts() -> Iterator[BenchmarkRow]:
+    """Starts that get a Ctrl-C in their first seconds, each at another moment: what is left, after `down` if deploy asks for it."""
+    starts = _INTERRUPTED_STARTS // len(_MANUAL_COMMANDS)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit an ignored SIGINT, as in a background job
+    with _running_lab_with_image() as lab:
+        for runner_type in _MANUAL_COMMANDS:
+            leftover_count = 0
             for start in range(starts):
-                left += len(found := _interrupt(place, kind, _INTERRUPTED_WITHIN * (start + 0.5) / starts))
-                for each in found:
-                    say(f"{kind}: left is {each}")
-            what = f"{starts} deploys, `runner_type: {kind}`, interrupted within {_INTERRUPTED_WITHIN:g} s: what is left of them"
-            yield Row(f"interrupted/{kind}", what, "things", Sample.of([float(left)]), limit=0)
+                leftover_count += len(leftovers := _interrupt_deploy(lab, runner_type, _INTERRUPT_WINDOW_SECONDS * (start + 0.5) / starts))
+                for leftover in leftovers:
+                    print_progress(f"{runner_type}: left is {leftover}")
+            description = (
+                f"{starts} deploys, `runner_type: {runner_type}`, interrupted within {_INTERRUPT_WINDOW_SECONDS:g} s: what is left of them"
+            )
+            yield BenchmarkRow(f"interrupted/{runner_type}", description, "things", Sample.from_values([float(leftover_count)]), limit=0)
 
 
 @contextmanager
-def _place() -> Iterator[Lab]:
-    """Give a lab in which every launcher works, and whose engines have the image."""
-    with lab(len(_NODES), parts=("swarm", "ssh", "slurm")) as place:
-        distribute(place)
-        yield place
+def _running_lab_with_image() -> Iterator[Lab]:
+    """Yield a lab in which every launcher works, and whose engines have the image."""
+    with running_lab(len(_NODES), components=("swarm", "ssh", "slurm")) as lab:
+        provide_image(lab)
+        yield lab
 
 
-def _ours(place: Lab, kind: str) -> float:
-    folder = _prepared(place, kind)
-    seconds = _to_first_step([*SWARMTRAIN, "deploy", "config.yml", "--name", _RUN], folder, _env(place))
-    process.run([*SWARMTRAIN, "down", _RUN], env=_env(place))
+def _measure_swarmtrain(lab: Lab, runner_type: str) -> float:
+    folder = _prepare_job(lab, runner_type)
+    seconds = _measure_first_step([*SWARMTRAIN_ARGV, "deploy", "config.yml", "--name", _RUN_NAME], folder, _build_environment(lab))
+    process.run_command([*SWARMTRAIN_ARGV, "down", _RUN_NAME], env=_build_environment(lab))
     return seconds
 
 
-def _by_hand(place: Lab, kind: str) -> float:
-    folder, env = _prepared(place, kind), _env(place)
-    there = folder if kind == "local" else _ON_NODES
-    words = {
+def _measure_by_hand(lab: Lab, runner_type: str) -> float:
+    folder, env = _prepare_job(lab, runner_type), _build_environment(lab)
+    job_folder = folder if runner_type == "local" else _NODE_JOB_FOLDER
+    substitutions = {
         "python": f"{shlex.quote(sys.executable)} -m torch.distributed.run",
         "torchrun": f"--nnodes={len(_NODES)} --nproc-per-node=1 --master-port=29511",
-        "script": f"{there / _SCRIPT} {there}",
-        "first": place.status()[0].address,
-        "stack": str(_stack() if kind == "swarm" else ""),
+        "script": f"{job_folder / _SCRIPT_NAME} {job_folder}",
+        "first": lab.get_status()[0].address,
+        "stack": str(_write_stack() if runner_type == "swarm" else ""),
     }
-    seconds = _to_first_step(["sh", "-c", _BY_HAND[kind].format(**words)], folder, env)
-    if kind == "swarm":
-        process.run(["docker", "stack", "rm", _RUN], env=env)
-        listed = ["docker", "network", "ls", "-q", "--filter", f"name={_RUN}_"]
-        until(lambda: not process.run(listed, env=env).strip(), "the stack's network stays")
+    seconds = _measure_first_step(["sh", "-c", _MANUAL_COMMANDS[runner_type].format(**substitutions)], folder, env)
+    if runner_type == "swarm":
+        process.run_command(["docker", "stack", "rm", _RUN_NAME], env=env)
+        list_command = ["docker", "network", "ls", "-q", "--filter", f"name={_RUN_NAME}_"]
+        wait_until(lambda: not process.run_command(list_command, env=env).strip(), "the stack's network stays")
     return seconds
 
 
-def _to_first_step(argv: list[str], folder: Path, env: dict[str, str]) -> float:
-    """Run a command, let the job end after its first step, and return how long that took. Raises ProcessError, Unavailable."""
-    begun = time.time()
-    program = process.start(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def _measure_first_step(argv: list[str], folder: Path, env: dict[str, str]) -> float:
+    """Run a command, let the job end after its first step, and return the seconds to that step.
+
+    Raises ProcessError, BenchmarkUnavailableError.
+    """
+    started_at = time.time()
+    program = process.start_process(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        until(lambda: (folder / _STEPPED).exists() or bool(program.poll()), "the first step", every=0.02)
-        (folder / _ENOUGH).touch()
-        _, said = program.communicate(timeout=_ENDS_WITHIN)
+        wait_until(lambda: (folder / _STEP_MARKER).exists() or bool(program.poll()), "the first step", interval=0.02)
+        (folder / _STOP_MARKER).touch()
+        _, stderr = program.communicate(timeout=_EXIT_TIMEOUT_SECONDS)
     except BaseException:
         program.terminate()
-        say(program.communicate()[1].decode())
+        print_progress(program.communicate()[1].decode())
         raise
     if program.returncode:
-        raise ProcessError(shlex.join(argv), program.returncode, said.decode())
-    return float((folder / _STEPPED).read_text()) - begun
+        raise ProcessError(shlex.join(argv), program.returncode, stderr.decode())
+    return float((folder / _STEP_MARKER).read_text()) - started_at
 
 
-def _interrupt(place: Lab, kind: str, after: float) -> list[str]:
-    """Interrupt a deploy after so many seconds, and return what is left of it."""
-    folder, env = _prepared(place, kind), _env(place)
-    argv = [*SWARMTRAIN, "deploy", "config.yml", "--name", _RUN]
-    deploy = process.start(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    time.sleep(after)
+def _interrupt_deploy(lab: Lab, runner_type: str, delay_seconds: float) -> list[str]:
+    """Interrupt a deploy after `delay_seconds`, and return what is left of it."""
+    folder, env = _prepare_job(lab, runner_type), _build_environment(lab)
+    argv = [*SWARMTRAIN_ARGV, "deploy", "config.yml", "--name", _RUN_NAME]
+    deploy = process.start_process(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    time.sleep(delay_seconds)
     deploy.send_signal(signal.SIGINT)
-    _, said = deploy.communicate(timeout=_ENDS_WITHIN)
-    if b"nothing of it is left" not in said:
-        with contextlib.suppress(ProcessError):  # interrupted before it was anything
-            process.run([*SWARMTRAIN, "down", _RUN], env=env)
-    with contextlib.suppress(Unavailable):
-        until(lambda: not _programs() and not _things(place), "nothing", seconds=_FORGOTTEN_WITHIN)
-    return [*_programs(), *_things(place)]
+    _, stderr = deploy.communicate(timeout=_EXIT_TIMEOUT_SECONDS)
+    if b"nothing of it is left" not in stderr:
+        with contextlib.suppress(ProcessError):  # interrupted before anything was created
+            process.run_command([*SWARMTRAIN_ARGV, "down", _RUN_NAME], env=env)
+    with contextlib.suppress(BenchmarkUnavailableError):
+        wait_until(lambda: not _list_run_processes() and not _list_leftover_objects(lab), "nothing", seconds=_CLEANUP_TIMEOUT_SECONDS)
+    return [*_list_run_processes(), *_list_leftover_objects(lab)]
 
 
-def _programs() -> list[str]:
-    """Return the command lines of all that the run has, on whichever machine of the lab."""
-    found = []
+def _list_run_processes() -> list[str]:
+    """Return the command lines of all processes of the run, on any machine of the lab."""
+    command_lines = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            told = f"SWARMTRAIN_RUN={_RUN}".encode() in (entry / "environ").read_bytes().split(b"\0")
-            if told or f"/{_RUN}/" in line:
-                found.append(line)
-    return found
+            belongs_to_run = f"SWARMTRAIN_RUN={_RUN_NAME}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if belongs_to_run or f"/{_RUN_NAME}/" in line:
+                command_lines.append(line)
+    return command_lines
 
 
-def _things(place: Lab) -> list[str]:
-    """Return what engines and Slurm have of a run."""
-    found = process.run(["squeue", "--noheader"], env=place.env()).splitlines()
+def _list_leftover_objects(lab: Lab) -> list[str]:
+    """Return what the engines and Slurm have of a run."""
+    objects = process.run_command(["squeue", "--noheader"], env=lab.build_environment()).splitlines()
     for node in _NODES:
-        docker = ["docker", "-H", place.docker_host(node)]
-        for listed in (["ps", "-a", "--format", "{{.Names}}"], ["network", "ls", "--format", "{{.Name}}"]):
-            found += [name for name in process.run([*docker, *listed]).splitlines() if name.startswith(_RUN)]
-    services = process.run(["docker", "service", "ls", "--format", "{{.Name}}"], env=place.env())
-    return [*found, *services.splitlines()]
+        docker = ["docker", "-H", lab.get_docker_host(node)]
+        for list_arguments in (["ps", "-a", "--format", "{{.Names}}"], ["network", "ls", "--format", "{{.Name}}"]):
+            objects += [name for name in process.run_command([*docker, *list_arguments]).splitlines() if name.startswith(_RUN_NAME)]
+    services = process.run_command(["docker", "service", "ls", "--format", "{{.Name}}"], env=lab.build_environment())
+    return [*objects, *services.splitlines()]
 
 
-def _prepared(place: Lab, kind: str) -> Path:
-    """Return the job's folder, as this machine sees it: in it are script and config, and nothing of an earlier job."""
-    folder = _folder(place)
+def _prepare_job(lab: Lab, runner_type: str) -> Path:
+    """Return the job's folder, as this machine sees it, with the script and the config and without files of an earlier job."""
+    folder = _get_job_folder(lab)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(_STATE, ignore_errors=True)
+    shutil.rmtree(_STATE_FOLDER, ignore_errors=True)
     folder.mkdir()
-    folder.chmod(0o777)  # containers have a user of their own
-    (folder / _SCRIPT).write_text(_TRAIN)
-    there = folder if kind == "local" else _ON_NODES
-    runner = {**_RUNNER, "runner_type": kind, "script_args": [str(there)]}
+    folder.chmod(0o777)  # containers run as another user
+    (folder / _SCRIPT_NAME).write_text(_TRAINING_SCRIPT)
+    job_folder = folder if runner_type == "local" else _NODE_JOB_FOLDER
+    runner = {**_RUNNER_CONFIG, "runner_type": runner_type, "script_args": [str(job_folder)]}
     (folder / "config.yml").write_text(yaml.safe_dump({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
     return folder
 
 
-def _stack() -> Path:
-    """Write the stack of three services that a person would write, each with torchrun."""
+def _write_stack() -> Path:
+    """Write the stack of three services that a user would write by hand, each with torchrun."""
     nodes = {
         node: {
             "image": _IMAGE,
@@ -227,7 +256,7 @@ def _stack() -> Path:
             "entrypoint": ["torchrun"],
             "command": [
                 *("--nnodes=3", "--nproc-per-node=1", f"--node-rank={rank}", "--master-addr=node0", "--master-port=29511"),
-                *(str(_ON_NODES / _SCRIPT), str(_ON_NODES)),
+                *(str(_NODE_JOB_FOLDER / _SCRIPT_NAME), str(_NODE_JOB_FOLDER)),
             ],
             "environment": {"OMP_NUM_THREADS": "1"},
             "volumes": ["/mnt/shared:/mnt/shared"],
@@ -245,9 +274,9 @@ def _stack() -> Path:
     return path
 
 
-def _env(place: Lab) -> dict[str, str]:
-    return {**place.env(), "XDG_STATE_HOME": str(_STATE), "OMP_NUM_THREADS": "1"}
+def _build_environment(lab: Lab) -> dict[str, str]:
+    return {**lab.build_environment(), "XDG_STATE_HOME": str(_STATE_FOLDER), "OMP_NUM_THREADS": "1"}
 
 
-def _folder(place: Lab) -> Path:
-    return place.shared / _RUN
+def _get_job_folder(lab: Lab) -> Path:
+    return lab.shared_disk / _RUN_NAME

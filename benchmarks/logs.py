@@ -1,7 +1,7 @@
-"""`logs --follow` of a hundred services that print ten thousand lines a second, through connections that are killed.
+"""`logs --follow` of 100 services that print 10,000 lines per second in total, over connections that are killed.
 
-The engine is a stand-in that speaks the part of Docker's API that a follow uses: a real one on the same two cores would be
-what is measured. Its lines are numbered, and the exact set of them is compared with what was printed.
+The engine is a fake that implements the part of Docker's API that following uses: a real one on the same two cores would dominate the
+measurement. Its lines are numbered, and the exact set of them is compared with the output.
 """
 
 from __future__ import annotations
@@ -23,146 +23,162 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from benchmarks.measure import SWARMTRAIN, Row, Sample, Unavailable, say
-from swarmtrain import process, wire
+from benchmarks.measurement import SWARMTRAIN_ARGV, BenchmarkRow, BenchmarkUnavailableError, Sample, print_progress
+from swarmtrain import process, protocol
 
-_RUN = "hundred"
-_STREAMS = 100
-_RATE = 100
-"""Lines a second of each stream."""
+_RUN_NAME = "hundred"
+_STREAM_COUNT = 100
+_LINES_PER_SECOND = 100
+"""Lines per second of each stream."""
 _SECONDS = 20
-_KILLS = (5.0, 12.0)
-_RUNS = 3
-_TICK = 0.05
+_KILL_TIMES_SECONDS = (5.0, 12.0)
+_REPEATS = 3
+_TICK_SECONDS = 0.05
 
 
-def hundred_streams() -> Iterator[Row]:
-    """Cores in use, and lines that are lost or come twice."""
-    cores, wrong = [], []
-    for _ in range(_RUNS):
-        used, bad = _follow()
-        say(f"{used:.2f} cores, {bad} lines lost or twice")
-        cores.append(used)
-        wrong.append(float(bad))
-    what = f"`swarmtrain logs --follow` of {_STREAMS} services, {_STREAMS * _RATE:,} lines a second in all"
-    yield Row("logs-100", f"{what}: CPU time a second", "cores", Sample.of(cores), limit=1)
-    total = _STREAMS * _RATE * _SECONDS
-    note = f"all connections are killed {len(_KILLS)} times; each time the last minute is read again"
-    yield Row(
-        "logs-100/wrong", f"of {total:,} such lines, those that are lost or come twice", "lines", Sample.of(wrong), limit=0, note=note
+def measure_log_streams() -> Iterator[BenchmarkRow]:
+    """Cores in use, and lines that are lost or duplicated."""
+    cores, wrong_line_counts = [], []
+    for _ in range(_REPEATS):
+        cores_used, wrong_lines = _measure_follow()
+        print_progress(f"{cores_used:.2f} cores, {wrong_lines} lines lost or twice")
+        cores.append(cores_used)
+        wrong_line_counts.append(float(wrong_lines))
+    description = f"`swarmtrain logs --follow` of {_STREAM_COUNT} services, {_STREAM_COUNT * _LINES_PER_SECOND:,} lines a second in all"
+    yield BenchmarkRow("logs-100", f"{description}: CPU time a second", "cores", Sample.from_values(cores), limit=1)
+    total = _STREAM_COUNT * _LINES_PER_SECOND * _SECONDS
+    note = f"all connections are killed {len(_KILL_TIMES_SECONDS)} times; each time the last minute is read again"
+    yield BenchmarkRow(
+        "logs-100/wrong",
+        f"of {total:,} such lines, those that are lost or come twice",
+        "lines",
+        Sample.from_values(wrong_line_counts),
+        limit=0,
+        note=note,
     )
 
 
-def _follow() -> tuple[float, int]:
-    """Return the CPU seconds a second of one follow, and how many lines are not there exactly once."""
-    with tempfile.TemporaryDirectory() as folder, StandIn(Path(folder) / "s") as engine:
+def _measure_follow() -> tuple[float, int]:
+    """Return the CPU seconds per second of one follow, and the number of lines that do not appear exactly once."""
+    with tempfile.TemporaryDirectory() as folder, FakeEngine(Path(folder) / "s") as engine:
         printed = Path(folder) / "printed"
         env = {"DOCKER_HOST": f"unix://{engine.path}", "XDG_STATE_HOME": folder}
         with printed.open("wb") as out:
-            program = process.start([*SWARMTRAIN, "logs", "--follow", _RUN], env=env, stdout=out, stderr=subprocess.DEVNULL)
-            for kill in _KILLS:
-                time.sleep(max(0.0, engine.begun + kill - time.time()))
-                engine.kill()
-            _, status, used = os.wait4(program.pid, 0)
+            program = process.start_process(
+                [*SWARMTRAIN_ARGV, "logs", "--follow", _RUN_NAME], env=env, stdout=out, stderr=subprocess.DEVNULL
+            )
+            for kill_time in _KILL_TIMES_SECONDS:
+                time.sleep(max(0.0, engine.started_at + kill_time - time.time()))
+                engine.kill_connections()
+            _, status, resource_usage = os.wait4(program.pid, 0)
             program.returncode = os.waitstatus_to_exitcode(status)
         if program.returncode:
-            raise Unavailable(f"swarmtrain logs ended with {program.returncode}")
-        seen = Counter(printed.read_text().splitlines())
-    wanted = {f"node{stream} rank {stream} | line {number}" for stream in range(_STREAMS) for number in range(_RATE * _SECONDS)}
-    wrong = len(wanted - set(seen)) + sum(count - 1 for count in seen.values()) + len(set(seen) - wanted)
-    return (used.ru_utime + used.ru_stime) / _SECONDS, wrong
+            raise BenchmarkUnavailableError(f"swarmtrain logs ended with {program.returncode}")
+        printed_lines = Counter(printed.read_text().splitlines())
+    expected_lines = {
+        f"node{stream} rank {stream} | line {number}" for stream in range(_STREAM_COUNT) for number in range(_LINES_PER_SECOND * _SECONDS)
+    }
+    wrong_lines = (
+        len(expected_lines - set(printed_lines))
+        + sum(count - 1 for count in printed_lines.values())
+        + len(set(printed_lines) - expected_lines)
+    )
+    return (resource_usage.ru_utime + resource_usage.ru_stime) / _SECONDS, wrong_lines
 
 
-class StandIn(socketserver.ThreadingUnixStreamServer):
-    """An engine whose services print numbered lines for `_SECONDS` from now on, and then are gone."""
+class FakeEngine(socketserver.ThreadingUnixStreamServer):
+    """An engine whose services print numbered lines for _SECONDS, from its start on, and then are gone."""
 
     daemon_threads = True
     request_queue_size = 256
 
     def __init__(self, path: Path) -> None:
-        self.path, self.begun = path, time.time() + 2
-        self._open: set[Any] = set()
+        self.path, self.started_at = path, time.time() + 2
+        self._open_connections: set[Any] = set()
         self.generation = 0
-        super().__init__(str(path), _Request)
+        super().__init__(str(path), _FakeEngineHandler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
 
-    def kill(self) -> None:
-        """Break all connections off, in the middle of whatever they send."""
+    def kill_connections(self) -> None:
+        """Break all connections, in the middle of whatever they send."""
         self.generation += 1
-        for connection in list(self._open):
+        for connection in list(self._open_connections):
             with suppress(OSError):
                 connection.shutdown(2)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._open.add(request)
+        self._open_connections.add(request)
         super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that was killed is no error."""
+        """Ignore the error: killed connections are expected."""
 
 
-class _Request(BaseHTTPRequestHandler):
+class _FakeEngineHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: StandIn
+    server: FakeEngine
 
-    def do_GET(self) -> None:  # http.server names it
+    def do_GET(self) -> None:  # the name is defined by http.server
         url = urlsplit(self.path)
         path, query = url.path.partition("/v1.")[2].partition("/")[2], parse_qs(url.query)
         if path.startswith("services/"):
-            self._log(path.split("/")[1], query)
+            self._stream_log(path.split("/")[1], query)
             return
-        answers = {"services": self._services, "tasks": list, "nodes": list}
-        found = answers[path]() if path in answers else {"ApiVersion": "1.41", "Version": "20.10"}
-        body = json.dumps(found).encode()
+        answers = {"services": self._build_services, "tasks": list, "nodes": list}
+        answer = answers[path]() if path in answers else {"ApiVersion": "1.41", "Version": "20.10"}
+        body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def address_string(self) -> str:
         return "client"
 
-    def _services(self) -> list[dict[str, Any]]:
-        if time.time() > self.server.begun + _SECONDS + 3:
+    def _build_services(self) -> list[dict[str, Any]]:
+        if time.time() > self.server.started_at + _SECONDS + 3:
             return []
-        names = {wire.RENDEZVOUS: wire.ROLE_RENDEZVOUS, **{f"node{number}": wire.ROLE_NODE for number in range(_STREAMS)}}
-        return [{"ID": name, "Version": {"Index": 1}, "Spec": _spec(name, role)} for name, role in names.items()]
+        names = {
+            protocol.RENDEZVOUS_SERVICE: protocol.ROLE_RENDEZVOUS,
+            **{f"node{number}": protocol.ROLE_NODE for number in range(_STREAM_COUNT)},
+        }
+        return [{"ID": name, "Version": {"Index": 1}, "Spec": _build_spec(name, role)} for name, role in names.items()]
 
-    def _log(self, name: str, query: dict[str, list[str]]) -> None:
+    def _stream_log(self, name: str, query: dict[str, list[str]]) -> None:
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         stream = int(name.removeprefix("node")) if name.startswith("node") else None
-        begun, follow = self.server.begun, "follow" in query
-        number = max(0, int((float(query.get("since", ["0"])[0]) - begun) * _RATE))
+        started_at, follow = self.server.started_at, "follow" in query
+        number = max(0, int((float(query.get("since", ["0"])[0]) - started_at) * _LINES_PER_SECOND))
         while stream is not None:
-            due = min(_RATE * _SECONDS, max(0, int((time.time() - begun) * _RATE)))
-            if data := b"".join(_frame(begun, stream, index) for index in range(number, due)):
+            due_lines = min(_LINES_PER_SECOND * _SECONDS, max(0, int((time.time() - started_at) * _LINES_PER_SECOND)))
+            if data := b"".join(_build_frame(started_at, stream, index) for index in range(number, due_lines)):
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-            number = max(number, due)
+            number = max(number, due_lines)
             if not follow:
                 break
-            time.sleep(_TICK)
+            time.sleep(_TICK_SECONDS)
         while follow and stream is None:
-            time.sleep(_TICK)
+            time.sleep(_TICK_SECONDS)
         self.wfile.write(b"0\r\n\r\n")
 
 
-def _spec(name: str, role: str) -> dict[str, Any]:
-    labels = {wire.LABEL_STACK: _RUN, wire.LABEL_RUN: _RUN, wire.LABEL_ROLE: role}
-    return {"Name": f"{_RUN}_{name}", "Labels": labels, "Mode": {"Replicated": {"Replicas": 1}}, "TaskTemplate": {}}
+def _build_spec(name: str, role: str) -> dict[str, Any]:
+    labels = {protocol.LABEL_STACK: _RUN_NAME, protocol.LABEL_RUN: _RUN_NAME, protocol.LABEL_ROLE: role}
+    return {"Name": f"{_RUN_NAME}_{name}", "Labels": labels, "Mode": {"Replicated": {"Replicas": 1}}, "TaskTemplate": {}}
 
 
-def _frame(begun: float, stream: int, number: int) -> bytes:
-    at = begun + (number + 0.5) / _RATE
-    stamp = datetime.fromtimestamp(int(at), UTC).strftime("%Y-%m-%dT%H:%M:%S")
+def _build_frame(started_at: float, stream: int, number: int) -> bytes:
+    line_time = started_at + (number + 0.5) / _LINES_PER_SECOND
+    stamp = datetime.fromtimestamp(int(line_time), UTC).strftime("%Y-%m-%dT%H:%M:%S")
     details = f"com.docker.swarm.node.id=n,com.docker.swarm.service.id=node{stream},com.docker.swarm.task.id=t{stream}"
-    line = f"{stamp}.{int(at % 1 * 1e9):09d}Z {details} [rank {stream}] line {number}\n".encode()
+    line = f"{stamp}.{int(line_time % 1 * 1e9):09d}Z {details} [rank {stream}] line {number}\n".encode()
     return struct.pack(">BxxxL", 1, len(line)) + line

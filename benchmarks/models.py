@@ -1,4 +1,4 @@
-"""Text into tokens, beside the tokenizer alone; and what memory that, and the export of a large model, take."""
+"""Text into tokens, against the tokenizer alone; and the memory that this, and the export of a large model, take."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure import BUILD, SWARMTRAIN, Row, Sample, in_turns, peak_memory, say, wall_seconds
+from benchmarks.measurement import (
+    BUILD,
+    SWARMTRAIN_ARGV,
+    BenchmarkRow,
+    Sample,
+    measure_in_turns,
+    measure_peak_memory,
+    measure_wall_seconds,
+    print_progress,
+)
 
-_RUNS = 3
+_REPEATS = 3
 _FOLDER = BUILD / "models"
-_VOCABULARY = 16_384
-_LEARNED_FROM = 20_000_000
-_MEGABYTES = 1000
-"""Of text."""
-_SHARD = 2 * 10**9
-_FLAT = 1.2
-"""What memory may be, in terms of what it is compared with."""
-_ALONE = """
+_VOCABULARY_SIZE = 16_384
+_TOKENIZER_TRAINING_BYTES = 20_000_000
+_TEXT_MEGABYTES = 1000
+"""Megabytes of text to tokenize."""
+_SHARD_BYTES = 2 * 10**9
+_MAX_MEMORY_RATIO = 1.2
+"""Maximum memory, relative to the baseline."""
+_BASELINE_SCRIPT = """
 import json, sys
 from itertools import islice
 from tokenizers import Tokenizer
@@ -36,39 +45,48 @@ print(count)
 """
 
 
-def prepared() -> Iterator[Row]:
-    """`data prepare` of real text, repeated with edits, beside a script that does nothing but encode it; and how memory grows."""
-    whole, tenth = _text(_FOLDER / "whole.jsonl", _MEGABYTES), _text(_FOLDER / "tenth.jsonl", _MEGABYTES // 10)
-    tokenizer = _tokenizer(tenth)
+def measure_prepare() -> Iterator[BenchmarkRow]:
+    """`data tokenize` of real text, repeated with edits, against a script that only encodes it; and how memory grows."""
+    full_text, tenth_of_text = (
+        _write_text(_FOLDER / "whole.jsonl", _TEXT_MEGABYTES),
+        _write_text(_FOLDER / "tenth.jsonl", _TEXT_MEGABYTES // 10),
+    )
+    tokenizer = _train_tokenizer(tenth_of_text)
     workers = len(os.sched_getaffinity(0))
-    alone = partial(_alone, [sys.executable, "-c", _ALONE, str(tokenizer), str(whole)], {"RAYON_NUM_THREADS": str(workers)})
-    ours, other = in_turns(_RUNS, partial(_prepared, whole, tokenizer), alone, warm_up=False)
-    what = f"`swarmtrain data prepare` of {_MEGABYTES} MB of text, a BPE of {_VOCABULARY:,} tokens, {workers} processes"
-    ours, other = (Sample.of([_MEGABYTES / seconds for seconds in each.values]) for each in (ours, other))
-    yield Row("prepare", what, "MB/s", ours, other, f"`tokenizers` alone, {workers} threads: lines read, encoded, counted", goal=0.9)
-    peaks = [_peak(each, tokenizer) for each in (whole, tenth)]
-    yield Row(
+    measure_baseline = partial(
+        _measure_baseline_seconds,
+        [sys.executable, "-c", _BASELINE_SCRIPT, str(tokenizer), str(full_text)],
+        {"RAYON_NUM_THREADS": str(workers)},
+    )
+    result, baseline = measure_in_turns(_REPEATS, partial(_measure_prepare_seconds, full_text, tokenizer), measure_baseline, warm_up=False)
+    description = f"`swarmtrain data tokenize` of {_TEXT_MEGABYTES} MB of text, a BPE of {_VOCABULARY_SIZE:,} tokens, {workers} processes"
+    result, baseline = (Sample.from_values([_TEXT_MEGABYTES / seconds for seconds in sample.values]) for sample in (result, baseline))
+    yield BenchmarkRow(
+        "prepare", description, "MB/s", result, baseline, f"`tokenizers` alone, {workers} threads: lines read, encoded, counted", goal=0.9
+    )
+    peaks = [_measure_peak_megabytes(sample, tokenizer) for sample in (full_text, tenth_of_text)]
+    yield BenchmarkRow(
         "prepare/memory",
-        f"peak memory of a process of it, {_MEGABYTES} MB of text",
+        f"peak memory of a process of it, {_TEXT_MEGABYTES} MB of text",
         "MB",
-        Sample.of([peaks[0]]),
-        Sample.of([peaks[1]]),
+        Sample.from_values([peaks[0]]),
+        Sample.from_values([peaks[1]]),
         "a tenth of the text",
-        limit=_FLAT * peaks[1],
+        limit=_MAX_MEMORY_RATIO * peaks[1],
     )
     shutil.rmtree(_FOLDER)
 
 
-def exported() -> Iterator[Row]:
-    """What memory `export` takes for a model of 1.2 billion parameters, in files of at most 2 GB."""
+def measure_export() -> Iterator[BenchmarkRow]:
+    """The memory that `export` takes for a model of 1.2 billion parameters, in files of at most 2 GB."""
     shutil.rmtree(_FOLDER, ignore_errors=True)
     _FOLDER.mkdir(parents=True)
-    say("writing a checkpoint of 1.2 billion parameters")
+    print_progress("writing a checkpoint of 1.2 billion parameters")
     config = _FOLDER / "config.yml"
-    argv = [*SWARMTRAIN, "init", str(config), "--preset", "llama-3.2-1b"]
-    wall_seconds(argv)
+    argv = [*SWARMTRAIN_ARGV, "init", str(config), "--preset", "llama-3.2-1b"]
+    measure_wall_seconds(argv)
     values = {
-        # Nothing is trained, and there is no optimizer's state of what would not be.
+        # Nothing is trained, and frozen parameters have no optimizer state.
         "trainer.train_iterations": 0,
         "trainer.finetunable_parameters": "[norm]",
         "trainer.save_dir": str(_FOLDER / "run"),
@@ -78,69 +96,79 @@ def exported() -> Iterator[Row]:
         "topology.micro_batch_size": 1,
     }
     (_FOLDER / "text.jsonl").write_text(json.dumps({"text": "a " * 1000}) + "\n")
-    wall_seconds([*SWARMTRAIN, "data", "prepare", str(_FOLDER / "text.jsonl"), "--to", str(_FOLDER / "tokens"), "--tokenizer", "bytes"])
-    wall_seconds([sys.executable, "training_code.py", str(config), *(f"{key}={value}" for key, value in values.items())])
-    question = json.dumps(
+    measure_wall_seconds(
+        [*SWARMTRAIN_ARGV, "data", "tokenize", str(_FOLDER / "text.jsonl"), "--to", str(_FOLDER / "tokens"), "--tokenizer", "bytes"]
+    )
+    measure_wall_seconds([sys.executable, "training_code.py", str(config), *(f"{key}={value}" for key, value in values.items())])
+    request = json.dumps(
         {
             "source": str(_FOLDER / "run"),
             "base": None,
             "output": str(_FOLDER / "out"),
             "dtype": None,
-            "shard_bytes": _SHARD,
+            "shard_bytes": _SHARD_BYTES,
             "adapter": False,
             "tokenizer": None,
             "json": False,
         }
     )
-    peak = peak_memory([sys.executable, "-m", "swarmtrain.trainer", "export"], input=question) / 1e9
+    peak = measure_peak_memory([sys.executable, "-m", "swarmtrain.trainer", "export"], input=request) / 1e9
     largest = max(path.stat().st_size for path in (_FOLDER / "out").glob("*.safetensors")) / 1e9
-    what = "peak memory of `swarmtrain export` of 1.2 billion parameters in float32"
-    yield Row("export", what, "GB", Sample.of([peak]), Sample.of([largest]), "the largest of its files", limit=_FLAT * largest)
+    description = "peak memory of `swarmtrain export` of 1.2 billion parameters in float32"
+    yield BenchmarkRow(
+        "export",
+        description,
+        "GB",
+        Sample.from_values([peak]),
+        Sample.from_values([largest]),
+        "the largest of its files",
+        limit=_MAX_MEMORY_RATIO * largest,
+    )
     shutil.rmtree(_FOLDER)
 
 
-def _text(path: Path, megabytes: int) -> Path:
-    """Write so much text as JSONL: the source of the standard library over and over, each time with other words exchanged."""
+def _write_text(path: Path, megabytes: int) -> Path:
+    """Write `megabytes` of text as JSONL: the source of the standard library, repeated, each time with another word replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    texts = [text for each in sources if "site-packages" not in each.parts if (text := each.read_text(errors="replace"))]
-    words, chosen, size = sorted({word for text in texts[:200] for word in text.split()}), random.Random(1), 0  # noqa: S311
+    texts = [text for source in sources if "site-packages" not in source.parts if (text := source.read_text(errors="replace"))]
+    words, generator, size = sorted({word for text in texts[:200] for word in text.split()}), random.Random(1), 0  # noqa: S311
     with path.open("w") as file:
         while True:
-            old, new = chosen.sample(words, 2)
+            old, new = generator.sample(words, 2)
             for text in texts:
                 size += file.write(json.dumps({"text": text.replace(old, new)}) + "\n")
                 if size >= megabytes * 10**6:
                     return path
 
 
-def _tokenizer(text: Path) -> Path:
+def _train_tokenizer(text: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY_SIZE, initial_alphabet=alphabet, show_progress=False)
     with text.open() as lines:
-        made.train_from_iterator((json.loads(line)["text"] for line in lines.readlines(_LEARNED_FROM)), trainer)
+        tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines.readlines(_TOKENIZER_TRAINING_BYTES)), trainer)
     path = _FOLDER / "tokenizer.json"
-    made.save(str(path))
+    tokenizer.save(str(path))
     return path
 
 
-def _command(text: Path, tokenizer: Path) -> list[str]:
+def _build_command(text: Path, tokenizer: Path) -> list[str]:
     for path in _FOLDER.glob("tokens*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return [*SWARMTRAIN, "data", "prepare", str(text), "--to", str(_FOLDER / "tokens"), "--tokenizer", str(tokenizer)]
+    return [*SWARMTRAIN_ARGV, "data", "tokenize", str(text), "--to", str(_FOLDER / "tokens"), "--tokenizer", str(tokenizer)]
 
 
-def _prepared(text: Path, tokenizer: Path) -> float:
-    return wall_seconds(_command(text, tokenizer))
+def _measure_prepare_seconds(text: Path, tokenizer: Path) -> float:
+    return measure_wall_seconds(_build_command(text, tokenizer))
 
 
-def _alone(argv: list[str], env: dict[str, str]) -> float:
-    return wall_seconds(argv, env)
+def _measure_baseline_seconds(argv: list[str], env: dict[str, str]) -> float:
+    return measure_wall_seconds(argv, env)
 
 
-def _peak(text: Path, tokenizer: Path) -> float:
-    return peak_memory(_command(text, tokenizer)) / 1e6
+def _measure_peak_megabytes(text: Path, tokenizer: Path) -> float:
+    return measure_peak_memory(_build_command(text, tokenizer)) / 1e6

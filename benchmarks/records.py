@@ -1,4 +1,4 @@
-"""Rows as build/bench.json holds them: one list, in the registry's order, of which one benchmark's part can be measured anew."""
+"""Rows as build/bench.json stores them: one list in the registry's order, in which the rows of one benchmark can be replaced."""
 
 from __future__ import annotations
 
@@ -9,61 +9,69 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.measure import Row, interval
+from benchmarks.measurement import BenchmarkRow, compute_median_interval
 
 Record = dict[str, Any]
-"""A row: name, what, ours and other (medians in `unit`, null if not measured) and their spreads, other_is, ratio (the median
-of the pairs') and its interval, limit, goal …"""
+"""A row: name, description, result and baseline (medians in `unit`, null if not measured) and their spreads, baseline_description,
+ratio (the median of the pairs' ratios) and its interval, limit, goal …
+"""
 
 
-def record(row: Row, load: float) -> Record:
-    """Return `row` as it is written down; `load` is the machine's as its benchmark began."""
+def build_record(row: BenchmarkRow, load: float) -> Record:
+    """Return `row` as a record; `load` is the machine's load when its benchmark began."""
     return {
         "name": row.name,
-        "what": row.what,
+        "description": row.description,
         "unit": row.unit,
-        **dict(_figures(row)),
-        "other_is": row.other_is,
-        "limit": row.limit and _rounded(row.limit),
+        **dict(_iterate_figures(row)),
+        "baseline_description": row.baseline_description,
+        "limit": row.limit and _round_figure(row.limit),
         "goal": row.goal,
         "note": row.note,
-        "why_not": row.why_not,
-        "machine": machine.describe(),
+        "skip_reason": row.skip_reason,
+        "machine": machine.describe_machine(),
         "load": round(load, 1),
     }
 
 
-def read(file: Path) -> list[Record]:
-    """Return what `file` holds; nothing if it is not there."""
-    found: list[Record] = json.loads(file.read_text()) if file.exists() else []
-    return found
+def read_records(file: Path) -> list[Record]:
+    """Return the records in `file`; empty if it does not exist."""
+    records: list[Record] = json.loads(file.read_text()) if file.exists() else []
+    return records
 
 
-def write(file: Path, records: Sequence[Record]) -> None:
+def write_records(file: Path, records: Sequence[Record]) -> None:
     """Write the records to `file`."""
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
 
 
-def merged(kept: Sequence[Record], benchmark: str, records: Sequence[Record], names: Sequence[str]) -> list[Record]:
-    """Return `kept` with `records` for what it had of `benchmark`, in the order of `names`, which are all benchmarks that there are."""
-    others = [found for found in kept if _benchmark(found) in names and _benchmark(found) != benchmark]
-    return sorted([*others, *records], key=lambda found: list(names).index(_benchmark(found)))
+def merge_records(previous: Sequence[Record], benchmark: str, records: Sequence[Record], names: Sequence[str]) -> list[Record]:
+    """Return `previous` with the records of `benchmark` replaced by `records`, in the order of `names`.
+
+    `names` are all existing benchmarks; records of others are dropped.
+    """
+    other_records = [found for found in previous if _get_benchmark_name(found) in names and _get_benchmark_name(found) != benchmark]
+    return sorted([*other_records, *records], key=lambda found: list(names).index(_get_benchmark_name(found)))
 
 
-def _benchmark(found: Record) -> str:
-    return str(found["name"]).partition("/")[0]
+def _get_benchmark_name(benchmark_record: Record) -> str:
+    return str(benchmark_record["name"]).partition("/")[0]
 
 
-def _figures(row: Row) -> Iterator[tuple[str, object]]:
-    for value, spread, sample in (("ours", "spread", row.ours), ("other", "other_spread", row.other)):
-        yield value, _rounded(sample.median) if sample else None
-        yield spread, [_rounded(edge) for edge in sample.spread] if sample else None
-    ratios = [ours / other for ours, other in zip(row.ours.values, row.other.values, strict=True)] if row.ours and row.other else []
-    between = interval(ratios)
-    yield "ratio", _rounded(statistics.median(ratios)) if ratios else None
-    yield "interval", [_rounded(edge) for edge in between] if between else None
+def _iterate_figures(row: BenchmarkRow) -> Iterator[tuple[str, object]]:
+    for value, spread, sample in (("result", "spread", row.result), ("baseline", "baseline_spread", row.baseline)):
+        yield value, _round_figure(sample.median) if sample else None
+        yield spread, [_round_figure(edge) for edge in sample.spread] if sample else None
+    ratios = (
+        [result / baseline for result, baseline in zip(row.result.values, row.baseline.values, strict=True)]
+        if row.result and row.baseline
+        else []
+    )
+    ratio_interval = compute_median_interval(ratios)
+    yield "ratio", _round_figure(statistics.median(ratios)) if ratios else None
+    yield "interval", [_round_figure(edge) for edge in ratio_interval] if ratio_interval else None
 
 
-def _rounded(value: float) -> float:
+def _round_figure(value: float) -> float:
     return round(value, 3)

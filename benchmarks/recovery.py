@@ -1,4 +1,4 @@
-"""What a death and a change of size cost a run: seconds until it goes on, beside plain torchrun's."""
+"""The cost of a failure and of scaling: seconds until the run makes progress again, against plain torchrun."""
 
 from __future__ import annotations
 
@@ -11,159 +11,175 @@ from typing import Any
 
 import yaml
 
-from benchmarks.labs import lab
-from benchmarks.measure import BUILD, SWARMTRAIN, Row, in_turns, say, until
-from benchmarks.runs import OPTIONS, RUN, distribute
+from benchmarks.lab_startup import running_lab
+from benchmarks.measurement import BUILD, SWARMTRAIN_ARGV, BenchmarkRow, measure_in_turns, print_progress, wait_until
+from benchmarks.run_startup import DEPLOY_OPTIONS, RUN_NAME, provide_image
 from swarmtrain import process
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher
 
-_RUNS = 2
-_SCALED = 3
-_NODES = 4
-_STEADY = 15
-"""Steps after which a world is taken to run as it does."""
-_AUDIT = f"{RUN}-audit"
-_STACK = BUILD / "recovery.yml"
-_CONFIG = [
-    *OPTIONS,
-    *("-o", f"logger.audit_dir=runs/{_AUDIT}"),
+_REPEATS = 2
+_SCALE_REPEATS = 3
+_NODE_COUNT = 4
+_STEADY_STEPS = 15
+"""Steps after which a world is taken to be in a steady state."""
+_AUDIT_FOLDER_NAME = f"{RUN_NAME}-audit"
+_STACK_FILE = BUILD / "recovery.yml"
+_DEPLOY_OPTIONS = [
+    *DEPLOY_OPTIONS,
+    *("-o", f"logger.audit_dir=runs/{_AUDIT_FOLDER_NAME}"),
     *("-o", "trainer.train_iterations=100000"),
     *("-o", "trainer.save_interval=50"),
     *("-o", "trainer.eval_interval=null"),
     *("-o", "transformer_architecture.hidden_size=64"),
-    *("-o", f"runner.max_nodes={_NODES}"),
+    *("-o", f"runner.max_nodes={_NODE_COUNT}"),
 ]
-_TORCHRUN = ["torchrun", f"--nnodes={_NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29400"]
-_RESTARTS = ["--rdzv-id=bench", "--max-restarts=1000", "training_code.py"]
+_TORCHRUN_COMMAND = ["torchrun", f"--nnodes={_NODE_COUNT}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29400"]
+_TORCHRUN_RESTART_OPTIONS = ["--rdzv-id=bench", "--max-restarts=1000", "training_code.py"]
 
 
-def killed_container() -> Iterator[Row]:
-    """SIGKILL for a node's container, until the run makes a step that it had not made before."""
-    with lab(_NODES) as place:
-        distribute(place)
+def measure_recovery() -> Iterator[BenchmarkRow]:
+    """From SIGKILL of a node's container to the first new step of the run."""
+    with running_lab(_NODE_COUNT) as lab:
+        provide_image(lab)
 
-        def ours() -> float:
-            with _run(place, _NODES):
-                return _killed(place)
+        def measure_swarmtrain() -> float:
+            with _running_swarmtrain(lab, _NODE_COUNT):
+                return _measure_recovery_seconds(lab)
 
-        def plain() -> float:
-            with _plain_run(place):
-                return _killed(place)
+        def measure_torchrun() -> float:
+            with _running_torchrun(lab):
+                return _measure_recovery_seconds(lab)
 
-        mine, theirs = in_turns(_RUNS, ours, plain, warm_up=False)
-    what = f"a container of {_NODES} is killed, to the first step that had not been made before; steps of 0.1 s, a checkpoint every 50"
-    other_is = f"`torchrun --nnodes={_NODES}` in the same containers, of the same trainer, from its newest checkpoint"
-    yield Row("recovery", what, "s", mine, theirs, other_is, limit=15)
+        result, baseline = measure_in_turns(_REPEATS, measure_swarmtrain, measure_torchrun, warm_up=False)
+    description = (
+        f"a container of {_NODE_COUNT} is killed, to the first step that had not been made before; steps of 0.1 s, a checkpoint every 50"
+    )
+    baseline_description = f"`torchrun --nnodes={_NODE_COUNT}` in the same containers, of the same trainer, from its newest checkpoint"
+    yield BenchmarkRow("recovery", description, "s", result, baseline, baseline_description, limit=15)
 
 
-def planned_scale() -> Iterator[Row]:
+def measure_scale() -> Iterator[BenchmarkRow]:
     """`swarmtrain scale` from two nodes to four, to the first step of four ranks."""
-    with lab(_NODES) as place:
-        distribute(place)
+    with running_lab(_NODE_COUNT) as lab:
+        provide_image(lab)
 
-        def ours() -> float:
-            with _run(place, 2):
-                begun = time.monotonic()
-                process.run([*SWARMTRAIN, "scale", RUN, "--nodes", str(_NODES), "--yes"], env=place.env())
-                until(lambda: _ranks(place) == _NODES, "four ranks make no step", every=0.1)
-                return time.monotonic() - begun
+        def measure_swarmtrain() -> float:
+            with _running_swarmtrain(lab, 2):
+                started_at = time.monotonic()
+                process.run_command(
+                    [*SWARMTRAIN_ARGV, "scale", RUN_NAME, "--nodes", str(_NODE_COUNT), "--yes"], env=lab.build_environment()
+                )
+                wait_until(lambda: _count_ranks(lab) == _NODE_COUNT, "four ranks make no step", interval=0.1)
+                return time.monotonic() - started_at
 
-        [mine] = in_turns(_SCALED, ours, warm_up=False)
-    what = f"`swarmtrain scale --nodes {_NODES}` of a run of 2 nodes, to the first step of {_NODES} ranks; no step is made twice"
-    yield Row("scale", what, "s", mine, note="12 s are wished for: two containers import torch while two ranks keep both cores busy")
+        [result] = measure_in_turns(_SCALE_REPEATS, measure_swarmtrain, warm_up=False)
+    description = (
+        f"`swarmtrain scale --nodes {_NODE_COUNT}` of a run of 2 nodes, to the first step of {_NODE_COUNT} ranks; no step is made twice"
+    )
+    yield BenchmarkRow(
+        "scale", description, "s", result, note="12 s are wished for: two containers import torch while two ranks keep both cores busy"
+    )
 
 
-def _killed(place: Lab) -> float:
-    """Kill a container, and return the seconds until a step is made that was not made before."""
-    docker = ["docker", "-H", place.docker_host("node2")]
-    [container] = process.run([*docker, "ps", "-q", "--filter", f"name={RUN}_node2"]).split()
-    process.run([*docker, "kill", "--signal", "KILL", container])
-    begun, worlds = time.monotonic(), _worlds(place)
-    before = _step(place)
-    until(lambda: _worlds(place) > worlds and _step(place) > before, "training does not go on", seconds=150, every=0.1)
-    seconds = time.monotonic() - begun
-    say(f"{seconds:.1f} s")
+def _measure_recovery_seconds(lab: Lab) -> float:
+    """Kill a container, and return the seconds to the first step that had not been computed before."""
+    docker = ["docker", "-H", lab.get_docker_host("node2")]
+    [container] = process.run_command([*docker, "ps", "-q", "--filter", f"name={RUN_NAME}_node2"]).split()
+    process.run_command([*docker, "kill", "--signal", "KILL", container])
+    killed_at, generation = time.monotonic(), _find_newest_generation(lab)
+    highest_step = _find_highest_step(lab)
+    wait_until(
+        lambda: _find_newest_generation(lab) > generation and _find_highest_step(lab) > highest_step,
+        "training does not resume",
+        seconds=150,
+        interval=0.1,
+    )
+    seconds = time.monotonic() - killed_at
+    print_progress(f"{seconds:.1f} s")
     return seconds
 
 
 @contextmanager
-def _run(place: Lab, nodes: int) -> Iterator[None]:
-    """Have ours running on so many nodes, in a steady state."""
-    environment = place.env()
-    command = ["deploy", "examples/quickstart.yml", "--name", RUN, "--detach", *_CONFIG, "-o", f"runner.nodes={nodes}"]
+def _running_swarmtrain(lab: Lab, nodes: int) -> Iterator[None]:
+    """Keep a run of swarmtrain on `nodes` nodes, in a steady state."""
+    environment = lab.build_environment()
+    command = ["deploy", "examples/quickstart.yml", "--name", RUN_NAME, "--detach", *_DEPLOY_OPTIONS, "-o", f"runner.nodes={nodes}"]
     try:
-        process.run([*SWARMTRAIN, *command], env=environment)
-        _settle(place, nodes)
+        process.run_command([*SWARMTRAIN_ARGV, *command], env=environment)
+        _wait_until_steady(lab, nodes)
         yield
     finally:
-        SwarmLauncher(environment["DOCKER_HOST"]).down(RUN, lambda line: None)
-        _clear(place)
+        SwarmLauncher(environment["DOCKER_HOST"]).tear_down(RUN_NAME, lambda line: None)
+        _remove_run_folders(lab)
 
 
 @contextmanager
-def _plain_run(place: Lab) -> Iterator[None]:
-    """Have the same containers run the same script under torchrun, in a steady state."""
-    environment = place.env()
-    options = [*_CONFIG, "-o", f"runner.nodes={_NODES}"]
-    process.run([*SWARMTRAIN, "generate", "examples/quickstart.yml", *options, "--name", RUN, "--output", str(_STACK)], env=environment)
-    _STACK.write_text(yaml.safe_dump(_without_us(yaml.safe_load(_STACK.read_text()))))
+def _running_torchrun(lab: Lab) -> Iterator[None]:
+    """Keep the same script running in the same containers under torchrun, in a steady state."""
+    environment = lab.build_environment()
+    options = [*_DEPLOY_OPTIONS, "-o", f"runner.nodes={_NODE_COUNT}"]
+    process.run_command(
+        [*SWARMTRAIN_ARGV, "generate", "examples/quickstart.yml", *options, "--name", RUN_NAME, "--output", str(_STACK_FILE)],
+        env=environment,
+    )
+    _STACK_FILE.write_text(yaml.safe_dump(_replace_supervisor_with_torchrun(yaml.safe_load(_STACK_FILE.read_text()))))
     try:
-        process.run(["docker", "stack", "deploy", "--detach=true", "-c", str(_STACK), RUN], env=environment)
-        _settle(place, _NODES)
+        process.run_command(["docker", "stack", "deploy", "--detach=true", "-c", str(_STACK_FILE), RUN_NAME], env=environment)
+        _wait_until_steady(lab, _NODE_COUNT)
         yield
     finally:
-        process.run(["docker", "stack", "rm", RUN], env=environment)
-        listed = ["docker", "network", "ls", "-q", "--filter", f"name={RUN}_"]
-        until(lambda: not process.run(listed, env=environment).strip(), "the stack's network stays")
-        _clear(place)
+        process.run_command(["docker", "stack", "rm", RUN_NAME], env=environment)
+        list_command = ["docker", "network", "ls", "-q", "--filter", f"name={RUN_NAME}_"]
+        wait_until(lambda: not process.run_command(list_command, env=environment).strip(), "the stack's network stays")
+        _remove_run_folders(lab)
 
 
-def _without_us(stack: dict[str, Any]) -> dict[str, Any]:
-    """Let torchrun start the script, without a notice board and without our supervisor."""
+def _replace_supervisor_with_torchrun(stack: dict[str, Any]) -> dict[str, Any]:
+    """Let torchrun start the script, without a coordinator and without swarmtrain's supervisor."""
     del stack["services"]["rendezvous"]
     for name, service in stack["services"].items():
-        # By its own host name, a container's id, a node that was started again would not be found.
-        service["entrypoint"] = [*_TORCHRUN, f"--local-addr={name}", *_RESTARTS]
+        # The default local address, the host name, is the container's id: a restarted node would not be found by it.
+        service["entrypoint"] = [*_TORCHRUN_COMMAND, f"--local-addr={name}", *_TORCHRUN_RESTART_OPTIONS]
         del service["command"]
         environment = service["environment"]
         service["environment"] = {key: value for key, value in environment.items() if key in ("SWARMTRAIN_CONFIG", "OMP_NUM_THREADS")}
     return stack
 
 
-def _settle(place: Lab, ranks: int) -> None:
-    until(lambda: _ranks(place) == ranks, f"{ranks} ranks make no steps", seconds=300)
-    step = _step(place)
-    until(lambda: _step(place) >= step + _STEADY, "no steps are made", seconds=300)
+def _wait_until_steady(lab: Lab, ranks: int) -> None:
+    wait_until(lambda: _count_ranks(lab) == ranks, f"{ranks} ranks make no steps", seconds=300)
+    step = _find_highest_step(lab)
+    wait_until(lambda: _find_highest_step(lab) >= step + _STEADY_STEPS, "no steps are made", seconds=300)
 
 
-def _worlds(place: Lab) -> int:
-    """Return the token of the newest world that has made a step."""
-    return max((token for token, _ in _audited(place)), default=0)
+def _find_newest_generation(lab: Lab) -> int:
+    """Return the generation of the newest world that has completed a step."""
+    return max((generation for generation, _ in _read_audit(lab)), default=0)
 
 
-def _ranks(place: Lab) -> int:
-    """Return how many ranks of the newest world have made a step."""
-    newest = _worlds(place)
-    return sum(token == newest for token, _ in _audited(place))
+def _count_ranks(lab: Lab) -> int:
+    """Return how many ranks of the newest world have completed a step."""
+    newest_generation = _find_newest_generation(lab)
+    return sum(generation == newest_generation for generation, _ in _read_audit(lab))
 
 
-def _step(place: Lab) -> int:
-    """Return the highest step that any rank has made."""
-    return max((step for _, step in _audited(place)), default=0)
+def _find_highest_step(lab: Lab) -> int:
+    """Return the highest step that any rank has completed."""
+    return max((step for _, step in _read_audit(lab)), default=0)
 
 
-def _audited(place: Lab) -> Sequence[tuple[int, int]]:
-    """Return token and newest step of each rank of each world, as it has written them down."""
-    found = []
-    for file in (place.shared / _AUDIT).glob("world-*-rank-*.jsonl"):
-        whole = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        if whole:
-            said = json.loads(whole[-1])
-            found.append((int(said["token"]), int(said["step"])))
-    return found
+def _read_audit(lab: Lab) -> Sequence[tuple[int, int]]:
+    """Return the generation and the newest step of each rank of each world, from the audit files."""
+    newest_steps = []
+    for file in (lab.shared_disk / _AUDIT_FOLDER_NAME).glob("world-*-rank-*.jsonl"):
+        complete_lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        if complete_lines:
+            newest_record = json.loads(complete_lines[-1])
+            newest_steps.append((int(newest_record["generation"]), int(newest_record["step"])))
+    return newest_steps
 
 
-def _clear(place: Lab) -> None:
-    for folder in place.shared.glob(f"{RUN}*"):
+def _remove_run_folders(lab: Lab) -> None:
+    for folder in lab.shared_disk.glob(f"{RUN_NAME}*"):
         shutil.rmtree(folder)

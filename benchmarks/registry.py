@@ -1,45 +1,51 @@
-"""All benchmarks, in the order in which they run and stand in the table. This is where a new one is entered."""
+"""All benchmarks, in the order in which they run and appear in the table. A new one is registered here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import commands, data, labs, launchers, logs, models, recovery, runs, services, training
-from benchmarks.measure import Row
+from benchmarks import cli_commands, data, lab_startup, launchers, logs, models, recovery, run_startup, services, training
+from benchmarks.measurement import BenchmarkRow
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark: the names of its rows are its own, or begin with it and a slash."""
+    """One benchmark: the names of its rows are its own name, or begin with it and a slash."""
 
     name: str
-    what: str
-    rows: Callable[[], Iterator[Row]]
+    description: str
+    measure_rows: Callable[[], Iterator[BenchmarkRow]]
 
 
 BENCHMARKS = (
-    Benchmark("help", "CPU time of --help, beside other launchers", commands.help_time),
-    Benchmark("generate", "CPU time of generate, beside another launcher's dry run", commands.generate_time),
-    Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", commands.generate_many),
-    Benchmark("data", "tokens from warm token files, and a large one opened", data.loading),
-    Benchmark("prepare", "text into tokens, beside the tokenizer alone", models.prepared),
-    Benchmark("export", "what memory the export of a large model takes", models.exported),
-    Benchmark("lab-up-4", "four engines up and joined", labs.lab_up),
-    Benchmark("first-step", "deploy to the first optimizer step", runs.first_step),
-    Benchmark("launchers", "a job of three nodes to its first step by each launcher, beside the same tools by hand", launchers.first_steps),
-    Benchmark("interrupted", "starts by each launcher that are interrupted, and what is left of them", launchers.interrupted),
-    Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", runs.doctor),
-    Benchmark("services-100", "a hundred services up and down", services.hundred),
-    Benchmark("status-100", "status and plan of a run of a hundred services", services.status_and_plan),
-    Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.hundred_streams),
-    Benchmark("recovery", "a container is killed, to the next step, beside plain torchrun", recovery.killed_container),
-    Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.planned_scale),
-    Benchmark("checkpoint", "what a checkpoint in the background takes from training", training.background_checkpoint),
-    Benchmark("logging", "what metrics and log take of a step", training.logging),
-    Benchmark("train", "the trainer beside a loop by hand", training.by_hand),
-    Benchmark("train-ddp", "two processes of it beside DistributedDataParallel by hand", training.by_hand_ddp),
-    Benchmark("train-hf", "the trainer beside Hugging Face's", training.hugging_face),
-    Benchmark("train-nanogpt", "the trainer beside nanoGPT's", training.nanogpt),
-    Benchmark("train-whole", "a whole run, in terms of its steps", training.whole_run),
+    Benchmark("help", "CPU time of --help, against other launchers", cli_commands.measure_help),
+    Benchmark("generate", "CPU time of generate, against another launcher's dry run", cli_commands.measure_generate),
+    Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", cli_commands.measure_generate_1000),
+    Benchmark("data", "tokens from warm token files, and a large one opened", data.measure_data_loading),
+    Benchmark("prepare", "text to tokens, against the tokenizer alone", models.measure_prepare),
+    Benchmark("export", "what memory the export of a large model takes", models.measure_export),
+    Benchmark("lab-up-4", "four engines up and joined", lab_startup.measure_lab_up),
+    Benchmark("first-step", "deploy to the first optimizer step", run_startup.measure_first_step),
+    Benchmark(
+        "launchers",
+        "a job of three nodes to its first step by each launcher, against the same tools by hand",
+        launchers.measure_first_steps,
+    ),
+    Benchmark(
+        "interrupted", "starts by each launcher that are interrupted, and what is left of them", launchers.measure_interrupted_starts
+    ),
+    Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", run_startup.measure_doctor),
+    Benchmark("services-100", "a hundred services up and down", services.measure_services),
+    Benchmark("status-100", "status and plan of a run of a hundred services", services.measure_status_and_plan),
+    Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.measure_log_streams),
+    Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
+    Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.measure_scale),
+    Benchmark("checkpoint", "what a checkpoint in the background takes from training", training.measure_background_checkpoint),
+    Benchmark("logging", "what metrics and log take of a step", training.measure_logging),
+    Benchmark("train", "the trainer against a plain PyTorch loop", training.measure_plain_pytorch),
+    Benchmark("train-ddp", "two processes, against plain DistributedDataParallel", training.measure_plain_ddp),
+    Benchmark("train-hf", "the trainer against Hugging Face's", training.measure_hugging_face),
+    Benchmark("train-nanogpt", "the trainer against nanoGPT's", training.measure_nanogpt),
+    Benchmark("train-whole", "a whole run, in terms of its steps", training.measure_full_run),
 )

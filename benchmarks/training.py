@@ -1,6 +1,6 @@
-"""The trainer beside other training loops, step by step in turns: tokens for each second of CPU time, with one thread a process.
+"""The trainer against other training loops, in turns step by step: tokens per second of CPU time, with one thread per process.
 
-So measured, other work on the machine hardly shows: a step that waits for a core costs no more than one that does not.
+This way, other load on the machine hardly matters: a step that waits for a core costs no more CPU time than one that does not.
 """
 
 from __future__ import annotations
@@ -14,154 +14,183 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import machine, others
-from benchmarks.measure import BUILD, ROOT, Row, Sample, in_turns_for
-from benchmarks.racers import Loop, Racer
+from benchmarks import machine, third_party_tools
+from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, measure_in_turns_for
+from benchmarks.stepped_loops import LoopProgram, SteppedLoop
 from swarmtrain import process
 
-_HAND = "the same model in a loop by hand"
-_UNIT = "tokens/s of CPU"
+_PLAIN_PYTORCH_TEXT = "the same model in a loop by hand"
+_THROUGHPUT_UNIT = "tokens/s of CPU"
 _SECONDS = 60.0
-_BATCH, _LENGTH = 8, 256
-_WHOLE = 30
-_SAVED = 10
-_LOGGED, _INTERVAL = 62, 10
-_LLAMA = {
+_BATCH_SIZE, _SEQUENCE_LENGTH = 8, 256
+_FULL_RUN_STEPS = 30
+_CHECKPOINT_COUNT = 10
+_LOGGED_STEPS, _LOG_INTERVAL = 62, 10
+_LLAMA_SHAPE = {
     "vocab_size": 8192,
     "hidden_size": 256,
     "num_layers": 8,
     "num_attention_heads": 8,
-    "sequence_length": _LENGTH,
+    "sequence_length": _SEQUENCE_LENGTH,
     "norm_type": "rms",
     "mlp_type": "swiglu",
     "mlp_factor": 3.0,
 }
-_GPT = {**_LLAMA, "norm_type": "layernorm", "mlp_type": "default", "mlp_factor": 4.0}
-"""nanoGPT's, but for its learned positions."""
+_GPT_SHAPE = {**_LLAMA_SHAPE, "norm_type": "layernorm", "mlp_type": "default", "mlp_factor": 4.0}
+"""nanoGPT's, except for its learned positions."""
 
 
-def by_hand() -> Iterator[Row]:
-    """One process, and the loop that one writes by hand around the same model."""
+def measure_plain_pytorch() -> Iterator[BenchmarkRow]:
+    """One process, against a loop written by hand around the same model."""
     for precision in ("float32", "bfloat16"):
-        config = _config(_LLAMA, precision)
-        yield _race(_row("train", precision, _HAND, 0.98), Loop("ours", config), Loop("by_hand", config))
-    compiled = _compiled(_row("train", "float32", f"{_HAND}, not compiled"), None)
-    yield _race(compiled, Loop("ours", _config(_LLAMA, "float32", compile=True)), Loop("by_hand", _config(_LLAMA, "float32")))
-
-
-def by_hand_ddp() -> Iterator[Row]:
-    """Two processes, and DistributedDataParallel by hand."""
-    for precision in ("float32", "bfloat16"):
-        config = _config(_LLAMA, precision, micro=_BATCH // 2)
-        row = _row("train-ddp", precision, "the same model under DistributedDataParallel, by hand", 0.98, where="two processes over gloo")
-        yield _race(row, Loop("ours", config, 2), Loop("by_hand", config, 2))
-
-
-def hugging_face() -> Iterator[Row]:
-    """Hugging Face's Trainer on transformers' Llama."""
-    python = str(others.beside_torch(others.TRANSFORMERS, others.ACCELERATE))
-    other_is = f"Hugging Face's Trainer, {others.TRANSFORMERS.replace('==', ' ')}, the same shape"
-    for precision, goal, compiled_goal in (("float32", 1.0, None), ("bfloat16", 1.1, 1.2)):
-        theirs = Loop("hugging_face", _config(_LLAMA, precision), python=python, environment=others.environment())
-        row = _row("train-hf", precision, other_is, goal)
-        yield _race(row, Loop("ours", _config(_LLAMA, precision)), theirs)
-        yield _race(_compiled(row, compiled_goal), Loop("ours", _config(_LLAMA, precision, compile=True)), theirs)
-
-
-def nanogpt() -> Iterator[Row]:
-    """nanoGPT's train.py, which has no bfloat16 on a CPU."""
-    environment = {"BENCH_NANOGPT": str(others.clone(others.NANOGPT))}
-    theirs = Loop("nanogpt", _config(_GPT, "float32"), environment=environment)
-    for precision, goal in (("float32", 1.0), ("bfloat16", 2.2)):
-        row = _row("train-nanogpt", precision, "nanoGPT's train.py, float32", goal)
-        yield _race(row, Loop("ours", _config(_GPT, precision)), theirs)
-
-
-def whole_run() -> Iterator[Row]:
-    """A run with its checkpoint, metrics and log, in terms of its steps."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=BUILD) as folder:
-        config = _config(_LLAMA, "float32", train_iterations=_WHOLE, save_dir=folder)
-        argv = [sys.executable, "-m", "benchmarks.loops.whole", config]
-        said = process.run(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT).splitlines()[-1]
-    whole, step = (Sample.of([_BATCH * _LENGTH / float(seconds)]) for seconds in said.split())
-    row = _row("train-whole", "float32", "its median step", 0.97)
-    yield replace(row, what=f"{row.what}: {_WHOLE} steps and a checkpoint", ours=whole, other=step)
-
-
-def background_checkpoint() -> Iterator[Row]:
-    """What checkpoints in the background cost, at the interval that `save_interval: auto` has for them."""
-    from swarmtrain.trainer.checkpoint import rhythm
-
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=BUILD) as folder:
-        config = _config(_LLAMA, "float32", train_iterations=2 * _SAVED, save_dir=folder, save_interval=2)
-        argv = [sys.executable, "-m", "benchmarks.loops.saving", config]
-        said = process.run(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT).splitlines()
-    measured = [tuple(map(float, line.split())) for line in said if line[0].isdigit()][1:]  # the first has its memory to find
-    model = "of a model of 9M parameters, one process"
-    yield Row(
-        "checkpoint/stall", f"training stands still for a checkpoint {model}", "ms", Sample.of([1e3 * stood for stood, _ in measured])
+        config = _build_config(_LLAMA_SHAPE, precision)
+        yield _compare_loops(
+            _build_row("train", precision, _PLAIN_PYTORCH_TEXT, 0.98),
+            LoopProgram("swarmtrain_trainer", config),
+            LoopProgram("plain_pytorch", config),
+        )
+    compiled_row = _mark_compiled(_build_row("train", "float32", f"{_PLAIN_PYTORCH_TEXT}, not compiled"), None)
+    yield _compare_loops(
+        compiled_row,
+        LoopProgram("swarmtrain_trainer", _build_config(_LLAMA_SHAPE, "float32", compile=True)),
+        LoopProgram("plain_pytorch", _build_config(_LLAMA_SHAPE, "float32")),
     )
-    share = Sample.of([100 * cpu / rhythm.auto(stood, cpu) for stood, cpu in measured])
-    what = f"CPU time of a checkpoint in the background {model}, of that between two by `save_interval: auto`"
-    yield Row("checkpoint", what, "%", share, limit=1)
 
 
-def logging() -> Iterator[Row]:
-    """What telling of steps takes of them, with the metrics on disk: by the trainer's own clock."""
+def measure_plain_ddp() -> Iterator[BenchmarkRow]:
+    """Two processes, against DistributedDataParallel by hand."""
+    for precision in ("float32", "bfloat16"):
+        config = _build_config(_LLAMA_SHAPE, precision, micro_batch_size=_BATCH_SIZE // 2)
+        row = _build_row(
+            "train-ddp", precision, "the same model under DistributedDataParallel, by hand", 0.98, setup="two processes over gloo"
+        )
+        yield _compare_loops(row, LoopProgram("swarmtrain_trainer", config, 2), LoopProgram("plain_pytorch", config, 2))
+
+
+def measure_hugging_face() -> Iterator[BenchmarkRow]:
+    """Against Hugging Face's Trainer on transformers' Llama."""
+    python = str(third_party_tools.install_beside_torch(third_party_tools.TRANSFORMERS, third_party_tools.ACCELERATE))
+    baseline_description = f"Hugging Face's Trainer, {third_party_tools.TRANSFORMERS.replace('==', ' ')}, the same shape"
+    for precision, goal, compiled_goal in (("float32", 1.0, None), ("bfloat16", 1.1, 1.2)):
+        baseline = LoopProgram(
+            "hugging_face", _build_config(_LLAMA_SHAPE, precision), python=python, environment=third_party_tools.build_environment()
+        )
+        row = _build_row("train-hf", precision, baseline_description, goal)
+        yield _compare_loops(row, LoopProgram("swarmtrain_trainer", _build_config(_LLAMA_SHAPE, precision)), baseline)
+        yield _compare_loops(
+            _mark_compiled(row, compiled_goal),
+            LoopProgram("swarmtrain_trainer", _build_config(_LLAMA_SHAPE, precision, compile=True)),
+            baseline,
+        )
+
+
+def measure_nanogpt() -> Iterator[BenchmarkRow]:
+    """Against nanoGPT's train.py, which has no bfloat16 on a CPU."""
+    environment = {"BENCH_NANOGPT": str(third_party_tools.clone_repository(third_party_tools.NANOGPT))}
+    baseline = LoopProgram("nanogpt", _build_config(_GPT_SHAPE, "float32"), environment=environment)
+    for precision, goal in (("float32", 1.0), ("bfloat16", 2.2)):
+        row = _build_row("train-nanogpt", precision, "nanoGPT's train.py, float32", goal)
+        yield _compare_loops(row, LoopProgram("swarmtrain_trainer", _build_config(_GPT_SHAPE, precision)), baseline)
+
+
+def measure_full_run() -> Iterator[BenchmarkRow]:
+    """A run with its checkpoint, metrics and log, relative to its steps."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=BUILD) as folder:
-        config = _config(_LLAMA, "float32", train_iterations=_LOGGED, save_dir=folder, save_interval=None)
-        process.run([sys.executable, "-m", "benchmarks.loops.whole", config], env={"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+        config = _build_config(_LLAMA_SHAPE, "float32", train_iterations=_FULL_RUN_STEPS, save_dir=folder)
+        argv = [sys.executable, "-m", "benchmarks.loops.full_run", config]
+        output_line = process.run_command(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT).splitlines()[-1]
+    full_run_sample, step_sample = (
+        Sample.from_values([_BATCH_SIZE * _SEQUENCE_LENGTH / float(seconds)]) for seconds in output_line.split()
+    )
+    row = _build_row("train-whole", "float32", "its median step", 0.97)
+    yield replace(
+        row, description=f"{row.description}: {_FULL_RUN_STEPS} steps and a checkpoint", result=full_run_sample, baseline=step_sample
+    )
+
+
+def measure_background_checkpoint() -> Iterator[BenchmarkRow]:
+    """The cost of background checkpoints, at the interval that `save_interval: auto` chooses for them."""
+    from swarmtrain.trainer.checkpoint import save_interval
+
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=BUILD) as folder:
+        config = _build_config(_LLAMA_SHAPE, "float32", train_iterations=2 * _CHECKPOINT_COUNT, save_dir=folder, save_interval=2)
+        argv = [sys.executable, "-m", "benchmarks.loops.checkpointing", config]
+        output_lines = process.run_command(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT).splitlines()
+    timings = [tuple(map(float, line.split())) for line in output_lines if line[0].isdigit()][1:]  # the first one allocates its memory
+    model_text = "of a model of 9M parameters, one process"
+    yield BenchmarkRow(
+        "checkpoint/stall",
+        f"training stalls for a checkpoint {model_text}",
+        "ms",
+        Sample.from_values([1e3 * stalled_seconds for stalled_seconds, _ in timings]),
+    )
+    share = Sample.from_values([100 * cpu / save_interval.compute_auto_interval(stalled_seconds, cpu) for stalled_seconds, cpu in timings])
+    description = f"CPU time of a checkpoint in the background {model_text}, of that between two by `save_interval: auto`"
+    yield BenchmarkRow("checkpoint", description, "%", share, limit=1)
+
+
+def measure_logging() -> Iterator[BenchmarkRow]:
+    """The share of a step that logging takes, with the metrics on disk: by the trainer's own clock."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=BUILD) as folder:
+        config = _build_config(_LLAMA_SHAPE, "float32", train_iterations=_LOGGED_STEPS, save_dir=folder, save_interval=None)
+        process.run_command([sys.executable, "-m", "benchmarks.loops.full_run", config], env={"OMP_NUM_THREADS": "1"}, cwd=ROOT)
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    told = [(line["logging_seconds"], line["step_seconds"]) for line in lines if "logging_seconds" in line][1:]
-    spans = [told[first : first + _INTERVAL] for first in range(0, len(told) - _INTERVAL + 1, _INTERVAL)]
-    share = Sample.of([100 * sum(logged for logged, _ in span) / sum(step for _, step in span) for span in spans])
-    each = Sample.of([1e3 * logged for logged, _ in told])
-    what = "of the time of a step of a model of 9M parameters, one process: telling of it, on disk, in the log and to sinks"
-    yield Row("logging", what, "%", share, limit=0.5, note=f"a line is logged every {_INTERVAL} steps, metrics are written at each")
-    yield Row("logging/step", "the same, after one step", "ms", each)
+    logged_times = [(line["logging_seconds"], line["step_seconds"]) for line in lines if "logging_seconds" in line][1:]
+    spans = [logged_times[first : first + _LOG_INTERVAL] for first in range(0, len(logged_times) - _LOG_INTERVAL + 1, _LOG_INTERVAL)]
+    share = Sample.from_values([100 * sum(logged for logged, _ in span) / sum(step for _, step in span) for span in spans])
+    logging_times = Sample.from_values([1e3 * logged for logged, _ in logged_times])
+    description = "of the time of a step of a model of 9M parameters, one process: telling of it, on disk, in the log and to sinks"
+    yield BenchmarkRow(
+        "logging", description, "%", share, limit=0.5, note=f"a line is logged every {_LOG_INTERVAL} steps, metrics are written at each"
+    )
+    yield BenchmarkRow("logging/step", "the same, after one step", "ms", logging_times)
 
 
-def _row(benchmark: str, precision: str, other_is: str, goal: float | None = None, where: str = "one process") -> Row:
+def _build_row(
+    benchmark: str, precision: str, baseline_description: str, goal: float | None = None, setup: str = "one process"
+) -> BenchmarkRow:
     name = benchmark if precision == "float32" else f"{benchmark}/{precision}"
-    what = f"`train`, 9M parameters, {_BATCH} × {_LENGTH} tokens, {precision}, {where}"
-    return Row(name, what, _UNIT, other_is=other_is, goal=goal)
+    description = f"`train`, 9M parameters, {_BATCH_SIZE} × {_SEQUENCE_LENGTH} tokens, {precision}, {setup}"
+    return BenchmarkRow(name, description, _THROUGHPUT_UNIT, baseline_description=baseline_description, goal=goal)
 
 
-def _compiled(row: Row, goal: float | None) -> Row:
-    return replace(row, name=f"{row.name}/compiled", what=f"{row.what}, trainer.compile", goal=goal)
+def _mark_compiled(row: BenchmarkRow, goal: float | None) -> BenchmarkRow:
+    return replace(row, name=f"{row.name}/compiled", description=f"{row.description}, trainer.compile", goal=goal)
 
 
-def _race(row: Row, ours: Loop, other: Loop) -> Row:
+def _compare_loops(row: BenchmarkRow, program: LoopProgram, baseline_program: LoopProgram) -> BenchmarkRow:
     if "/bfloat16" in row.name and not machine.has_bfloat16():
-        return replace(row, why_not="this processor does not multiply bfloat16")
-    with Racer(ours) as mine, Racer(other) as theirs:
-        for racer in (mine, theirs):
-            racer.seconds(2)  # with all that is done once
-        our_speed, their_speed = in_turns_for(_SECONDS, partial(_speed, mine), partial(_speed, theirs))
-    return replace(row, ours=our_speed, other=their_speed, note=f"{len(our_speed.values)} pairs of steps")
+        return replace(row, skip_reason="this processor does not multiply bfloat16")
+    with SteppedLoop(program) as loop, SteppedLoop(baseline_program) as baseline_loop:
+        for stepped_loop in (loop, baseline_loop):
+            stepped_loop.measure_step_seconds(2)  # warm-up, with all one-time work
+        result, baseline = measure_in_turns_for(
+            _SECONDS, partial(_measure_tokens_per_second, loop), partial(_measure_tokens_per_second, baseline_loop)
+        )
+    return replace(row, result=result, baseline=baseline, note=f"{len(result.values)} pairs of steps")
 
 
-def _speed(racer: Racer) -> float:
-    return _BATCH * _LENGTH / racer.seconds(1)
+def _measure_tokens_per_second(stepped_loop: SteppedLoop) -> float:
+    return _BATCH_SIZE * _SEQUENCE_LENGTH / stepped_loop.measure_step_seconds(1)
 
 
-def _config(shape: dict[str, Any], precision: str, micro: int = _BATCH, **trainer: Any) -> str:
+def _build_config(shape: dict[str, Any], precision: str, micro_batch_size: int = _BATCH_SIZE, **trainer: Any) -> str:
     return json.dumps(
         {
-            "topology": {"global_batch_size": _BATCH, "micro_batch_size": micro},
+            "topology": {"global_batch_size": _BATCH_SIZE, "micro_batch_size": micro_batch_size},
             "learning_rate_scheduler": {"learning_rate": 1e-3},
             "trainer": {"train_iterations": 1_000_000, **trainer},
             "transformer_architecture": {**shape, "precision": precision},
-            "data": {"data_prefixes": [str(_tokens())]},
+            "data": {"data_prefixes": [str(_write_tokens())]},
         }
     )
 
 
-def _tokens() -> Path:
-    """Return the prefix of two million random tokens."""
+def _write_tokens() -> Path:
+    """Return the prefix of a file of two million random tokens."""
     import numpy as np
 
     from swarmtrain.trainer.data import memory_map
@@ -169,5 +198,5 @@ def _tokens() -> Path:
     prefix = BUILD / "tokens"
     if not prefix.with_name("tokens.meta.json").exists():
         documents = np.random.default_rng(0).integers(8192, size=(8, 2**18))
-        memory_map.write(prefix, documents, "uint16")
+        memory_map.write_token_files(prefix, documents, "uint16")
     return prefix

@@ -32,7 +32,7 @@ on_this_machine() {
     trap '"$bin/swarmtrain" down quickstart' EXIT
     trap 'exit 130' INT TERM
     "$bin/swarmtrain" deploy "$config" -o runner.runner_type=local -o "trainer.save_dir=$runs/quickstart" \
-        -o "data.data_prefixes=[$runs/data/stdlib-train]" -o "data.validation_data_prefixes=[$runs/data/stdlib-heldout]"
+        -o "data.data_prefixes=[$runs/data/stdlib-train]" -o "data.validation_data_prefixes=[$runs/data/stdlib-validation]"
 }
 
 say "bringing up a swarm of three engines on this machine"

@@ -1,6 +1,6 @@
-"""A script from outside, which has never heard of swarmtrain: torchrun --nproc-per-node 2 outside.py --epochs 4
+"""A script that does not use swarmtrain: torchrun --nproc-per-node 2 outside.py --epochs 4
 
-DistributedDataParallel, DistributedSampler, and checkpoints of its own, one an epoch. It learns which arm of a spiral a point is on.
+DistributedDataParallel, DistributedSampler, and its own checkpoints, one per epoch. It learns which arm of a spiral a point is on.
 """
 
 import argparse
@@ -26,67 +26,69 @@ def parse_args():
     return parser.parse_args()
 
 
-def spiral(points, seed):
+def make_spiral(count, seed):
     generator = torch.Generator().manual_seed(seed)
-    arms = torch.randint(0, 2, (points,), generator=generator)
-    turns = 3 * math.pi * torch.rand(points, generator=generator).sqrt()
-    angles = turns + math.pi * arms
-    places = torch.stack([turns * angles.cos(), turns * angles.sin()], dim=1) / 10
-    return TensorDataset(places + 0.02 * torch.randn(points, 2, generator=generator), arms)
+    labels = torch.randint(0, 2, (count,), generator=generator)
+    turns = 3 * math.pi * torch.rand(count, generator=generator).sqrt()
+    angles = turns + math.pi * labels
+    coordinates = torch.stack([turns * angles.cos(), turns * angles.sin()], dim=1) / 10
+    return TensorDataset(coordinates + 0.02 * torch.randn(count, 2, generator=generator), labels)
 
 
-def save(folder, model, optimizer, epoch):
+def save_checkpoint(folder, model, optimizer, epoch):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / f"epoch-{epoch:03}")
 
 
-def load_newest(folder, model, optimizer):
-    """Load the newest whole checkpoint, and return its epoch; 0 if there is none."""
-    whole = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))
-    if not whole:
+def load_newest_checkpoint(folder, model, optimizer):
+    """Load the newest complete checkpoint and return its epoch; 0 if there is none."""
+    complete = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))
+    if not complete:
         return 0
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=whole[-1])
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=complete[-1])
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return int(whole[-1].name.removeprefix("epoch-"))
+    return int(complete[-1].name.removeprefix("epoch-"))
 
 
 def train_epoch(model, loader, optimizer):
     model.train()
-    for places, arms in loader:
+    for coordinates, labels in loader:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(places), arms)
+        loss = nn.functional.cross_entropy(model(coordinates), labels)
         loss.backward()
         optimizer.step()
     return loss.item()
 
 
 @torch.no_grad()
-def accuracy(model, data):
+def compute_accuracy(model, data):
     model.eval()
-    places, arms = data.tensors
-    return (model(places).argmax(dim=1) == arms).double().mean().item()
+    coordinates, labels = data.tensors
+    return (model(coordinates).argmax(dim=1) == labels).double().mean().item()
 
 
 def main():
     args = parse_args()
     torch.manual_seed(0)
-    training, held_out = spiral(8192, seed=1), spiral(1024, seed=2)
+    training, validation = make_spiral(8192, seed=1), make_spiral(1024, seed=2)
     sampler = DistributedSampler(training, shuffle=True)
     loader = DataLoader(training, batch_size=args.batch_size, sampler=sampler)
     network = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     model = DistributedDataParallel(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    done = load_newest(args.checkpoints, model, optimizer)
-    for epoch in range(done, args.epochs):
+    first_epoch = load_newest_checkpoint(args.checkpoints, model, optimizer)
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)
         loss = train_epoch(model, loader, optimizer)
-        save(args.checkpoints, model, optimizer, epoch + 1)
+        save_checkpoint(args.checkpoints, model, optimizer, epoch + 1)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  held-out accuracy {100 * accuracy(network, held_out):.1f} %")
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  validation accuracy {100 * compute_accuracy(network, validation):.1f} %"
+            )
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     main()
-    dist.destroy_process_group()  # here and not in main(): gloo may wait for ever if the model is the last to have the group
+    dist.destroy_process_group()  # here, not in main(): gloo may hang if the model holds the last reference to the group

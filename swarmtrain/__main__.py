@@ -1,6 +1,6 @@
-"""The program: from its first moment to its last, Ctrl-C and SIGTERM end it with 130 and without a traceback.
+"""The program. Ctrl-C and SIGTERM end it with 130 and without a traceback, at any time.
 
-Nothing but the standard library's signal handling is imported before that holds.
+Nothing but the standard library's signal handling is imported before the handlers are set.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from typing import NoReturn
 
 from swarmtrain.errors import EXIT_INTERRUPTED
 
-# SIGHUP: the terminal was closed, or the connection to it has broken.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# SIGHUP: the terminal was closed, or its connection was lost.
+_TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Interrupt:
-    """The handler of all of them: raises KeyboardInterrupt, so that whoever is in the middle of something can put it right."""
+class _InterruptHandler:
+    """Handler of all these signals: raises KeyboardInterrupt, so that interrupted code can clean up."""
 
     def __init__(self) -> None:
-        self._times = 0
+        self._interrupt_count = 0
 
     def __call__(self, _signal: int, _frame: FrameType | None) -> NoReturn:
-        self._times += 1
-        if self._times > 1:
-            # Not print: the signal may have come in the middle of one.
+        self._interrupt_count += 1
+        if self._interrupt_count > 1:
+            # Not print: the signal may have arrived in the middle of one.
             os.write(2, b"\ninterrupted again: swarmtrain status shows what is left, swarmtrain down removes it\n")
         raise KeyboardInterrupt
 
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    code = command()
+    code = run_program()
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
-    # All that must be put right has been. Taking thousands of modules apart would be an eighth of a short command's time.
+    # All cleanup is done. Unloading thousands of modules would take 1/8 of a short command's time.
     os._exit(code)
 
 
-def command() -> int:
+def run_program() -> int:
     """Run the command line and return its exit code."""
     try:
-        handler = _Interrupt()
-        for number in _ENDING:
-            # nohup has a reason to ignore one of them.
+        handler = _InterruptHandler()
+        for number in _TERMINATION_SIGNALS:
+            # nohup ignores one of them on purpose.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, handler)
-        # Imports make objects by the ten thousand and no garbage: not looking for any saves a thirtieth of a short command's time.
+        # Imports create tens of thousands of objects and no garbage: skipping collection saves 1/30 of a short command's time.
         gc.set_threshold(100_000)
-        from swarmtrain.cli import run
+        from swarmtrain.cli import run_command_line
 
-        code = run()
+        code = run_command_line()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    for number in _ENDING:
-        # Nothing is left to be put right, and an interpreter that shuts down has no use for exceptions.
+    for number in _TERMINATION_SIGNALS:
+        # No cleanup is left to do, and exceptions are useless during interpreter shutdown.
         signal.signal(number, signal.SIG_DFL)
     return code
 

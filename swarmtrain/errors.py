@@ -1,22 +1,22 @@
-"""Every error that swarmtrain raises on purpose, in one tree.
+"""All errors that swarmtrain raises deliberately, in one hierarchy.
 
-    SwarmtrainError             what a user is told: a message, a place, a hint; exit code 1
+    SwarmtrainError             shown to the user: a message, a place, a hint; exit code 1
     ├── ConfigError             the YAML file or an override is wrong; carries every problem at once
     ├── PlanError               the config is fine, but these nodes cannot hold it
     ├── ProcessError            a program we started failed; carries its command and its output
     ├── EngineError             a Docker engine cannot be reached, or refused a request
-    ├── HostError               a host cannot be reached over SSH, or could not do what it was asked
+    ├── HostError               a host cannot be reached over SSH, or could not do what was requested
     ├── ImageError              an image cannot be built, pushed, or found in its registry
     ├── StackError              a stack cannot be brought up or taken down
     ├── RunNotFound             no such run, or several and none was named
-    ├── StateError              the folder of the runs on this machine cannot be read or written
+    ├── StateDirectoryError     the folder of the runs on this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
-    ├── BoardError              the notice board cannot be reached or answered nonsense
-    ├── TrainingError           the trainer cannot go on (data, model, or world do not fit)
-    │   ├── DataError           the data hold what the model has no place for
-    │   ├── WorldError          this world cannot go on, another may: it is cut off, or its ranks do not make whole replicas
-    │   └── CheckpointError     a checkpoint is torn, or cannot be written
-    │       └── ForeignCheckpoint   it belongs to another model, or to other data
+    ├── CoordinatorError        the coordinator cannot be reached, or its answer is invalid
+    ├── TrainingError           the trainer cannot continue (data, model, or world do not fit)
+    │   ├── DataError           the data contain tokens that the model does not have
+    │   ├── WorldError          this world cannot continue, another may: it is cut off, or its ranks do not form complete replicas
+    │   └── CheckpointError     a checkpoint is corrupt, or cannot be written
+    │       └── IncompatibleCheckpoint   it belongs to another model, other data or another format
     └── JobFailed               the job itself failed; exit code 3
 
 A traceback that reaches the user is a bug. The command line prints `error: PLACE: MESSAGE` and `hint: HINT`.
@@ -34,24 +34,26 @@ EXIT_JOB_FAILED = 3
 EXIT_INTERRUPTED = 130
 
 
-def escape_controls(text: str) -> str:
-    """Return `text` with control characters written out, as \\x1b: a file's content or name must not command a terminal."""
+def escape_control_characters(text: str) -> str:
+    """Return `text` with control characters escaped, such as \\x1b: a file's content or name must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
 
 
 class SwarmtrainError(Exception):
     """Base of all deliberate errors.
 
-    `message` says what is wrong and why, `place` where (`config topology.micro_batch_size`, `node gpu-2`),
-    `hint` the next step, preferably a command that can be pasted.
+    `message` says what is wrong and why, `place` where (`config topology.micro_batch_size`, `node gpu-2`), `hint` the next step, preferably
+    a command that can be pasted.
     """
 
     exit_code = EXIT_ERROR
-    lasting: bool | None = None
-    """What becomes of a job in which this is raised. True: starting it again is of no use. False: that may help.
-    None: it is of no use while the run has not made a step, for then nothing has ever worked."""
+    is_permanent: bool | None = None
+    """Whether the error recurs if the job is restarted. True: it does. False: a restart may succeed.
+
+    None: it recurs if the run has not completed a step yet, since nothing has ever worked then.
+    """
     rank: int | None = None
-    """The rank that it befell, where all ranks raise what one of them met."""
+    """The rank that failed, if all ranks raise the error of one of them."""
 
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -63,19 +65,19 @@ class SwarmtrainError(Exception):
         return f"{self.place}: {self.message}" if self.place else self.message
 
     @property
-    def told(self) -> tuple[tuple[str, str | None], ...]:
-        """What is to be told, each with its hint."""
-        return ((escape_controls(str(self)), escape_controls(self.hint) if self.hint else None),)
+    def messages_with_hints(self) -> tuple[tuple[str, str | None], ...]:
+        """Messages to show, each with its hint."""
+        return ((escape_control_characters(str(self)), escape_control_characters(self.hint) if self.hint else None),)
 
     @property
-    def text(self) -> str:
-        """The error as it is printed where nobody cares for colours."""
-        return "".join(f"error: {text}\n" + (f"hint: {hint}\n" if hint else "") for text, hint in self.told)
+    def plain_text(self) -> str:
+        """The error as printed without colours."""
+        return "".join(f"error: {text}\n" + (f"hint: {hint}\n" if hint else "") for text, hint in self.messages_with_hints)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config: dotted key path, reason, line in the file (1-based) and next step."""
+    """One problem of a config: dotted key path, reason, line in the file (1-based) and next step."""
 
     path: str
     message: str
@@ -83,16 +85,16 @@ class Problem:
     hint: str | None = None
 
     def __str__(self) -> str:
-        where = f"config {self.path}" if self.path else "config"
+        location = f"config {self.path}" if self.path else "config"
         if self.line is not None:
-            where += f" (line {self.line})"
-        return f"{where}: {self.message}"
+            location += f" (line {self.line})"
+        return f"{location}: {self.message}"
 
 
 class ConfigError(SwarmtrainError):
     """The config is wrong. All problems are reported together, in file order."""
 
-    lasting = True
+    is_permanent = True
 
     def __init__(self, problems: tuple[Problem, ...], *, source: str | None = None) -> None:
         self.problems = problems
@@ -100,12 +102,12 @@ class ConfigError(SwarmtrainError):
         super().__init__("\n".join(str(problem) for problem in problems), place=None)
 
     @property
-    def told(self) -> tuple[tuple[str, str | None], ...]:
+    def messages_with_hints(self) -> tuple[tuple[str, str | None], ...]:
         return tuple((f"{self.source}: {problem}" if self.source else str(problem), problem.hint) for problem in self.problems)
 
 
 class PlanError(SwarmtrainError):
-    """The nodes that the cluster has cannot run what the config asks for."""
+    """The nodes of the cluster cannot run what the config asks for."""
 
 
 class ProcessError(SwarmtrainError):
@@ -120,7 +122,7 @@ class ProcessError(SwarmtrainError):
 
 
 class EngineError(SwarmtrainError):
-    """A Docker engine cannot be reached, or refused what it was asked; `status` is then its HTTP status."""
+    """A Docker engine cannot be reached, or refused a request; `status` is then the HTTP status."""
 
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None, status: int | None = None) -> None:
         super().__init__(message, place=place, hint=hint)
@@ -128,7 +130,7 @@ class EngineError(SwarmtrainError):
 
 
 class HostError(SwarmtrainError):
-    """A host cannot be reached over SSH, or could not do what it was asked."""
+    """A host cannot be reached over SSH, or could not do what was requested."""
 
 
 class ImageError(SwarmtrainError):
@@ -143,49 +145,49 @@ class RunNotFound(SwarmtrainError):
     """The named run does not exist, or none was named and there is not exactly one."""
 
 
-class StateError(SwarmtrainError):
-    """The folder in which the runs of this machine are kept cannot be read or written."""
+class StateDirectoryError(SwarmtrainError):
+    """The folder of the runs on this machine cannot be read or written."""
 
 
 class LabError(SwarmtrainError):
     """This machine cannot host a lab, or a part of the lab failed."""
 
 
-class BoardError(SwarmtrainError):
-    """The notice board cannot be reached in time, or its answer makes no sense."""
+class CoordinatorError(SwarmtrainError):
+    """The coordinator cannot be reached in time, or its answer is invalid."""
 
 
 class TrainingError(SwarmtrainError):
-    """The trainer cannot go on: data, model and world do not fit together."""
+    """The trainer cannot continue: data, model and world do not fit together."""
 
 
 class DataError(TrainingError):
-    """The data hold what the model has no place for: tokens outside its vocabulary."""
+    """The data contain tokens outside the model's vocabulary."""
 
-    lasting = True
+    is_permanent = True
 
 
 class WorldError(TrainingError):
-    """This world cannot go on, another may: it is cut off by a newer one, or its ranks do not make whole replicas."""
+    """This world cannot continue, another may: it was fenced off by a newer one, or its ranks do not form complete replicas."""
 
-    lasting = False
+    is_permanent = False
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint is torn, or cannot be written."""
+    """A checkpoint is corrupt, or cannot be written."""
 
 
-class ForeignCheckpoint(CheckpointError):
-    """A checkpoint belongs to another model, or was trained on other data."""
+class IncompatibleCheckpoint(CheckpointError):
+    """A checkpoint belongs to another model, other data or another format."""
 
-    lasting = True
+    is_permanent = True
 
 
 class JobFailed(SwarmtrainError):
-    """The job itself failed; `code` is its own exit code."""
+    """The job itself failed; `job_exit_code` is its own exit code."""
 
     exit_code = EXIT_JOB_FAILED
 
-    def __init__(self, message: str, *, code: int, place: str | None = None, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, job_exit_code: int, place: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, place=place, hint=hint)
-        self.code = code
+        self.job_exit_code = job_exit_code

@@ -1,4 +1,4 @@
-"""The only place that starts processes. Commands are argv lists; a shell line is made only to be shown.
+"""The only place that starts processes. Commands are argv lists; a shell line is only built for display.
 
 Standard library only, because the entrypoint uses it inside the container.
 """
@@ -25,13 +25,13 @@ _PR_SET_NAME = 15
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def show(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+def format_command(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """Return `argv` as one line that can be pasted into a shell, with `env` in front of it."""
     prefix = [f"{key}={shlex.quote(value)}" for key, value in (env or {}).items()]
     return " ".join([*prefix, shlex.join(argv)])
 
 
-def run(
+def run_command(
     argv: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
@@ -40,14 +40,13 @@ def run(
     timeout: float | None = None,
     hint: str | None = None,
 ) -> str:
-    """Run `argv` to its end and return its standard output.
+    """Run `argv` to completion and return its standard output.
 
     `env` is added to this process's environment; `timeout` is in seconds.
-    Raises ProcessError, which carries the command and everything it printed, if the program is missing, fails,
-    or does not end in time.
+    Raises ProcessError, which carries the command and its output, if the program is missing, fails, or does not end in time.
     """
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             argv,
             env={**os.environ, **env} if env else None,
             cwd=cwd,
@@ -60,17 +59,17 @@ def run(
             check=False,
         )
     except FileNotFoundError as error:
-        raise ProcessError(show(argv, env), 127, f"{error.filename or argv[0]}: no such program or folder", hint=hint) from None
+        raise ProcessError(format_command(argv, env), 127, f"{error.filename or argv[0]}: no such program or folder", hint=hint) from None
     except PermissionError as error:
-        raise ProcessError(show(argv, env), 126, f"{error.filename or argv[0]}: permission denied", hint=hint) from None
+        raise ProcessError(format_command(argv, env), 126, f"{error.filename or argv[0]}: permission denied", hint=hint) from None
     except subprocess.TimeoutExpired:
-        raise ProcessError(show(argv, env), 124, f"not done after {timeout:g} s", hint=hint) from None
-    if done.returncode:
-        raise ProcessError(show(argv, env), done.returncode, done.stdout + done.stderr, hint=hint)
-    return done.stdout
+        raise ProcessError(format_command(argv, env), 124, f"not done after {timeout:g} s", hint=hint) from None
+    if completed.returncode:
+        raise ProcessError(format_command(argv, env), completed.returncode, completed.stdout + completed.stderr, hint=hint)
+    return completed.stdout
 
 
-def start(
+def start_process(
     argv: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
@@ -82,13 +81,13 @@ def start(
     die_with_parent: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start `argv` and return it running, with no standard input unless it is given one.
+    """Start `argv` and return the running process. It has no standard input unless `stdin` is given.
 
-    `new_session` detaches it from this terminal's Ctrl-C; `die_with_parent` asks the kernel (Linux) to kill it with
-    the *thread* that calls this, so call it from a thread that lives as long as the child should.
+    `new_session` detaches it from this terminal's Ctrl-C; `die_with_parent` makes the kernel (Linux) kill it with the *thread* that calls
+    this, so call it from a thread that lives as long as the child should.
     Raises ProcessError if the program cannot be started.
     """
-    before: Callable[[], None] | None = die_with_parent_now if die_with_parent else None
+    preexec: Callable[[], None] | None = set_parent_death_signal if die_with_parent else None
     try:
         return subprocess.Popen(
             argv,
@@ -98,59 +97,58 @@ def start(
             stdout=stdout,
             stderr=stderr,
             start_new_session=new_session,
-            preexec_fn=before,  # noqa: PLW1509  # a single prctl, loaded beforehand
+            preexec_fn=preexec,  # noqa: PLW1509  # a single prctl, loaded beforehand
             pass_fds=pass_fds,
         )
     except OSError as error:
-        raise ProcessError(show(argv, env), 127, str(error)) from None
+        raise ProcessError(format_command(argv, env), 127, str(error)) from None
 
 
-def become(argv: Sequence[str], *, env: Mapping[str, str], stdin: IO[bytes] | None = None) -> NoReturn:
-    """Replace this process by `argv`, with `env` as its whole environment: it has the terminal, and its exit code is ours.
+def exec_command(argv: Sequence[str], *, env: Mapping[str, str], stdin: IO[bytes] | None = None) -> NoReturn:
+    """Replace this process by `argv`, with `env` as its whole environment. It inherits the terminal, and its exit code becomes ours.
 
-    `stdin`: what it reads instead of our standard input.
-
+    `stdin` replaces our standard input.
     Raises ProcessError if the program cannot be started.
     """
     try:
         if stdin is not None:
             os.dup2(stdin.fileno(), 0)
-        os.execvpe(argv[0], list(argv), dict(env))  # noqa: S606  # no shell is wanted
+        os.execvpe(argv[0], list(argv), dict(env))  # noqa: S606  # no shell is needed
     except OSError as error:
-        raise ProcessError(show(argv), 127, str(error)) from None
+        raise ProcessError(format_command(argv), 127, str(error)) from None
 
 
-def die_with_parent_now() -> None:
-    """Ask the kernel to SIGKILL the calling process when its parent thread dies. Does nothing outside Linux."""
+def set_parent_death_signal() -> None:
+    """Make the kernel send SIGKILL to the calling process when its parent thread dies. Does nothing outside Linux."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def rename(name: str) -> None:
-    """Let `ps` and `top` call this process `name`, of which they show 15 bytes. Does nothing outside Linux."""
+def set_process_name(name: str) -> None:
+    """Set the process name that ps and top show, of which they show 15 bytes. Does nothing outside Linux."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_NAME, name.encode())
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back for a moment in which they would leave something behind that nobody knows of.
+def defer_signals() -> Iterator[None]:
+    """Defer Ctrl-C, SIGTERM and SIGHUP during the body, in which they would leave something behind that no state file records.
 
     Only the main thread is interrupted by signals, so elsewhere this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    pending_signals: list[int] = []
 
-    def later(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+    def record_signal(number: int, _frame: FrameType | None) -> None:
+        pending_signals.append(number)
 
-    before = {number: signal.signal(number, later) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {number: signal.signal(number, record_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        for each in came:
-            signal.raise_signal(each)
+        for pending_signal in pending_signals:
+            signal.raise_signal(pending_signal)

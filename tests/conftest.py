@@ -1,4 +1,4 @@
-"""For all suites: a home of their own (tests/isolation.py), and `answer`, the fixture of a case of bad input (tests/answers.py)."""
+"""For all suites: an isolated home (tests/isolation.py), and `error_case`, the fixture of a test of bad input (tests/error_cases.py)."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from answers import ROOT, Answer, cases
+from error_cases import ROOT, ErrorCase, collect_sections
 from hypothesis import settings
-from isolation import own_home, own_state  # noqa: F401  # pytest finds fixtures by their names here
+from isolation import isolated_home, isolated_state  # noqa: F401  # pytest finds the fixtures by these names
 
-sys.path.append(str(Path(sys.prefix) / "determined"))  # where the Makefile has put it
+sys.path.append(str(Path(sys.prefix) / "determined"))  # installed there by the Makefile
 
-# How long an example takes says nothing on a machine that is busy with other suites.
+# On a machine that is busy with other suites, the time of an example means nothing.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 @pytest.fixture
-def answer(request: pytest.FixtureRequest, tmp_path: Path) -> Answer:
-    """The case that this test is, in a project folder of its own."""
+def error_case(request: pytest.FixtureRequest, tmp_path: Path) -> ErrorCase:
+    """The error case of the current test, in its own project folder."""
     name = f"{request.path.relative_to(ROOT)}::{request.node.originalname}"
-    return Answer(next(case for case in cases() if case.test == name), tmp_path)
+    return ErrorCase(next(case for case in collect_sections() if case.test_id == name), tmp_path)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On launchers other than the swarm, leave what a short life does not need to `make test-all`: see tests/contract/features.py."""
+    """Skip tests with `gate=False` in the gate for launchers other than the swarm: see tests/contract/features.py."""
     for item in items:
         if isinstance(item, pytest.Function) and not getattr(item.function, "gate", True) and item.cls.kind != "swarm":
             item.add_marker(pytest.mark.test_all_only("the gate has this on the swarm"))
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported out of garbage collection, as ranks do: each collection would visit hundreds of thousands of objects."""
+    """Exclude imported objects from garbage collection, as ranks do: otherwise each collection visits hundreds of thousands of them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A case that has come to its end makes its section of the page."""
+    """Compare or write the section of the page when an error case passes."""
     result = yield
-    made = pyfuncitem.funcargs.get("answer")
-    if isinstance(made, Answer):
-        made.finish()
+    error_case = pyfuncitem.funcargs.get("error_case")
+    if isinstance(error_case, ErrorCase):
+        error_case.finish_section()
     return result

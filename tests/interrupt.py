@@ -1,7 +1,7 @@
-"""A command that is interrupted at each stage it has, whatever the machine's load: the signal comes at an event, not at a time.
+"""Interrupt a command at each of its stages, independent of the machine's load: the signal comes at an event, not after a time.
 
-Python's audit events tell what a program is about to do. A hook in the command's own interpreter counts those of one kind
-and raises the signal at the one asked for: at the n-th import, or before the n-th thing that it does to the world.
+Python's audit events announce what a program is about to do. A hook in the command's interpreter counts the events of some kinds
+and raises the signal at a given one: at the n-th import, or before the n-th effect on the outside world.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ IMPORTS = ("import",)
 CHANGES = ("http.client.send",)
 """Requests that change something in an engine."""
 EFFECTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "subprocess.Popen", "os.kill", "fcntl.flock", *CHANGES)
-"""Changes to files and processes, and to what an engine has."""
-_PATIENCE = 150.0
-_HOOK = """
+"""Changes to files and processes, and to an engine."""
+_TIMEOUT_SECONDS = 150.0
+_AUDIT_HOOK = """
 import os, signal, sys
 
 number, at, begin, *events = os.environ.pop("INTERRUPT").split()
@@ -47,8 +47,8 @@ sys.addaudithook(hook)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command ended: its exit code, what it printed, and the seconds from the signal to the end where they are known."""
+class InterruptResult:
+    """The result of a command: exit code, output, and the seconds from the signal to the exit, if known."""
 
     code: int
     out: str
@@ -56,45 +56,47 @@ class Ended:
     seconds: float = 0.0
 
     @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         return self.code == 130
 
 
-def at_event(number: signal.Signals, at: int, events: tuple[str, ...], *argv: str, cwd: Path) -> Ended:
-    """Run `swarmtrain ARGV`, and raise the signal `number` in it before its `at`-th of `events`."""
+def interrupt_at_event(signum: signal.Signals, position: int, events: tuple[str, ...], *argv: str, cwd: Path) -> InterruptResult:
+    """Run `swarmtrain ARGV`, and raise `signum` in it before its `position`-th of `events`."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(_HOOK)
-        begin = "swarmtrain.cli" if events == IMPORTS else "swarmtrain.errors"
+        (Path(folder) / "sitecustomize.py").write_text(_AUDIT_HOOK)
+        first_module = "swarmtrain.cli" if events == IMPORTS else "swarmtrain.errors"
         env = {
-            "INTERRUPT": f"{int(number)} {at} {begin} {' '.join(events)}",
+            "INTERRUPT": f"{int(signum)} {position} {first_module} {' '.join(events)}",
             "PYTHONPATH": f"{folder}:{ROOT}",
-            "PYTHONDONTWRITEBYTECODE": "1",  # to keep what it compiles would be an effect too
+            "PYTHONDONTWRITEBYTECODE": "1",  # writing bytecode would count as an effect
         }
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "swarmtrain", *argv],
-            cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=_PATIENCE,
+            cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS,
         )  # fmt: skip
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return InterruptResult(result.returncode, result.stdout, result.stderr)
 
 
-def at_each(events: tuple[str, ...], *argv: str, cwd: Path, step: int = 1, most: int = 400) -> Iterator[Ended]:
-    """Interrupt `swarmtrain ARGV` before each of `events`, each time with another signal, until it gets to its end.
+def interrupt_at_each_event(
+    events: tuple[str, ...], *argv: str, cwd: Path, step: int = 1, max_events: int = 400
+) -> Iterator[InterruptResult]:
+    """Interrupt `swarmtrain ARGV` before each of its `events`, with alternating signals, until it completes.
 
-    Yields how each ended, so that the caller can look at what is left and put the scene in order. `step` takes samples.
-    Raises AssertionError for a traceback, or another exit code than 130 (and that of the last).
+    Yield each result, so that the caller can check what is left and restore the initial state. `step` > 1 takes samples.
+    Raises AssertionError for a traceback, or for an exit code other than 130 (and 0 at the end).
     """
-    for at in range(1, most, step):
-        ended = at_event(SIGNALS[at // step % len(SIGNALS)], at, events, *argv, cwd=cwd)
-        assert "Traceback" not in ended.err, f"at {at}:\n{ended.err}"
-        assert ended.code in (0, 130), f"at {at}: exit code {ended.code}\n{ended.err}"
-        yield ended
-        if ended.code == 0:
+    for position in range(1, max_events, step):
+        result = interrupt_at_event(SIGNALS[position // step % len(SIGNALS)], position, events, *argv, cwd=cwd)
+        assert "Traceback" not in result.err, f"at {position}:\n{result.err}"
+        assert result.code in (0, 130), f"at {position}: exit code {result.code}\n{result.err}"
+        yield result
+        if result.code == 0:
             return
-    raise AssertionError(f"{argv} does more than {most} things")
+    raise AssertionError(f"{argv} does more than {max_events} things")
 
 
-def at_line(text: str, *argv: str, cwd: Path, number: signal.Signals = signal.SIGINT, after: float = 0.0) -> Ended:
-    """Run `swarmtrain ARGV`, and send the signal `after` seconds from the first line on stderr that holds `text`."""
+def interrupt_at_line(text: str, *argv: str, cwd: Path, signum: signal.Signals = signal.SIGINT, delay: float = 0.0) -> InterruptResult:
+    """Run `swarmtrain ARGV`, and send the signal `delay` seconds after the first line on stderr that contains `text`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "swarmtrain", *argv],
         cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -103,18 +105,18 @@ def at_line(text: str, *argv: str, cwd: Path, number: signal.Signals = signal.SI
     out: list[str] = []
     reader = threading.Thread(target=lambda: out.extend(process.stdout or ()), daemon=True)
     reader.start()
-    killer = threading.Timer(_PATIENCE, process.kill)
+    killer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
     killer.start()
     err = []
     for line in process.stderr:
         err.append(line)
         if text in line:
             break
-    time.sleep(after)
-    process.send_signal(number)
+    time.sleep(delay)
+    process.send_signal(signum)
     sent = time.monotonic()
     err += process.stderr
     code = process.wait()
     killer.cancel()
     reader.join()
-    return Ended(code, "".join(out), "".join(err), time.monotonic() - sent)
+    return InterruptResult(code, "".join(out), "".join(err), time.monotonic() - sent)

@@ -1,4 +1,4 @@
-"""The processes of local runs, told by what they were started with, whatever their parents are."""
+"""The processes of local runs, identified by environment and command line, whatever their parents are."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 
-def below(state: Path) -> list[int]:
-    """Return the pids of all living processes that work for runs whose folders are below `state`."""
+def find_run_pids(state_dir: Path) -> list[int]:
+    """Return the pids of all living processes of runs whose folders are below `state_dir`."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            told = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            environment = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
             dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            if str(state).encode() in told and not dead and int(entry.name) != os.getpid():
+            if str(state_dir).encode() in environment and not dead and int(entry.name) != os.getpid():
                 found.append(int(entry.name))
     return found

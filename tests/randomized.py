@@ -20,13 +20,13 @@ Example = TypeVar("Example")
 
 
 def count_examples(fixed: int, seeded: int | None = None) -> int:
-    """Return how many examples a test runs: `fixed` without a seed, `seeded` with one, SWARMTRAIN_EXAMPLES if it is set."""
+    """Return how many examples a test runs: SWARMTRAIN_EXAMPLES if it is set, otherwise `seeded` with a seed and `fixed` without one."""
     return int(os.environ.get("SWARMTRAIN_EXAMPLES") or (fixed if SEED is None else seeded or fixed))
 
 
 @contextmanager
 def print_seed(suite: str) -> Iterator[None]:
-    """Print how to repeat the examples of the body; an error carries it too."""
+    """Print how to repeat the examples of the block; an error gets it as a note, too."""
     chosen = f"SWARMTRAIN_EXAMPLES={examples} " if (examples := os.environ.get("SWARMTRAIN_EXAMPLES")) else ""
     repeat = f"make test SUITES={suite}" if SEED is None else f"SWARMTRAIN_SEED={SEED} make test-all SUITES={suite}"
     print(f"seed {'0 (fixed)' if SEED is None else SEED}; to repeat: {chosen}{repeat}")
@@ -38,7 +38,7 @@ def print_seed(suite: str) -> Iterator[None]:
 
 
 def run_examples(check: Callable[..., None], *strategies: st.SearchStrategy[Any], suite: str, examples: int) -> None:
-    """Call `check` with `examples` draws from the strategies. A failing example is printed, and not shrunk."""
+    """Call `check` with `examples` draws from the strategies. A failing example is printed, but not shrunk."""
 
     @settings(
         max_examples=examples,
@@ -57,9 +57,9 @@ def run_examples(check: Callable[..., None], *strategies: st.SearchStrategy[Any]
 
 
 def run_numbered(draw: Callable[[random.Random], Example], check: Callable[[Example], None], *, suite: str, numbers: range) -> None:
-    """Call `check` with the independent draws that have these `numbers`.
+    """Call `check` with the independent draws with these `numbers`.
 
-    Hypothesis mutates an example several times. Where each one is costly, independent draws cover more.
+    Hypothesis mutates an example several times. If examples are expensive, independent draws cover more.
     """
     with print_seed(suite):
         for number in numbers:

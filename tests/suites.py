@@ -3,10 +3,10 @@
 Without --all it runs the gate: the suites that have no reason in SUITES to be left out, without the tests that are marked
 `test_all_only`. With --all it runs everything, and randomized tests draw new examples from a seed that is printed.
 
-Three suites run side by side: those of a lab mostly wait, for containers and for what must not happen. The output of a suite is shown
-when the suite has ended, or as it comes if it is the only one.
+Three suites run in parallel, since those with a lab mostly wait. The output of a suite is printed when the suite has ended, or
+streamed if it is the only one.
 
-With CI=true a skipped test fails the run: a machine that has to prove something must be able to.
+With CI=true a skipped test fails the run: a CI machine must be able to run every test.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmtrain.images.base import cache_directory
-from swarmtrain.lab.state import base_directory
+from swarmtrain.images.base_image import get_cache_directory
+from swarmtrain.lab.state import get_base_directory
 
 ROOT = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What one pytest process runs: `places` below tests/, what they show, and why only `make test-all` runs them, if so."""
+    """The tests of one pytest process: `paths` below tests/, a description, and why only `make test-all` runs them, if so."""
 
-    places: list[str]
-    shows: str
+    paths: list[str]
+    description: str
     test_all_only: str = ""
 
 
-def files(folder: str, *, without: Sequence[str]) -> list[str]:
-    """Return the test files of a folder, without those of other suites."""
-    return [f"{folder}/{path.name}" for path in sorted((ROOT / folder).glob("test_*.py")) if path.stem not in without]
+def list_test_files(folder: str, *, exclude: Sequence[str]) -> list[str]:
+    """Return the test files of a folder, except those whose stem is in `exclude`."""
+    return [f"{folder}/{path.name}" for path in sorted((ROOT / folder).glob("test_*.py")) if path.stem not in exclude]
 
 
-_FAULTS = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
+_FAULT_MODULES = ["test_bad_images", "test_bad_nodes", "test_bad_swarm", "test_interruption", "test_plain_docker"]
 # Pages of docs/how-to that train, and need no lab.
 _TRAINING_PAGES = ["test_examples_page", "test_trainer_pages"]
-_NEWER = [
+_NEWER_ENGINE_TESTS = [
     "the_same_specs_as_docker_stack_deploy",
     "a_run_is_seen_changed_and_taken_down",
-    "a_run_is_followed_to_its_verdict",
+    "a_run_is_followed_to_its_outcome",
     "logs_are_one_stream_in_the_order_of_time",
-    "a_deploy_that_cannot_work_says_why_and_leaves_nothing",
+    "a_deploy_that_cannot_work_prints_why_and_leaves_nothing",
 ]
-# In the order in which they start: the longest first, so that the last ones end at about the same time, and `lab`, which builds the
-# image for all, before the others that need it.
+# In the order in which they start: the longest first, so that the last ones end at about the same time, and `lab` before the other
+# suites that need the image, since it builds it for all.
 SUITES = {
     "lab": Suite(
-        files("lab", without=[*_FAULTS, "test_chaos", "test_contract"]),
+        list_test_files("lab", exclude=[*_FAULT_MODULES, "test_chaos", "test_contract"]),
         "the Swarm launcher, images, doctor and the lab itself on real engines; losses of runs in which containers are killed",
     ),
-    "trainer": Suite(files("trainer", without=["test_any_config"]), "the trainer's exact claims, with 1 to 8 gloo processes"),
+    "trainer": Suite(list_test_files("trainer", exclude=["test_any_config"]), "the trainer's exact claims, with 1 to 8 gloo processes"),
     "contract": Suite(
         ["contract", "lab/test_contract.py"],
         "the life of a run on each of the six launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with "
@@ -77,7 +77,7 @@ SUITES = {
         "local runs, hosts behind real sshds, a real Slurm; commands that are interrupted; the dashboard in a real browser",
     ),
     "howto": Suite(
-        files("howto", without=_TRAINING_PAGES),
+        list_test_files("howto", exclude=_TRAINING_PAGES),
         "the commands of the tutorial and of how-to pages, typed one after the other",
         "each page uses features that have tests of their own in the gate",
     ),
@@ -92,7 +92,7 @@ SUITES = {
         "each row is a whole run; in the gate `contract` kills nodes, `entrypoint` kills and stalls ranks, `lab` kills a container",
     ),
     "faults": Suite(
-        [f"lab/{name}.py" for name in _FAULTS],
+        [f"lab/{name}.py" for name in _FAULT_MODULES],
         "mistakes and interruptions on a real swarm, and what each prints",
         "one mistake per test on a lab of its own; the gate has the same mistakes where they need no engine, in `fast`",
     ),
@@ -101,48 +101,48 @@ SUITES = {
         "everything that needs neither torch nor a lab, and bad input to every command",
     ),
     "newer": Suite(
-        [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER],
+        [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER_ENGINE_TESTS],
         "tests of `lab` that depend on what an engine answers, with a newer engine",
         "downloads a second engine and repeats tests of `lab`",
     ),
 }
-_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
-_FAILED = re.compile("(FAILED|ERROR|SKIPPED) ")
-# A line of the stacks that faulthandler writes when a test takes too long.
-_HUNG = re.compile(r'File ".*?(?P<path>tests/\w+/test_\w+\.py)", line (?P<line>\d+) in (?P<name>\w+)')
-_WIDTH = 160
+_COUNT_PATTERN = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+_FAILED_PATTERN = re.compile("(FAILED|ERROR|SKIPPED) ")
+# A line of the stacks that faulthandler writes when a test exceeds its timeout.
+_HUNG_PATTERN = re.compile(r'File ".*?(?P<path>tests/\w+/test_\w+\.py)", line (?P<line>\d+) in (?P<name>\w+)')
+_LINE_WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
-_ENOUGH = 18 * 2**30
-_SIDE_BY_SIDE = 3
+_MIN_MEMORY_BYTES = 18 * 2**30
+_PARALLEL_SUITES = 3
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description="Run test suites and print the time of each.")
-    arguments.add_argument("--all", action="store_true", help="run everything, not the gate alone")
-    arguments.add_argument("names", nargs="*", metavar="NAME", help=f"a suite: {', '.join(SUITES)}")
-    options = arguments.parse_args()
-    everything: bool = options.all
-    names = options.names or [name for name, suite in SUITES.items() if everything or not suite.test_all_only]
+    parser = argparse.ArgumentParser(description="Run test suites and print the time of each.")
+    parser.add_argument("--all", action="store_true", help="run everything, not the gate alone")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"a suite: {', '.join(SUITES)}")
+    options = parser.parse_args()
+    include_all: bool = options.all
+    names = options.names or [name for name, suite in SUITES.items() if include_all or not suite.test_all_only]
     if unknown := [name for name in names if name not in SUITES]:
         print(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}", file=sys.stderr)
         return 2
     for number in (signal.SIGINT, signal.SIGHUP):
-        # What is ignored here, since this was started in the background or by nohup, would be ignored by all it starts.
+        # A signal that is ignored here, because of nohup or a start in the background, would also be ignored by all child processes.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-    with in_memory(), tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as shelf:
-        os.environ["SWARMTRAIN_TEST_SHELF"] = shelf
-        if everything:
+    with keep_files_in_memory(), tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as shelf:
+        os.environ["SWARMTRAIN_TEST_IMAGE_CACHE"] = shelf
+        if include_all:
             seed = os.environ.setdefault("SWARMTRAIN_SEED", str(random.randrange(10**9)))  # noqa: S311
             print(f"randomized tests draw from seed {seed}; SWARMTRAIN_SEED={seed} make test-all repeats them")
-        return run_all(names, everything=everything)
+        return run_suites(names, include_all=include_all)
 
 
 @contextmanager
-def in_memory() -> Iterator[None]:
-    """Keep the labs' disks and the tests' folders in memory where there is enough: they write and remove many gigabytes."""
-    given = {"SWARMTRAIN_LAB_DIR", "PYTEST_DEBUG_TEMPROOT"} & set(os.environ)
-    if given or not _MEMORY_DISK.is_dir() or min(shutil.disk_usage(_MEMORY_DISK).free, _memory()) < _ENOUGH:
+def keep_files_in_memory() -> Iterator[None]:
+    """Keep the labs' disks and the tests' folders in memory, if there is enough: they write and remove many gigabytes."""
+    overridden = {"SWARMTRAIN_LAB_DIR", "PYTEST_DEBUG_TEMPROOT"} & set(os.environ)
+    if overridden or not _MEMORY_DISK.is_dir() or min(shutil.disk_usage(_MEMORY_DISK).free, _read_available_memory()) < _MIN_MEMORY_BYTES:
         yield
         return
     folder = Path(tempfile.mkdtemp(prefix="swarmtrain-", dir=_MEMORY_DISK))
@@ -153,99 +153,100 @@ def in_memory() -> Iterator[None]:
     print(f"the tests write to {folder}")
     yield
     shutil.rmtree(temporary, ignore_errors=True)
-    with suppress(OSError):  # what a killed test left is a lab still: swarmtrain lab down removes it
+    with suppress(OSError):  # leftovers of a killed test are still a lab: swarmtrain lab down removes it
         for path in (*labs.glob("*/*"), *labs.glob("*"), labs, folder):
             if path.exists():
                 path.rmdir()
 
 
-def _memory() -> int:
-    """Return the bytes of memory that programs can have."""
+def _read_available_memory() -> int:
+    """Return the bytes of memory that are available to programs."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return int(found[1]) * 1024 if found else 0
 
 
-def run_all(names: list[str], *, everything: bool) -> int:
-    """Run the suites of these names and return the exit code."""
+def run_suites(names: list[str], *, include_all: bool) -> int:
+    """Run the suites with these names and return the exit code."""
     started = time.monotonic()
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-        done = list(pool.map(lambda name: run(name, everything=everything, alone=len(names) == 1), names))
-    rows = [*(str(result) for result in done), f"{'all':12} {time.monotonic() - started:7.1f} s  {_SIDE_BY_SIDE} side by side"]
-    totals = {key: sum(result.counts.get(key, 0) for result in done) for key in ("passed", "failed", "skipped")}
-    failed = sum(result.failed for result in done)
-    print("\n" + "\n".join([*rows, *(line for result in done if result.failed for line in result.why)]))
+    with ThreadPoolExecutor(_PARALLEL_SUITES) as pool:
+        results = list(pool.map(lambda name: run_suite(name, include_all=include_all, stream_output=len(names) == 1), names))
+    rows = [*(str(result) for result in results), f"{'all':12} {time.monotonic() - started:7.1f} s  {_PARALLEL_SUITES} side by side"]
+    totals = {key: sum(result.counts.get(key, 0) for result in results) for key in ("passed", "failed", "skipped")}
+    failed = sum(result.is_failed for result in results)
+    print("\n" + "\n".join([*rows, *(line for result in results if result.is_failed for line in result.failure_lines)]))
     print(f"{totals['passed']} passed, {totals['failed'] or failed} failed, {totals['skipped']} skipped")
     return int(failed > 0)
 
 
 @dataclass(frozen=True)
-class Result:
-    """How a suite ended: its exit code, its counts by word, the seconds it took, a line for each test that failed or hung."""
+class SuiteResult:
+    """The result of a suite: its exit code, its counts by word, its seconds, and a line for each test that failed or hung."""
 
     name: str
     code: int
     counts: dict[str, int]
     seconds: float
-    why: list[str]
+    failure_lines: list[str]
 
     @property
-    def failed(self) -> bool:
-        return self.code != 0 or self._skipped_in_ci
+    def is_failed(self) -> bool:
+        return self.code != 0 or self._is_skipped_in_ci
 
     @property
-    def _skipped_in_ci(self) -> bool:
+    def _is_skipped_in_ci(self) -> bool:
         return bool(self.counts.get("skipped")) and os.environ.get("CI") == "true"
 
     def __str__(self) -> str:
-        verdict = "FAILED" if self.code else "FAILED: nothing may be skipped here" if self._skipped_in_ci else "ok"
-        return f"{self.name:12} {self.seconds:7.1f} s  {', '.join(f'{count} {word}' for word, count in self.counts.items()):40} {verdict}"
+        outcome = "FAILED" if self.code else "FAILED: nothing may be skipped here" if self._is_skipped_in_ci else "ok"
+        return f"{self.name:12} {self.seconds:7.1f} s  {', '.join(f'{count} {word}' for word, count in self.counts.items()):40} {outcome}"
 
 
-def run(name: str, *, everything: bool, alone: bool) -> Result:
-    """Run a suite, all of it if `everything`, and show its output, as it comes if it is `alone`.
+def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResult:
+    """Run a suite, all of it with `include_all`, and print its output, streamed with `stream_output`.
 
-    A suite that the gate leaves out runs as a whole when it is named.
+    A suite that the gate leaves out runs completely if it is named.
     """
     started = time.monotonic()
     print(f"--- {name} begins", flush=True)
     suite = SUITES[name]
-    chosen = [] if everything or suite.test_all_only else ["-m", "not test_all_only"]
-    argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *chosen, *(str(ROOT / place) for place in suite.places)]
-    # Labs of two suites have their registries in two places: both push images of the same names.
-    # Two in one folder would close it to others, as pytest does when it begins, while the other has opened it. Paths of sockets are short.
+    markers = [] if include_all or suite.test_all_only else ["-m", "not test_all_only"]
+    argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *markers, *(str(ROOT / place) for place in suite.paths)]
+    # The labs of two suites have separate registries, since both push images with the same names.
+    # A shared temporary folder would not work: pytest makes it private when it starts, while another suite makes it accessible. The name is
+    # short, since paths of sockets are.
     folder = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())) / f"t{list(SUITES).index(name)}"
     folder.mkdir(exist_ok=True)
-    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(base_directory() / name), "PYTEST_DEBUG_TEMPROOT": str(folder)}
+    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(get_base_directory() / name), "PYTEST_DEBUG_TEMPROOT": str(folder)}
     if name == "newer":
-        env["SWARMTRAIN_TEST_ENGINE"] = newer_engine()
+        env["SWARMTRAIN_TEST_ENGINE"] = fetch_newer_engine()
     process = subprocess.Popen(
         argv, cwd=ROOT.parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     lines = []
     for line in process.stdout or ():
         lines.append(line)
-        if alone:
+        if stream_output:
             print(line, end="", flush=True)
-    if not alone:
+    if not stream_output:
         print(f"\n--- {name}\n{''.join(lines)}", end="", flush=True)
-    last = next((line for line in reversed(lines) if _COUNT.search(line)), "")
+    last = next((line for line in reversed(lines) if _COUNT_PATTERN.search(line)), "")
     counts: dict[str, int] = {}
-    for number, word in _COUNT.findall(last):
+    for number, word in _COUNT_PATTERN.findall(last):
         key = "failed" if word.startswith("error") else word
         counts[key] = counts.get(key, 0) + int(number)
-    return Result(name, process.wait(), counts, time.monotonic() - started, why(lines))
+    return SuiteResult(name, process.wait(), counts, time.monotonic() - started, list_failures(lines))
 
 
-def why(lines: list[str]) -> list[str]:
-    """Return what a suite's output says of the tests that did not pass, a short line each; of one that hung, where in it."""
-    failed = [line.strip()[:_WIDTH] for line in lines if _FAILED.match(line)]
-    hung = [f"HUNG {found['path']}:{found['line']} in {found['name']}" for line in lines if (found := _HUNG.search(line))]
-    return failed or hung or [line.rstrip()[:_WIDTH] for line in lines[-3:]]
+def list_failures(lines: list[str]) -> list[str]:
+    """Return a short line for each test in a suite's output that did not pass; for a test that hung, where."""
+    failed = [line.strip()[:_LINE_WIDTH] for line in lines if _FAILED_PATTERN.match(line)]
+    hung = [f"HUNG {found['path']}:{found['line']} in {found['name']}" for line in lines if (found := _HUNG_PATTERN.search(line))]
+    return failed or hung or [line.rstrip()[:_LINE_WIDTH] for line in lines[-3:]]
 
 
-def newer_engine() -> str:
-    """Return the directory of a Docker engine that is newer than the system's, fetched if it is not there yet and can be."""
-    folder = cache_directory() / "newer-engine"
+def fetch_newer_engine() -> str:
+    """Return the directory of a Docker engine that is newer than the system's. It is downloaded if it is missing and the network allows."""
+    folder = get_cache_directory() / "newer-engine"
     subprocess.run(["sh", ROOT.parent / "requirements" / "newer-engine.sh", folder], check=False)
     return str(folder / "bin")
 

@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer with transformers' Llama, as its defaults have it: attention by SDPA, fused AdamW, clipping at 1.
+"""Hugging Face's Trainer with transformers' Llama and their defaults: SDPA attention, fused AdamW, gradient clipping at 1.
 
-It knows nothing of ours, and so reads the config as plain JSON.
+It does not import swarmtrain, so it reads the config as plain JSON.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.loops.pace import Pace
-from benchmarks.loops.tokens import windows
+from benchmarks.loops.step_control import StepControl
+from benchmarks.loops.tokens import open_windows
 
 
-class _Rows(torch.utils.data.Dataset[Any]):
+class _TokenDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, prefix: str, length: int) -> None:
-        self._rows = windows(Path(prefix), length)
+        self._windows = open_windows(Path(prefix), length)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._windows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        # The model shifts labels itself, and so takes one token fewer into account.
-        tokens = torch.from_numpy(self._rows[index][:-1].astype(np.int64))
+        # The model shifts the labels itself, so its loss covers one token fewer.
+        tokens = torch.from_numpy(self._windows[index][:-1].astype(np.int64))
         return {"input_ids": tokens, "labels": tokens}
 
 
-class _Paced(TrainerCallback):
+class _StepControlCallback(TrainerCallback):
     def __init__(self) -> None:
-        self._pace = Pace()
+        self._step_control = StepControl()
 
     def on_step_begin(self, *_: object, **__: object) -> None:
-        self._pace.step()
+        self._step_control.step()
 
 
 def main() -> None:
@@ -67,8 +67,8 @@ def main() -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    data = _Rows(config["data"]["data_prefixes"][0], shape["sequence_length"])
-    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[_Paced()]).train()
+    data = _TokenDataset(config["data"]["data_prefixes"][0], shape["sequence_length"])
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[_StepControlCallback()]).train()
 
 
 if __name__ == "__main__":

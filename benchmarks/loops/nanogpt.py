@@ -1,6 +1,6 @@
-"""nanoGPT's own train.py as it stands, from a clone in the folder BENCH_NANOGPT.
+"""nanoGPT's own train.py, unmodified, from a clone in the folder BENCH_NANOGPT.
 
-It maps its file of tokens anew for every batch, which is where it is made to keep the pace.
+It maps its token file again for every batch; that call is where its steps are controlled.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.loops.pace import Pace
+from benchmarks.loops.step_control import StepControl
 
-_EVALUATED = 2
-"""Batches that train.py takes before its first step: one of each split."""
+_EVALUATION_BATCHES = 2
+"""Batches that train.py reads before its first step: one of each split."""
 
 
 def main() -> None:
@@ -36,23 +36,23 @@ def main() -> None:
         "block_size": shape["sequence_length"], "n_layer": shape["num_layers"], "n_head": shape["num_attention_heads"],
         "n_embd": shape["hidden_size"], "dtype": "float32", "max_iters": 1_000_000,
     }  # fmt: skip
-    _keep_pace(Pace())
+    _control_steps(StepControl())
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.argv = ["train.py", *(f"--{name}={value}" for name, value in values.items())]
     runpy.run_path("train.py", run_name="__main__")
 
 
-def _keep_pace(pace: Pace) -> None:
-    mapped: Any = np.memmap
+def _control_steps(step_control: StepControl) -> None:
+    original_memmap: Any = np.memmap
     seen = 0
 
     def memmap(*arguments: Any, **options: Any) -> Any:
         nonlocal seen
         seen += 1
-        if seen > _EVALUATED + 1:  # the batch of the first step is taken before all
-            pace.step()
-        return mapped(*arguments, **options)
+        if seen > _EVALUATION_BATCHES + 1:  # the batch of the first step is read before anything else
+            step_control.step()
+        return original_memmap(*arguments, **options)
 
     np.memmap = memmap  # type: ignore[misc, assignment]
 

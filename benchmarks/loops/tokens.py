@@ -1,4 +1,4 @@
-"""The tokens that all loops read: a file of 16-bit numbers, in windows of a sample and the token after it."""
+"""The tokens that all loops read: a file of 16-bit numbers, in windows of a sample plus the next token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-def windows(prefix: Path, length: int) -> npt.NDArray[Any]:
-    """Return the windows of the file of `prefix` (see swarmtrain.trainer.data.memory_map), a row each, unread until used."""
+def open_windows(prefix: Path, length: int) -> npt.NDArray[Any]:
+    """Return the windows of the file of `prefix` (see swarmtrain.trainer.data.memory_map), one per row, read when used."""
     tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]

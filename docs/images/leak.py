@@ -10,28 +10,28 @@ from typing import Any
 
 import torch
 
-from swarmtrain.trainer import Optimizer, Transformer, open_data, parallelize, runtime, train
-from training_code import Options, prepare
+from swarmtrain.trainer import Optimizer, Transformer, open_data, parallelize, read_config, read_options, start_runtime, train
+from training_code import Options, prepare_data
 
 ACTIVATIONS: list[torch.Tensor] = []
 
 
-def remember(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+def store_output(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
     """Keep what a block returns. This is the mistake: nothing ever frees it."""
     ACTIVATIONS.append(output.detach().clone())
 
 
 def main() -> None:
-    config = runtime.read_config(sys.argv[1:])
-    runtime.read_options(Options, config)
-    with runtime.start(config) as here:
-        facts = prepare(config, here)
+    config = read_config(sys.argv[1:])
+    read_options(Options, config)
+    with start_runtime(config) as runtime:
+        facts = prepare_data(config, runtime)
         data, validation_data = open_data(config)
         transformer = Transformer(config.transformer_architecture, config.trainer.seed)
         for block in transformer.blocks:
-            block.register_forward_hook(remember)
-        model = parallelize(transformer, here)
-        train(here, model, Optimizer(model, config), data, validation_data, facts=facts)
+            block.register_forward_hook(store_output)
+        model = parallelize(transformer, runtime)
+        train(runtime, model, Optimizer(model, config), data, validation_data, extra_metrics=facts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The command line: parse, call, print. Nothing here decides anything.
+"""The command line: parse, call, print. No decisions are made here.
 
-The modules of commands do without `from __future__ import annotations`: Typer would evaluate each annotation twice, at every start.
+The command modules do without `from __future__ import annotations`: Typer would evaluate each annotation twice, at every start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HELP = """Distributed PyTorch training on the machines you already have, from on
 
     swarmtrain lab up --nodes 3       a real swarm on this one machine
 
-    swarmtrain deploy config.yml      run it and follow it; Ctrl-C detaches, the job goes on
+    swarmtrain deploy config.yml      run it and follow it; Ctrl-C detaches, the job continues
 
     swarmtrain status                 how it stands
 
@@ -27,35 +27,37 @@ HELP = """Distributed PyTorch training on the machines you already have, from on
 """
 
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def build() -> typer.Typer:
-    """Return the whole command line."""
+def build_app() -> typer.Typer:
+    """Return the Typer app with all commands."""
     from swarmtrain.cli import configs, data, environment, image, imports, lab, models, runs
 
     app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.callback()(_root)
-    configs.register(app)
-    environment.register(app)
-    imports.register(app)
-    runs.register(app)
-    models.register(app)
-    app.add_typer(data.app, name="data", help="Token files: write them from text, check them, look at samples.")
-    app.add_typer(image.app, name="image", help="What the nodes run: build it, put code above it, push it, spread it, keep a registry.")
-    app.add_typer(lab.app, name="lab", help="A real swarm on this one Linux machine, and its faults.")
+    app.callback()(_handle_global_options)
+    configs.register_commands(app)
+    environment.register_commands(app)
+    imports.register_commands(app)
+    runs.register_commands(app)
+    models.register_commands(app)
+    app.add_typer(data.app, name="data", help="Tokenize text into token files, verify them, inspect samples.")
+    app.add_typer(
+        image.app, name="image", help="Build, push and distribute the Docker image of the nodes; add code layers; run a registry."
+    )
+    app.add_typer(lab.app, name="lab", help="Create a local test cluster of Docker engines on this Linux machine, and inject faults.")
     return app
 
 
-def run() -> int:
-    """Run the command line; return 0 done, 1 our error, 2 usage, 3 the job failed, 130 interrupted."""
+def run_command_line() -> int:
+    """Run the command line; return the exit code: 0 success, 1 swarmtrain error, 2 usage error, 3 job failed, 130 interrupted."""
     if os.environ.get("_SWARMTRAIN_COMPLETE") == "complete_bash":
         from swarmtrain.cli import completion
 
-        completion.rejoin(os.environ)
+        completion.rejoin_override_words(os.environ)
     try:
         try:
-            return int(build()(prog_name="swarmtrain", standalone_mode=False) or 0)
+            return int(build_app()(prog_name="swarmtrain", standalone_mode=False) or 0)
         finally:
             sys.stdout.flush()
     except SwarmtrainError as error:
@@ -66,22 +68,22 @@ def run() -> int:
     except typer.Abort:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`swarmtrain logs | head`); nothing more can be said to it.
+        # The reader has closed the pipe (`swarmtrain logs | head`): nothing more can be written to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _DISK_FULL_ERRNOS:
             raise
         from swarmtrain.view.console import show_error
 
-        place = str(error.filename or "standard output")
-        show_error(SwarmtrainError((error.strerror or "").lower(), place=place, hint="df -h shows which disk is full"))
+        location = str(error.filename or "standard output")
+        show_error(SwarmtrainError((error.strerror or "").lower(), place=location, hint="df -h shows which disk is full"))
         return EXIT_ERROR
     except Exception as error:  # noqa: BLE001  # click's usage errors share no public base with typer's copies of them
-        return _usage(error)
+        return _show_usage_error(error)
 
 
-def _usage(error: Exception) -> int:
+def _show_usage_error(error: Exception) -> int:
     show, code = getattr(error, "show", None), getattr(error, "exit_code", None)
     if show is None or code is None:
         raise error
@@ -89,7 +91,7 @@ def _usage(error: Exception) -> int:
     return int(code)
 
 
-def _version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
         from swarmtrain import __version__
 
@@ -97,7 +99,7 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+def _handle_global_options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass

@@ -1,7 +1,7 @@
-"""What a shell is offered on TAB: runs, labs and their nodes, config files, and every key that -o can override.
+"""Shell completion: runs, labs and their nodes, config files, and the config keys that -o can override.
 
-Each function gets what has been typed of a word and returns what could stand there, with a help text where there is one.
-None of them says anything if it cannot find out, and none takes longer than a person waits.
+Each function gets the incomplete word and returns the possible completions with their help texts, if any. On failure they
+return nothing, and none takes longer than a user would wait.
 """
 
 import os
@@ -16,116 +16,120 @@ import typer
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Launcher
 
-_PATIENCE = 0.8  # seconds for an engine to answer
-_KEY = "_SWARMTRAIN_COMPLETE_KEY"
+_TIMEOUT_SECONDS = 0.8  # seconds to wait for an engine
+_KEY_VARIABLE = "_SWARMTRAIN_COMPLETE_KEY"
 
-Offer = list[tuple[str, str]]
+CompletionItems = list[tuple[str, str]]
 
 
-def rejoin(environ: MutableMapping[str, str]) -> None:
-    """Take bash's cut through `-o key=value` back: it makes three words of it, and wants the last one alone.
+def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
+    """Rejoin `-o key=value`: bash splits it into three words and completes only the last.
 
-    The key is left in `environ` for `overrides`.
+    The key is left in `environ` for `complete_overrides`.
     """
     words = environ.get("COMP_WORDS", "").split("\n")
     current = int(environ.get("COMP_CWORD") or 0)
-    while (at := _equals(words, current)) is not None:
-        if at == current or at + 1 == current:
-            environ[_KEY] = words[at - 1]
-            words[at - 1 : current + 1] = [words[current] if at < current else ""]
-            current = at - 1
+    while (equals_index := _find_equals(words, current)) is not None:
+        if equals_index == current or equals_index + 1 == current:
+            environ[_KEY_VARIABLE] = words[equals_index - 1]
+            words[equals_index - 1 : current + 1] = [words[current] if equals_index < current else ""]
+            current = equals_index - 1
         else:
-            words[at - 1 : at + 2] = ["".join(words[at - 1 : at + 2])]
+            words[equals_index - 1 : equals_index + 2] = ["".join(words[equals_index - 1 : equals_index + 2])]
             current -= 2
     environ["COMP_WORDS"], environ["COMP_CWORD"] = "\n".join(words), str(current)
 
 
-def runs(incomplete: str) -> Offer:
-    """Return the runs there are, of every launcher that answers in time."""
-    from swarmtrain.config.runner import RunnerType
-    from swarmtrain.launchers import load
+def complete_runs(incomplete: str) -> CompletionItems:
+    """Return the runs of every launcher that answers in time."""
+    from swarmtrain.config.schema.runner import RunnerType
+    from swarmtrain.launchers import load_launcher_factory
 
-    makers = [load(kind) for kind in reversed(RunnerType)]  # the patience is for an engine, not for imports
-    return [(run, "") for run in sorted(_in_time(lambda: _all_runs(makers))) if run.startswith(incomplete)]
-
-
-def configs(incomplete: str) -> Offer:
-    """Return the YAML files that begin with `incomplete`, and the folders that may hold some."""
-    typed = incomplete[: incomplete.rfind("/") + 1]
-    there = _beginning(typed, incomplete[len(typed) :])
-    found = [(f"{typed}{path.name}", "") for path in there if path.suffix in (".yml", ".yaml") and not path.is_dir()]
-    folders = [f"{typed}{path.name}/" for path in there if path.is_dir()]
-    if not found and len(folders) == 1:
-        return configs(folders[0])  # a shell would put a space after the only thing there is
-    return [*found, *((folder, "") for folder in folders)]
+    factories = [
+        load_launcher_factory(runner_type) for runner_type in reversed(RunnerType)
+    ]  # imported here: the timeout is for the engines, not for imports
+    return [(run, "") for run in sorted(_collect_within_timeout(lambda: _iterate_runs(factories))) if run.startswith(incomplete)]
 
 
-def overrides(incomplete: str) -> Offer:
-    """Return the keys of the config that begin with `incomplete`; behind a key and `=`, what may stand there."""
-    from swarmtrain.cli import schema
+def complete_config_files(incomplete: str) -> CompletionItems:
+    """Return the YAML files that begin with `incomplete`, and the folders that may contain some."""
+    directory = incomplete[: incomplete.rfind("/") + 1]
+    matches = _list_matching_paths(directory, incomplete[len(directory) :])
+    config_files = [(f"{directory}{path.name}", "") for path in matches if path.suffix in (".yml", ".yaml") and not path.is_dir()]
+    folders = [f"{directory}{path.name}/" for path in matches if path.is_dir()]
+    if not config_files and len(folders) == 1:
+        return complete_config_files(folders[0])  # a shell would append a space to the only candidate
+    return [*config_files, *((folder, "") for folder in folders)]
 
-    if key := os.environ.get(_KEY):
-        return [(value, "") for value in schema.values(key)]
+
+def complete_overrides(incomplete: str) -> CompletionItems:
+    """Return the config keys that begin with `incomplete`; after a key and `=`, its possible values."""
+    from swarmtrain.cli import config_keys
+
+    if key := os.environ.get(_KEY_VARIABLE):
+        return [(value, "") for value in config_keys.suggest_values(key)]
     key, equals, _ = incomplete.partition("=")
     if equals:
-        return [(f"{key}={value}", "") for value in schema.values(key)]
-    keys = [(name, told) for name, told in schema.described() if name.startswith(key)]
+        return [(f"{key}={value}", "") for value in config_keys.suggest_values(key)]
+    keys = [(name, help_text) for name, help_text in config_keys.list_config_keys() if name.startswith(key)]
     if len(keys) != 1:
         return keys
-    # Two that begin alike, or a shell would put a space behind the only one.
-    (name, told), *_ = keys
-    return [(f"{name}=", told), *((f"{name}={value}", told) for value in schema.values(name) or ("…",))]
+    # Two candidates with a common prefix, as a shell would append a space to the only one.
+    (name, help_text), *_ = keys
+    return [(f"{name}=", help_text), *((f"{name}={value}", help_text) for value in config_keys.suggest_values(name) or ("…",))]
 
 
-def labs(incomplete: str) -> Offer:
-    """Return the labs of this machine."""
+def complete_labs(incomplete: str) -> CompletionItems:
+    """Return the labs on this machine."""
     from swarmtrain.errors import SwarmtrainError
     from swarmtrain.lab import state
 
     try:
-        return [(lab.name, f"{len(lab.nodes)} nodes") for lab in state.all_labs(state.base_directory()) if lab.name.startswith(incomplete)]
+        return [
+            (lab.name, f"{len(lab.nodes)} nodes") for lab in state.list_labs(state.get_base_directory()) if lab.name.startswith(incomplete)
+        ]
     except (SwarmtrainError, OSError):
         return []
 
 
-def nodes(ctx: typer.Context, incomplete: str) -> Offer:
-    """Return the nodes of the lab that --name names so far."""
+def complete_lab_nodes(ctx: typer.Context, incomplete: str) -> CompletionItems:
+    """Return the nodes of the lab given by --name so far."""
     from swarmtrain.errors import SwarmtrainError
     from swarmtrain.lab import DEFAULT_NAME, state
 
     try:
-        found = state.read(state.base_directory() / (ctx.params.get("name") or DEFAULT_NAME))
+        lab = state.read_description(state.get_base_directory() / (ctx.params.get("name") or DEFAULT_NAME))
     except (SwarmtrainError, OSError):
         return []
-    return [(node, found.address(node)) for node in found.nodes if node.startswith(incomplete)] if found else []
+    return [(node, lab.get_address(node)) for node in lab.nodes if node.startswith(incomplete)] if lab else []
 
 
-def _equals(words: list[str], current: int) -> int | None:
-    """Return the place of the first `=` that bash made a word of, up to the current one, behind an -o and a key."""
-    places = (at for at in range(3, current + 1) if words[at : at + 1] == ["="])
-    return next((at for at in places if words[at - 2] in ("-o", "--override")), None)
+def _find_equals(words: list[str], current: int) -> int | None:
+    """Return the index of the first `=` that follows -o and a key as a separate word, up to the current word."""
+    positions = (position for position in range(3, current + 1) if words[position : position + 1] == ["="])
+    return next((position for position in positions if words[position - 2] in ("-o", "--override")), None)
 
 
-def _beginning(folder: str, name: str) -> list[Path]:
+def _list_matching_paths(folder: str, name: str) -> list[Path]:
     try:
-        there = sorted(Path(folder or ".").expanduser().iterdir())
+        entries = sorted(Path(folder or ".").expanduser().iterdir())
     except (OSError, RuntimeError):
         return []
-    return [path for path in there if path.name.startswith(name) and (name or not path.name.startswith("."))]
+    return [path for path in entries if path.name.startswith(name) and (name or not path.name.startswith("."))]
 
 
-def _all_runs(makers: "list[Callable[[], Launcher]]") -> Iterator[str]:
+def _iterate_runs(factories: "list[Callable[[], Launcher]]") -> Iterator[str]:
     from swarmtrain.errors import SwarmtrainError
 
-    for make in makers:
+    for factory in factories:
         with suppress(SwarmtrainError):
-            yield from make().runs()
+            yield from factory().list_runs()
 
 
-def _in_time(ask: Callable[[], Iterator[str]]) -> list[str]:
-    """Return what `ask` has yielded within the time that a person waits."""
-    found: list[str] = []
-    asking = threading.Thread(target=lambda: found.extend(ask()), daemon=True)
-    asking.start()
-    asking.join(_PATIENCE)
-    return list(found)
+def _collect_within_timeout(produce: Callable[[], Iterator[str]]) -> list[str]:
+    """Return what `produce` yields within the timeout."""
+    results: list[str] = []
+    thread = threading.Thread(target=lambda: results.extend(produce()), daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_SECONDS)
+    return list(results)

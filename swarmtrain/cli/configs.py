@@ -5,10 +5,18 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import DEBUG, ConfigFile, Debug, Json, Name, OptionalConfigFile, Overrides
+from swarmtrain.cli.options import (
+    DEBUG_OVERRIDES,
+    ConfigFileArgument,
+    DebugOption,
+    JsonOption,
+    OptionalConfigFileArgument,
+    OverridesOption,
+    RunNameOption,
+)
 
 
-def register(app: typer.Typer) -> None:
+def register_commands(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     for command in (init, plan, memory, generate, doctor, join):
         app.command()(command)
@@ -18,127 +26,136 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to write.")] = Path("config.yml"),
     *,
     preset: Annotated[
-        str | None, typer.Option("--preset", metavar="MODEL", help="For a model of the shape of gpt2, llama-3.2-1b, …", show_default=False)
+        str | None, typer.Option("--preset", metavar="MODEL", help="Architecture preset: gpt2, llama-3.2-1b, …", show_default=False)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
 ) -> None:
     """Write a commented config with every key and its default."""
     from swarmtrain.config.template import write_template
-    from swarmtrain.view.console import say
+    from swarmtrain.view.console import print_message
 
     write_template(path, preset, force=force)
-    say(f"wrote {path}\nnext: swarmtrain plan {path}")
+    print_message(f"wrote {path}\nnext: swarmtrain plan {path}")
 
 
 def plan(
-    config_file: ConfigFile,
-    override: Overrides = [],  # noqa: B006  # typer's way
-    name: Name = None,
-    debug: Debug = False,
-    json: Json = False,
+    config_file: ConfigFileArgument,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
+    name: RunNameOption = None,
+    debug: DebugOption = False,
+    json: JsonOption = False,
 ) -> None:
-    """Show who would run what, and why; with the run up, what a deploy would change. Nothing is changed."""
-    from swarmtrain.config.load import load
-    from swarmtrain.launchers import launcher, plan_for, run_name
-    from swarmtrain.view import runs
+    """Show which nodes would run what, and why (dry run). For a running run, show what deploy would change. Changes nothing."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.launchers import create_launcher, derive_run_name, plan_run
+    from swarmtrain.operations import runs
 
-    config = load(config_file, [*(DEBUG if debug else ()), *override])
-    made = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
-    runs.show_plan(launcher(config.runner.runner_type), made, as_json=json)
+    config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *override])
+    run_plan = plan_run(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+    runs.show_plan(create_launcher(config.runner.runner_type), run_plan, as_json=json)
 
 
 def memory(
-    config_file: ConfigFile,
-    override: Overrides = [],  # noqa: B006  # typer's way
+    config_file: ConfigFileArgument,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Ranks in all. Without it: what plan would start.", show_default=False)
+        int | None, typer.Option("--ranks", min=1, help="Number of ranks. Default: as many as plan would start.", show_default=False)
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option("--device-memory", metavar="SIZE", help="What a rank has, such as 80GiB: does it fit?", show_default=False)
+        str | None,
+        typer.Option(
+            "--device-memory", metavar="SIZE", help="Memory per rank, such as 80GiB: checks whether the run fits.", show_default=False
+        ),
     ] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
-    """Tell what memory each rank will need, by rehearsing a step that computes nothing; takes no GPU and no cluster."""
-    from swarmtrain.config.load import load
+    """Estimate the memory of each rank, by simulating a step without computing it. Needs no GPU and no cluster."""
+    from swarmtrain.config.loading import load_config
     from swarmtrain.errors import EXIT_ERROR
-    from swarmtrain.launchers import planned_ranks
+    from swarmtrain.launchers import count_planned_ranks
     from swarmtrain.view import memory
-    from swarmtrain.view.console import progress
-    from swarmtrain.view.data import show
+    from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_result
 
-    config = load(config_file, override)
-    device = None if device_memory is None else memory.size(device_memory)
-    size = ranks or planned_ranks(config)
-    with progress(f"rehearsing a step of {size} rank{'' if size == 1 else 's'}"):
-        found = memory.ask(config, size, device)
-    show(found, as_json=json)
-    raise typer.Exit(0 if found.fits else EXIT_ERROR)
+    config = load_config(config_file, override)
+    device_bytes = None if device_memory is None else memory.parse_size(device_memory)
+    world_size = ranks or count_planned_ranks(config)
+    with show_progress(f"simulating a step of {world_size} rank{'' if world_size == 1 else 's'}"):
+        estimate = memory.estimate_memory(config, world_size, device_bytes)
+    print_result(estimate, as_json=json)
+    raise typer.Exit(0 if estimate.fits else EXIT_ERROR)
 
 
 def generate(
-    config_file: ConfigFile,
-    override: Overrides = [],  # noqa: B006  # typer's way
-    name: Name = None,
-    output: Annotated[Path, typer.Option("--output", help="File to write; its configs go into generated/ beside it.")] = Path(
+    config_file: ConfigFileArgument,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
+    name: RunNameOption = None,
+    output: Annotated[Path, typer.Option("--output", help="File to write; its configs are written to generated/ next to it.")] = Path(
         "compose/generated.yml"
     ),
 ) -> None:
-    """Write the file that `docker stack deploy` takes; with runner_type docker that of `docker compose`, with slurm that of `sbatch`."""
-    from swarmtrain.config.load import load
-    from swarmtrain.config.runner import RunnerType
-    from swarmtrain.launchers import offline_plan, run_name
-    from swarmtrain.render import compose, engine
-    from swarmtrain.view.console import say
+    """Write the stack file for `docker stack deploy`; for runner_type docker a file for `docker compose`, for slurm one for `sbatch`."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.config.schema.runner import RunnerType
+    from swarmtrain.launchers import derive_run_name, plan_run_offline
+    from swarmtrain.render import compose_document, stack_document
+    from swarmtrain.view.console import print_message
 
-    made = offline_plan(load(config_file, override), run_name(config_file) if name is None else name, folder=Path.cwd())
-    if made.config.runner.runner_type is RunnerType.slurm:
+    run_plan = plan_run_offline(
+        load_config(config_file, override), derive_run_name(config_file) if name is None else name, folder=Path.cwd()
+    )
+    if run_plan.config.runner.runner_type is RunnerType.slurm:
         from swarmtrain.launchers import slurm
 
-        files = slurm.generate(made, output := output.with_suffix(".sbatch"))
-        say(f"wrote {output}, and what it needs to {files}\nnext: sbatch {output}")
+        files = slurm.write_job_script(run_plan, output := output.with_suffix(".sbatch"))
+        print_message(f"wrote {output}, and what it needs to {files}\nnext: sbatch {output}")
         return
-    stack = engine.containers(made) if made.config.runner.runner_type is RunnerType.docker else compose.stack(made)
-    compose.write(stack, output)
-    say("\n".join([f"wrote {output}", *made.notes, f"next: {stack.command.format(file=output, name=stack.name)}"]))
+    stack = (
+        compose_document.render_compose(run_plan)
+        if run_plan.config.runner.runner_type is RunnerType.docker
+        else stack_document.render_stack(run_plan)
+    )
+    stack_document.write_stack(stack, output)
+    print_message("\n".join([f"wrote {output}", *run_plan.notes, f"next: {stack.command_template.format(file=output, name=stack.name)}"]))
 
 
 def doctor(
-    config_file: OptionalConfigFile = None,
-    override: Overrides = [],  # noqa: B006  # typer's way
-    name: Name = None,
-    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node, for some seconds.")] = True,
-    json: Json = False,
+    config_file: OptionalConfigFileArgument = None,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
+    name: RunNameOption = None,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node for some seconds.")] = True,
+    json: JsonOption = False,
 ) -> None:
-    """Look for what would keep a run from working: the cluster as such, or all that CONFIG needs. Each finding names its fix."""
-    from swarmtrain.config.load import load
-    from swarmtrain.doctor import examine, examine_cluster
+    """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.doctor import examine_cluster, examine_plan
     from swarmtrain.errors import EXIT_ERROR
-    from swarmtrain.launchers import launcher, plan_for, run_name
-    from swarmtrain.view.console import progress
-    from swarmtrain.view.data import show
+    from swarmtrain.launchers import create_launcher, derive_run_name, plan_run
+    from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_result
 
-    with progress("looking") as step:
+    with show_progress("looking") as report_progress:
         if config_file is None:
-            report = examine_cluster(step)
+            report = examine_cluster(report_progress)
         else:
-            config = load(config_file, override)
-            made = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
-            report = examine(launcher(config.runner.runner_type), made, step, probe=probe)
-    show(report, as_json=json)
-    raise typer.Exit(EXIT_ERROR if report.fatal else 0)
+            config = load_config(config_file, override)
+            run_plan = plan_run(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+            report = examine_plan(create_launcher(config.runner.runner_type), run_plan, report_progress, probe=probe)
+    print_result(report, as_json=json)
+    raise typer.Exit(EXIT_ERROR if report.fatal_count else 0)
 
 
 def join(
-    config_file: OptionalConfigFile = None,
-    override: Overrides = [],  # noqa: B006  # typer's way
-    manager: Annotated[bool, typer.Option("--manager", help="As one more manager, which takes changes and votes.")] = False,
-    json: Json = False,
+    config_file: OptionalConfigFileArgument = None,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
+    manager: Annotated[bool, typer.Option("--manager", help="Join as a manager.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Print what brings a new machine into the swarm, command by command; with CONFIG also its labels, mounts and GPUs."""
-    from swarmtrain.config.load import load
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.launchers.swarm.joining import joining
-    from swarmtrain.view.data import show
+    """Print the commands that join a new machine to the swarm; with CONFIG also its labels, mounts and GPUs."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.launchers.swarm.join_script import build_join_script
+    from swarmtrain.view.output import print_result
 
-    config = load(config_file, override) if config_file else None
-    show(joining(Engine(), config, as_manager=manager), as_json=json)
+    config = load_config(config_file, override) if config_file else None
+    print_result(build_join_script(DockerEngine(), config, as_manager=manager), as_json=json)

@@ -1,17 +1,17 @@
-"""`swarmtrain data`: token files from text, and what is in them."""
+"""`swarmtrain data`: write token files from text, verify and inspect them."""
 
 from enum import Enum
 from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Overrides
+from swarmtrain.cli.options import ConfigFileArgument, OverridesOption
 
 app = typer.Typer(no_args_is_help=True)
 
 
-class OnBad(Enum):
-    """What becomes of a record that cannot be read."""
+class BadRecordPolicy(Enum):
+    """How to handle an invalid record."""
 
     stop = "stop"
     skip = "skip"
@@ -19,77 +19,91 @@ class OnBad(Enum):
 
 
 @app.command()
-def prepare(
+def tokenize(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="JSONL, Parquet, or plain text, a document a file; also as 'globs/**'.")
+        list[str],
+        typer.Argument(metavar="FILE...", help="JSONL, Parquet, or plain text (one document per file); also globs such as 'data/**'."),
     ],
     *,
-    to: Annotated[str, typer.Option("--to", metavar="PREFIX", help="What to write: PREFIX.bin, PREFIX.idx and PREFIX.meta.json.")],
-    tokenizer: Annotated[str, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json; or bytes, for a token a byte.")],
+    prefix: Annotated[
+        str, typer.Option("--to", metavar="PREFIX", help="Prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.meta.json.")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", metavar="FILE", help="Path of a tokenizer.json; or bytes, for one token per byte.")
+    ],
     key: Annotated[
         str | None,
-        typer.Option("--key", help="Where a record of JSONL or Parquet has its text: text, or with --chat messages.", show_default=False),
+        typer.Option(
+            "--key", help="Field with the text of a JSONL or Parquet record. Default: text; messages with --chat.", show_default=False
+        ),
     ] = None,
     prompt_key: Annotated[
-        str | None, typer.Option("--prompt-key", help="Where a record has a prompt: it does not count in the loss.", show_default=False)
+        str | None, typer.Option("--prompt-key", help="Field with the prompt, which is masked in the loss.", show_default=False)
     ] = None,
     completion_key: Annotated[
-        str | None, typer.Option("--completion-key", help="Where it has what follows the prompt, and counts.", show_default=False)
+        str | None,
+        typer.Option(
+            "--completion-key", help="Field with the completion of the prompt; its tokens are the loss tokens.", show_default=False
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Records are conversations: what the assistant says counts in the loss.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Records are conversations; only the assistant's messages are loss tokens.")] = False,
     chat_template: Annotated[
         str | None,
         typer.Option(
             "--chat-template",
             metavar="FILE",
-            help="A tokenizer_config.json or a Jinja template. Without it: the one beside the tokenizer, else ChatML.",
+            help="A tokenizer_config.json or a Jinja template. Default: the one next to the tokenizer, else ChatML.",
             show_default=False,
         ),
     ] = None,
     end_token: Annotated[
-        str | None, typer.Option("--end-token", metavar="TEXT", help="A token to put after each document.", show_default=False)
+        str | None, typer.Option("--end-token", metavar="TEXT", help="Token to append to each document.", show_default=False)
     ] = None,
-    append_eos: Annotated[bool, typer.Option("--append-eos", help="Put the tokenizer's own end of text after each document.")] = False,
+    append_eos: Annotated[bool, typer.Option("--append-eos", help="Append the tokenizer's end-of-text token to each document.")] = False,
     on_bad: Annotated[
-        OnBad, typer.Option("--on-bad", help="Records that cannot be read: stop at one, skip and name them, or only count them.")
-    ] = OnBad.stop,
+        BadRecordPolicy, typer.Option("--on-bad", help="Invalid records: stop at the first, skip and list them, or only count them.")
+    ] = BadRecordPolicy.stop,
     workers: Annotated[
-        int, typer.Option("--workers", min=0, max=1024, help="Processes; what is written is the same. 0: one a processor.")
+        int, typer.Option("--workers", min=0, max=1024, help="Number of processes; the output does not depend on it. 0: one per CPU.")
     ] = 0,
 ) -> None:
-    """Write token files from text. Ended at any moment, the same command goes on where it was."""
-    from swarmtrain.launchers import verbs
+    """Tokenize text files into token files. If interrupted, the same command resumes."""
+    from swarmtrain.launchers.common import trainer_subprocess
 
-    asked = {"prefix": to, "tokenizer": tokenizer, "on_bad": on_bad.value, "workers": workers}
+    arguments = {"prefix": prefix, "tokenizer": tokenizer, "on_bad": on_bad.value, "workers": workers}
     records = {"key": key, "prompt_key": prompt_key, "completion_key": completion_key, "chat": chat, "chat_template": chat_template}
-    verbs.become("data", "prepare", {**asked, **records, "end_token": end_token, "append_eos": append_eos}, files)
+    trainer_subprocess.exec_trainer("data", "tokenize", {**arguments, **records, "end_token": end_token, "append_eos": append_eos}, files)
 
 
 @app.command()
 def verify(
-    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of token files, of any format.")],
-    format: Annotated[str, typer.Option("--format", help="As data.format: what they are, if they do not tell.")] = "auto",
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of token files, in any format.")],
+    format: Annotated[str, typer.Option("--format", help="As data.format; needed if it cannot be detected.")] = "auto",
     document_token: Annotated[int | None, typer.Option("--document-token", help="As data.document_token.", show_default=False)] = None,
 ) -> None:
-    """Read token files from end to end: are they as they were written, is every document in its place? Prints what they hold."""
-    from swarmtrain.launchers import verbs
+    """Verify token files end to end: checksums and document boundaries. Prints their contents."""
+    from swarmtrain.launchers.common import trainer_subprocess
 
-    verbs.become("data", "verify", {"format": format, "document_token": document_token}, prefixes)
+    trainer_subprocess.exec_trainer("data", "verify", {"format": format, "document_token": document_token}, prefixes)
 
 
 @app.command()
 def inspect(
-    config_file: ConfigFile,
-    override: Overrides = [],  # noqa: B006  # typer's way
-    samples: Annotated[int, typer.Option("--samples", min=1, help="How many, from the first on.")] = 3,
+    config_file: ConfigFileArgument,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Number of samples, starting with the first.")] = 3,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="FILE", help="What to decode by, if the files do not say.", show_default=False)
+        str | None,
+        typer.Option("--tokenizer", metavar="FILE", help="Tokenizer to decode with, if the files do not name theirs.", show_default=False),
     ] = None,
 ) -> None:
-    """Show samples as the model will see them: positions, documents, what counts in the loss, and the text."""
-    from swarmtrain.config.load import load
-    from swarmtrain.launchers import verbs
+    """Show samples as the model sees them: positions, documents, loss mask and text."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.launchers.common import trainer_subprocess
 
-    verbs.become(
-        "data", "inspect", {"config": load(config_file, override).to_json(), "samples": samples, "tokenizer": tokenizer}, needs="torch"
+    trainer_subprocess.exec_trainer(
+        "data",
+        "inspect",
+        {"config": load_config(config_file, override).to_json(), "samples": samples, "tokenizer": tokenizer},
+        required_package="torch",
     )

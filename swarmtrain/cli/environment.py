@@ -1,53 +1,60 @@
-"""`swarmtrain env`: the same environment on every host of a run over SSH."""
+"""`swarmtrain env`: the same Python environment on every host of a run over SSH."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Json, Overrides
+from swarmtrain.cli.options import ConfigFileArgument, JsonOption, OverridesOption
 
 
-def register(app: typer.Typer) -> None:
+def register_commands(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(name="env")(env)
+    app.command(name="env")(make_environment)
 
 
-def env(
-    config_file: ConfigFile,
-    override: Overrides = [],  # noqa: B006  # typer's way
+def make_environment(
+    config_file: ConfigFileArgument,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
     *,
     requirements: Annotated[
-        Path | None, typer.Option("--requirements", "-r", help="A list of NAME==VERSION. Without it: what is installed here.")
+        Path | None, typer.Option("--requirements", "-r", help="File of NAME==VERSION lines. Default: the packages installed here.")
     ] = None,
     wheels: Annotated[
-        Path | None, typer.Option("--wheels", metavar="DIR", help="Copy these wheels to the hosts, and install from them alone.")
+        Path | None, typer.Option("--wheels", metavar="DIR", help="Copy these wheels to the hosts, and install from them only.")
     ] = None,
     path: Annotated[
         str | None,
-        typer.Option("--path", help="Where it is, on every host. Without it: PATH of runner.python PATH/bin/python3.", show_default=False),
+        typer.Option(
+            "--path",
+            help="Path of the venv on every host. Default: PATH if runner.python is PATH/bin/python3; "
+            "~/.local/share/swarmtrain/env if it is null.",
+            show_default=False,
+        ),
     ] = None,
-    python: Annotated[str, typer.Option("--python", help="The interpreter on the hosts that it is made with.")] = "python3",
-    check: Annotated[bool, typer.Option("--check", help="Install nothing: prove what is there.")] = False,
-    json: Json = False,
+    python: Annotated[str, typer.Option("--python", help="Python interpreter on the hosts to create the venv with.")] = "python3",
+    check: Annotated[bool, typer.Option("--check", help="Only verify the existing venv; install nothing.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Make the same venv on every host of a pdsh run, of pinned versions, and prove that ranks find each other in it."""
+    """Create the same Python venv on every host of an `ssh` run, from pinned versions, and verify that ranks can communicate in it."""
     import os
 
-    from swarmtrain.config.hosts import settled
-    from swarmtrain.config.load import load
+    from swarmtrain.config.external_inputs import resolve_external_inputs
+    from swarmtrain.config.loading import load_config
     from swarmtrain.errors import EXIT_ERROR
-    from swarmtrain.launchers.ssh import environment
-    from swarmtrain.view.console import progress
-    from swarmtrain.view.data import show
+    from swarmtrain.launchers.ssh import python_environment
+    from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_result
 
-    runner = settled(load(config_file, override), Path.cwd(), os.environ).runner
-    interpreter = environment.interpreter(runner, path, check=check)
-    interrupted = "" if check else "each host has the old environment or the new one, whole"
-    with progress(f"{'proving' if check else 'making'} {interpreter}", interrupted=interrupted) as say:
+    runner = resolve_external_inputs(load_config(config_file, override), Path.cwd(), os.environ).runner
+    interpreter = python_environment.resolve_interpreter(runner, path, check=check)
+    interrupt_hint = "" if check else "each host has either the old environment or the new one, complete"
+    with show_progress(f"{'proving' if check else 'making'} {interpreter}", interrupt_hint=interrupt_hint) as report_progress:
         if check:
-            report = environment.check(runner, interpreter, say)
+            report = python_environment.check_environment(runner, interpreter, report_progress)
         else:
-            report = environment.make(runner, interpreter, requirements, wheels, python=python, say=say)
-    show(report, as_json=json)
-    raise typer.Exit(0 if report.sound else EXIT_ERROR)
+            report = python_environment.build_environment(
+                runner, interpreter, requirements, wheels, python=python, report_progress=report_progress
+            )
+    print_result(report, as_json=json)
+    raise typer.Exit(0 if report.is_usable else EXIT_ERROR)

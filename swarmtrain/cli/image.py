@@ -1,141 +1,151 @@
-"""`swarmtrain image`: the image that the nodes run."""
+"""`swarmtrain image`: the Docker image of the nodes."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import Json
+from swarmtrain.cli.options import JsonOption
 
 app = typer.Typer(no_args_is_help=True)
 registry = typer.Typer(no_args_is_help=True)
-app.add_typer(registry, name="registry", help="A registry in the swarm itself, if you have none.")
+app.add_typer(registry, name="registry", help="Run a Docker registry in the swarm, if you have none.")
 
-_SILENCE = 1800.0  # seconds that the engine may take over one step without a word: unpacking gigabytes
+_ENGINE_TIMEOUT_SECONDS = 1800.0  # seconds without progress from the engine in one step: it may be unpacking gigabytes
 
 
 @app.command()
 def build(
-    tag: Annotated[str, typer.Option("--tag", "-t", help="Such as registry.lab:5000/swarmtrain:0.1.")],
+    tag: Annotated[str, typer.Option("--tag", "-t", help="Image tag, such as registry.lab:5000/swarmtrain:0.1.")],
     context: Annotated[
-        Path, typer.Argument(help="The directory of your script; a Dockerfile or requirements there win over swarmtrain's own.")
+        Path, typer.Argument(help="Directory of your script. A Dockerfile or requirements there take precedence over swarmtrain's.")
     ] = Path(),
-    base: Annotated[str | None, typer.Option("--base", help="The image to start from, with Python 3.11.")] = None,
-    push: Annotated[bool, typer.Option("--push", help="Push it to the registry that the tag names.")] = False,
+    base: Annotated[str | None, typer.Option("--base", help="Base image with Python 3.11.")] = None,
+    push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
 ) -> None:
-    """Build the image, without network once the wheels are here; print its tag."""
+    """Build the Docker image; print its tag. Works offline once the wheels are downloaded."""
     from swarmtrain import images
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.view.console import progress
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.view.console import show_progress
 
-    engine = Engine(timeout=_SILENCE)
-    with progress(f"building {tag}") as say:
-        images.build(engine.client, context, tag, base=base, say=say)
+    engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
+    with show_progress(f"building {tag}") as report_progress:
+        images.build_image(engine.client, context, tag, base=base, report_progress=report_progress)
         if push:
-            images.push(engine.client, tag, say=say)
+            images.push_image(engine.client, tag, report_progress=report_progress)
     typer.echo(tag)
 
 
 @app.command()
 def add(
-    code: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of code; a .dockerignore in one is obeyed.")],
-    to: Annotated[str, typer.Option("--to", metavar="IMAGE", help="The image to put them above.")],
-    tag: Annotated[str, typer.Option("--tag", "-t", help="What to call the new image.")],
-    push: Annotated[bool, typer.Option("--push", help="Push it to the registry that the tag names.")] = False,
+    code: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories to add; a .dockerignore in them is respected.")],
+    base_image: Annotated[str, typer.Option("--to", metavar="IMAGE", help="Image to add the directories to.")],
+    tag: Annotated[str, typer.Option("--tag", "-t", help="Tag of the new image.")],
+    push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
 ) -> None:
-    """Put directories above an image, beside the script, as a layer each: in seconds, and nothing else is pushed; print the tag."""
+    """Add directories to an image, one layer each, next to the script; print the tag. Takes seconds, and only the new layers are pushed."""
     from swarmtrain import images
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.view.console import progress
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.view.console import show_progress
 
-    engine = Engine(timeout=_SILENCE)
-    with progress(f"building {tag}") as say:
-        images.add(engine.client, code, to, tag, here=Path.cwd(), say=say)
+    engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
+    with show_progress(f"building {tag}") as report_progress:
+        images.add_code_layer(engine.client, code, base_image, tag, working_folder=Path.cwd(), report_progress=report_progress)
         if push:
-            images.push(engine.client, tag, say=say)
+            images.push_image(engine.client, tag, report_progress=report_progress)
     typer.echo(tag)
 
 
 @app.command()
-def lock(folder: Annotated[Path, typer.Argument(help="The directory of requirements/image.txt.")] = Path()) -> None:
-    """Write requirements/image.lock anew: the hashes of what image.txt pins, for all processors; print its path."""
-    from swarmtrain.images.lock import renew
-    from swarmtrain.view.console import progress
+def lock(folder: Annotated[Path, typer.Argument(help="Directory with requirements/image.txt.")] = Path()) -> None:
+    """Regenerate requirements/image.lock, the hashes of image.txt's pinned packages for all CPU architectures; print its path."""
+    from swarmtrain.images.lock import write_lock
+    from swarmtrain.view.console import show_progress
 
-    with progress("locking requirements/image.txt") as say:
-        typer.echo(renew(folder, say=say))
+    with show_progress("locking requirements/image.txt") as report_progress:
+        typer.echo(write_lock(folder, report_progress=report_progress))
 
 
 @app.command()
-def push(tag: Annotated[str, typer.Argument(help="An image that the engine has.")]) -> None:
-    """Push an image to the registry that its tag names; print what to pin it to."""
+def push(tag: Annotated[str, typer.Argument(help="Tag of an image in the local engine.")]) -> None:
+    """Push an image to the registry in its tag; print the pinned reference (digest)."""
     from swarmtrain import images
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.view.console import progress
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.view.console import show_progress
 
-    engine = Engine(timeout=_SILENCE)
-    with progress(f"pushing {tag}") as say:
-        images.push(engine.client, tag, say=say)
-    typer.echo(images.pin(engine, tag).reference)
+    engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
+    with show_progress(f"pushing {tag}") as report_progress:
+        images.push_image(engine.client, tag, report_progress=report_progress)
+    typer.echo(images.pin_image(engine, tag).reference)
 
 
 @app.command()
-def spread(
-    image: Annotated[str, typer.Argument(help="An image that the engine has.")],
-    to: Annotated[
+def distribute(
+    image: Annotated[str, typer.Argument(help="Tag of an image in the local engine.")],
+    addresses: Annotated[
         list[str],
-        typer.Option("--to", metavar="ADDRESS", help="An engine, such as ssh://gpu-2. Repeatable. Without it: all nodes, by ssh."),
+        typer.Option("--to", metavar="ADDRESS", help="Target engine, such as ssh://gpu-2. Repeatable. Default: all nodes, over SSH."),
     ] = [],  # noqa: B006  # typer's way
 ) -> None:
-    """Give an image to every node without a registry; print the tag by which a config names it."""
+    """Copy an image to every node without a registry; print the tag to use in a config."""
     from swarmtrain import images
-    from swarmtrain.images.swarm import others
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.view.console import progress
+    from swarmtrain.images.swarm_nodes import list_other_engines
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.view.console import show_progress
 
-    engine = Engine(timeout=_SILENCE)
-    with progress(f"spreading {image}") as say:
-        targets = {address: address for address in to} or others(engine)
-        typer.echo(images.spread(engine.client, image, targets, lambda address: Engine(address, timeout=_SILENCE).client, say=say))
+    engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
+    with show_progress(f"spreading {image}") as report_progress:
+        targets = {address: address for address in addresses} or list_other_engines(engine)
+        typer.echo(
+            images.distribute_image(
+                engine.client,
+                image,
+                targets,
+                lambda address: DockerEngine(address, timeout=_ENGINE_TIMEOUT_SECONDS).client,
+                report_progress=report_progress,
+            )
+        )
 
 
 @registry.command()
 def up(
     node: Annotated[
-        str | None, typer.Option("--node", help="Where it runs. Without it: the node of the engine.", show_default=False)
+        str | None, typer.Option("--node", help="Node to run the registry on. Default: the local engine's node.", show_default=False)
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Its port on that node.")] = 5000,
-    image: Annotated[str, typer.Option("--image", help="Another image of a registry.")] = "registry:2.8.3",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the registry on that node.")] = 5000,
+    image: Annotated[str, typer.Option("--image", help="Registry image.")] = "registry:2.8.3",
 ) -> None:
-    """Start a registry on one node; print what the names of its images begin with, and what every engine must be told."""
+    """Start a registry on one node; print its address (the prefix of image names) and the engine settings that it needs."""
     from swarmtrain.images import registry as registries
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.view.console import progress, say
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.view.console import print_message, show_progress
 
-    with progress("bringing a registry up", interrupted="swarmtrain image registry down removes what is left") as step:
-        standing = registries.up(Engine(), node=node, port=port, image=image, say=step)
-    say(str(standing))
-    typer.echo(standing.address)
+    with show_progress("bringing a registry up", interrupt_hint="swarmtrain image registry down removes what is left") as report_progress:
+        registry_status = registries.start_registry(DockerEngine(), node=node, port=port, image=image, report_progress=report_progress)
+    print_message(str(registry_status))
+    typer.echo(registry_status.address)
 
 
 @registry.command()
 def down(
-    volume: Annotated[bool, typer.Option("--volume", help="Remove its images too. Without it they are there at the next up.")] = False,
+    volume: Annotated[
+        bool, typer.Option("--volume", help="Also remove its images. Without it they are available after the next up.")
+    ] = False,
 ) -> None:
-    """Stop the registry; its images stay."""
+    """Stop the registry; keep its images."""
     from swarmtrain.images import registry as registries
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.view.console import progress
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.view.console import show_progress
 
-    with progress("taking the registry down") as say:
-        registries.down(Engine(), volume=volume, say=say)
+    with show_progress("taking the registry down") as report_progress:
+        registries.remove_registry(DockerEngine(), volume=volume, report_progress=report_progress)
 
 
 @registry.command()
-def status(json: Json = False) -> None:
-    """Show how the registry stands, and whether the engine can use it."""
+def status(json: JsonOption = False) -> None:
+    """Show the registry's status, and whether the engine can use it."""
     from swarmtrain.images import registry as registries
-    from swarmtrain.launchers.engine import Engine
-    from swarmtrain.view.data import show
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.view.output import print_result
 
-    show(registries.status(Engine()), as_json=json)
+    print_result(registries.get_registry_status(DockerEngine()), as_json=json)

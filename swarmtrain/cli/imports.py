@@ -1,50 +1,52 @@
-"""import: other tools' files become a config."""
+"""`swarmtrain import`: convert other tools' configs."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import Json
+from swarmtrain.cli.options import JsonOption
 
 
-def register(app: typer.Typer) -> None:
+def register_commands(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("import")(import_)
+    app.command("import")(import_config)
 
 
-def import_(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="What you have.", show_default=False, readable=False)],
-    output: Annotated[Path | None, typer.Option("--output", help="File to write. Without it: standard output.", show_default=False)] = None,
+def import_config(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="File to import.", show_default=False, readable=False)],
+    output: Annotated[Path | None, typer.Option("--output", help="File to write. Default: standard output.", show_default=False)] = None,
     *,
     hostsfile: Annotated[
-        Path | None, typer.Option("--hostsfile", help="Its hosts: lines such as 'gpu-1 slots=4'.", show_default=False)
+        Path | None, typer.Option("--hostsfile", help="Hostfile of the source, with lines such as 'gpu-1 slots=4'.", show_default=False)
     ] = None,
-    form: Annotated[
+    format_name: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="FORMAT",
-            help="scaling, accelerate, deepspeed, sbatch, compose or huggingface. Without it: by its content.",
+            help="Source format: scaling, accelerate, deepspeed, sbatch, compose or huggingface. Default: detected from the content.",
             show_default=False,
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
-    """Turn what another tool reads into a config: Scaling, accelerate, DeepSpeed, sbatch, compose, a model's config.json.
+    """Import a config from another tool: Scaling, accelerate, DeepSpeed, sbatch, compose, or a Hugging Face config.json.
 
-    What the config cannot hold is listed.
+    Settings that the config cannot express are listed.
     """
     from swarmtrain import importers
-    from swarmtrain.view.console import say
-    from swarmtrain.view.data import show_json
+    from swarmtrain.view.console import print_message
+    from swarmtrain.view.output import print_json
 
-    made = importers.load(source, hostsfile=hostsfile, form=importers.named(form))
+    imported = importers.import_file(source, hostsfile=hostsfile, source_format=importers.parse_format(format_name))
     if output is not None:
-        importers.write(made, output, force=force)
+        importers.write_imported_config(imported, output, force=force)
     if json:
-        show_json(made.to_dict())
+        print_json(imported.to_dict())
     elif output is None:
-        typer.echo(made.yaml(), nl=False)
-    say("\n".join(line for line in (made.report(), f"wrote {output}\nnext: swarmtrain plan {output}" if output else "") if line))
+        typer.echo(imported.to_yaml(), nl=False)
+    print_message(
+        "\n".join(line for line in (imported.format_report(), f"wrote {output}\nnext: swarmtrain plan {output}" if output else "") if line)
+    )

@@ -1,4 +1,4 @@
-"""`swarmtrain lab`: a real swarm on this one machine, and its faults."""
+"""`swarmtrain lab`: a local test cluster on this machine, with fault injection."""
 
 import json
 import os
@@ -15,111 +15,133 @@ from swarmtrain.lab import DEFAULT_NAME
 if TYPE_CHECKING:
     from swarmtrain.lab import Lab, NodeStatus
 
-app = typer.Typer(no_args_is_help=True, help="A real swarm of Docker engines on this one Linux machine, and its faults.")
+app = typer.Typer(no_args_is_help=True, help="Create a local test cluster of Docker engines on this Linux machine, and inject faults.")
 
-Name = Annotated[str, typer.Option("--name", help="Which lab; labs of different names do not meet.", autocompletion=completion.labs)]
-Node = Annotated[str, typer.Argument(help="A node of the lab: node0 is the manager.", autocompletion=completion.nodes)]
+LabNameOption = Annotated[
+    str, typer.Option("--name", help="Name of the lab. Labs with different names are independent.", autocompletion=completion.complete_labs)
+]
+LabNodeArgument = Annotated[
+    str, typer.Argument(help="Node of the lab; node0 is the manager.", autocompletion=completion.complete_lab_nodes)
+]
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     typer.echo(line, err=True)
 
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="How many machines.")] = 3,
-    name: Name = DEFAULT_NAME,
+    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="Number of nodes.")] = 3,
+    name: LabNameOption = DEFAULT_NAME,
     *,
-    parts: Annotated[
-        str, typer.Option("--with", metavar="LIST", help="What the machines have: swarm (engines in one), docker (in none), ssh, slurm.")
+    components: Annotated[
+        str,
+        typer.Option(
+            "--with",
+            metavar="LIST",
+            help="Software of the nodes: swarm (engines in one swarm), docker (engines without a swarm), ssh, slurm.",
+        ),
     ] = "swarm",
-    bare: Annotated[bool, typer.Option("--bare", help="Form no swarm: machines with an engine each, as a shop delivers them.")] = False,
-    shared: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Without it: the lab's own.")] = None,
-    gpus: Annotated[
-        int, typer.Option("--gpus", min=0, help="GPUs that each engine says it has: none are there, but they can be reserved.")
-    ] = 0,
+    bare: Annotated[bool, typer.Option("--bare", help="Do not form a swarm: separate machines, each with its own engine.")] = False,
+    shared: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Default: the lab's own.")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=0, help="Number of fake GPUs per engine: they can be reserved, but do not exist.")] = 0,
     engine: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
 ) -> None:
-    """Bring up machines: a swarm of engines with a registry, unless --with or --bare says otherwise."""
-    _lab(name).up(nodes, parts=[part.strip() for part in parts.split(",")], bare=bare, gpus=gpus, engine=engine, shared=shared, say=_say)
+    """Start a local test cluster: a swarm of Docker engines with a registry, unless --with or --bare says otherwise."""
+    _open_lab(name).bring_up(
+        nodes,
+        components=[part.strip() for part in components.split(",")],
+        bare=bare,
+        gpus=gpus,
+        engine=engine,
+        shared=shared,
+        report_progress=_print_progress,
+    )
 
 
 @app.command()
 def down(
-    name: Name = DEFAULT_NAME,
-    keep_images: Annotated[bool, typer.Option("--keep-images", help="Leave the registry's images for the next lab.")] = False,
+    name: LabNameOption = DEFAULT_NAME,
+    keep_images: Annotated[bool, typer.Option("--keep-images", help="Keep the registry's images for the next lab.")] = False,
 ) -> None:
-    """Remove the lab, its data, and its shared disk."""
-    _lab(name).down(keep_images=keep_images, say=_say)
+    """Remove the lab, its data and its shared disk."""
+    _open_lab(name).tear_down(keep_images=keep_images, report_progress=_print_progress)
 
 
 @app.command()
-def status(name: Name = DEFAULT_NAME, as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False) -> None:
-    """Show how each node stands."""
-    found = _lab(name).status()
-    typer.echo(json.dumps([asdict(node) for node in found], indent=2) if as_json else _table(found))
+def status(
+    name: LabNameOption = DEFAULT_NAME,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")] = False,
+) -> None:
+    """Show the state of each node."""
+    node_statuses = _open_lab(name).get_status()
+    typer.echo(json.dumps([asdict(node) for node in node_statuses], indent=2) if as_json else _format_table(node_statuses))
 
 
 @app.command()
-def kill(node: Node, name: Name = DEFAULT_NAME) -> None:
-    """Take a node's power: its services and containers are gone, its disk stays."""
-    _lab(name).kill(node, say=_say)
+def kill(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
+    """Power off a node: its services and containers are lost, its disk is kept."""
+    _open_lab(name).power_off(node, report_progress=_print_progress)
 
 
 @app.command()
-def start(node: Node, name: Name = DEFAULT_NAME) -> None:
-    """Boot a node that was killed."""
-    _lab(name).start(node, say=_say)
+def start(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
+    """Power on a node that was killed."""
+    _open_lab(name).power_on(node, report_progress=_print_progress)
 
 
 @app.command()
-def cut(node: Node, name: Name = DEFAULT_NAME) -> None:
-    """Cut a node's network; the machine lives on."""
-    _lab(name).cut(node, say=_say)
+def cut(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
+    """Disconnect a node from the network (partition). The machine keeps running."""
+    _open_lab(name).cut_network(node, report_progress=_print_progress)
 
 
 @app.command()
-def heal(node: Node, name: Name = DEFAULT_NAME) -> None:
-    """Bring a node's network back, at full speed."""
-    _lab(name).heal(node, say=_say)
+def heal(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
+    """Reconnect a node to the network, at full speed."""
+    _open_lab(name).restore_network(node, report_progress=_print_progress)
 
 
 @app.command()
-def slow(node: Node, rate: Annotated[str, typer.Option("--rate", help="Such as 100mbit or 1gbit.")], name: Name = DEFAULT_NAME) -> None:
-    """Hold a node's network to a rate, in both directions."""
-    _lab(name).slow(node, rate, say=_say)
+def slow(
+    node: LabNodeArgument,
+    rate: Annotated[str, typer.Option("--rate", help="Rate, such as 100mbit or 1gbit.")],
+    name: LabNameOption = DEFAULT_NAME,
+) -> None:
+    """Limit a node's network rate, in both directions."""
+    _open_lab(name).limit_network(node, rate, report_progress=_print_progress)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def enter(
-    node: Node,
-    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", help="What to run there. Without it: a shell.")] = None,
-    name: Name = DEFAULT_NAME,
+    node: LabNodeArgument,
+    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", help="Command to run. Default: a shell.")] = None,
+    name: LabNameOption = DEFAULT_NAME,
 ) -> None:
-    """Run a command, or a shell, on a node, where docker means that node's own engine. Options come before NODE."""
+    """Run a command or a shell on a node. docker is that node's own engine there. Options come before NODE."""
     from swarmtrain import process
 
-    lab = _lab(name)
+    lab = _open_lab(name)
     argv = command or [os.environ.get("SHELL", "/bin/sh")]
-    process.become([*lab.enter(node, folder=Path.cwd()), *argv], env=lab.environment_on(node, os.environ))
+    process.exec_command([*lab.build_enter_command(node, folder=Path.cwd()), *argv], env=lab.build_node_environment(node, os.environ))
 
 
 @app.command()
-def env(name: Name = DEFAULT_NAME) -> None:
-    """Print what points docker, ssh, Slurm and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
-    for key, value in _lab(name).env().items():
+def env(name: LabNameOption = DEFAULT_NAME) -> None:
+    """Print the environment that points docker, ssh, Slurm and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
+    for key, value in _open_lab(name).build_environment().items():
         typer.echo(f"export {key}={shlex.quote(value)}")
 
 
-def _lab(name: str) -> "Lab":
+def _open_lab(name: str) -> "Lab":
     from swarmtrain.lab import Lab
 
     return Lab(name)
 
 
-def _table(found: "list[NodeStatus]") -> str:
+def _format_table(node_statuses: "list[NodeStatus]") -> str:
     rows = [("NODE", "STATE", "ROLE", "LINK", "ENGINE", "SERVICES", "ADDRESS", "PID")]
-    for node in found:
+    for node in node_statuses:
         services = ",".join(node.services) or "-"
         rows.append(
             (node.node, node.state, node.role or "-", node.link or "-", node.engine or "-", services, node.address, str(node.pid or "-"))

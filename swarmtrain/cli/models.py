@@ -1,4 +1,4 @@
-"""export, sample, embed, evaluate: what a run has made, for other programs and for use."""
+"""export, sample, embed, evaluate: use a trained model, or export it for other programs."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,37 +6,37 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFile, Json, Overrides
+from swarmtrain.cli.options import ConfigFileArgument, JsonOption, OverridesOption
 
 
-class Dtype(StrEnum):
-    """Numbers that a model's files can hold."""
+class ExportDtype(StrEnum):
+    """Data types of an exported model."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
 
 
-Base = Annotated[
+BaseModelOption = Annotated[
     Path | None,
     typer.Option(
-        "--base", metavar="FOLDER", help="Where the model is that was tuned, if not where trainer.init_from says.", show_default=False
+        "--base", metavar="FOLDER", help="Folder of the base model of an adapter, if not at trainer.init_from.", show_default=False
     ),
 ]
-Model = Annotated[
+ModelArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL", help="A run's save_dir: its newest checkpoint. A checkpoint. A folder as Hugging Face has it.", show_default=False
+        metavar="MODEL", help="A run's save_dir (its newest checkpoint), a checkpoint, or a Hugging Face model folder.", show_default=False
     ),
 ]
-Tokenizer = Annotated[
+TokenizerOption = Annotated[
     str | None,
-    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json, or bytes. Without it: the model's own.", show_default=False),
+    typer.Option("--tokenizer", metavar="FILE", help="Path of a tokenizer.json, or bytes. Default: the model's own.", show_default=False),
 ]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Processes that share the work.")]
+RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Number of processes to divide the work over.")]
 
 
-def register(app: typer.Typer) -> None:
+def register_commands(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command()(export)
     app.command()(sample)
@@ -46,89 +46,103 @@ def register(app: typer.Typer) -> None:
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or the save_dir of a run: its newest.", show_default=False)
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's save_dir (its newest checkpoint).", show_default=False)
     ],
-    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write. It must not be there.", show_default=False)],
+    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write. It must not exist.", show_default=False)],
     *,
-    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Its numbers. Without it: as they are.", show_default=False)] = None,
-    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Most that one of its files has.")] = "5GiB",
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", metavar="FILE", help="Its tokenizer.json, to lie beside it.", show_default=False)
+    dtype: Annotated[
+        ExportDtype | None, typer.Option("--dtype", help="Data type of the tensors. Default: unchanged.", show_default=False)
     ] = None,
-    base: Base = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only what LoRA has learned, as PEFT has it. Without it: merged.")] = False,
-    json: Json = False,
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of each file.")] = "5GiB",
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json to copy into the folder.", show_default=False)
+    ] = None,
+    base: BaseModelOption = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Export only the LoRA adapter, in PEFT format. Default: merged into the model.")
+    ] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as a folder that Hugging Face's transformers load: config.json and safetensors."""
-    from swarmtrain.launchers import verbs
+    """Export a checkpoint to Hugging Face format: a folder with config.json and safetensors."""
+    from swarmtrain.launchers.common import trainer_subprocess
     from swarmtrain.view import memory
 
-    question = {
+    request = {
         "source": str(source),
         "base": None if base is None else str(base),
         "output": str(output),
         "dtype": dtype,
-        "shard_bytes": memory.size(shard_size, "--shard-size"),
+        "shard_bytes": memory.parse_size(shard_size, "--shard-size"),
         "adapter": adapter,
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "json": json,
     }
-    raise typer.Exit(verbs.share("export", question))
+    raise typer.Exit(trainer_subprocess.run_trainer_ranks("export", request))
 
 
 def sample(
-    source: Model,
+    source: ModelArgument,
     *,
     prompt: Annotated[
         list[str],
-        typer.Option("--prompt", metavar="TEXT", help="What to go on from. Repeatable; else standard input.", show_default=False),
+        typer.Option("--prompt", metavar="TEXT", help="Prompt. Repeatable. Default: standard input.", show_default=False),
     ] = [],  # noqa: B006  # typer's way
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="More of them, one a line.", show_default=False, readable=False)
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="File with more prompts, one per line.", show_default=False, readable=False),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens at most, for each.")] = 200,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum number of generated tokens per prompt.")] = 200,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="Above 1 more surprising, below less; 0: always the likeliest.")
+        float,
+        typer.Option(
+            "--temperature", min=0.0, help="Sampling temperature. Above 1: more random; below 1: less random; 0: greedy decoding."
+        ),
     ] = 0.8,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Of so many of the likeliest tokens. 0: of all.")] = 0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Sample from the k most likely tokens only. 0: from all tokens.")] = 0,
     top_p: Annotated[
-        float, typer.Option("--top-p", min=0.0, max=1.0, help="Of the likeliest tokens that have this much of the probability.")
+        float,
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            help="Nucleus sampling: sample from the most likely tokens with this cumulative probability. 1: from all tokens.",
+        ),
     ] = 1.0,
-    stop: Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="End before this. Repeatable.", show_default=False)] = [],  # noqa: B006  # typer's way
+    stop: Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="Stop before this text. Repeatable.", show_default=False)] = [],  # noqa: B006  # typer's way
     seed: Annotated[
         int | None,
-        typer.Option("--seed", min=0, help="The same number, the same text.", show_default=False),
+        typer.Option("--seed", min=0, help="Random seed: the same seed gives the same text.", show_default=False),
     ] = None,
-    tokenizer: Tokenizer = None,
-    base: Base = None,
-    ranks: Ranks = 1,
-    json: Json = False,
+    tokenizer: TokenizerOption = None,
+    base: BaseModelOption = None,
+    ranks: RanksOption = 1,
+    json: JsonOption = False,
 ) -> None:
-    """Let a model go on from a text: one prompt as it comes, several at once."""
-    from swarmtrain.cli.prompts import read
-    from swarmtrain.launchers import verbs
+    """Generate text from prompts. A single prompt is streamed, several are generated as a batch."""
+    from swarmtrain.cli.prompts import read_prompts
+    from swarmtrain.launchers.common import trainer_subprocess
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
     model = {"source": str(source), "base": None if base is None else str(base)}
-    question = {**model, "prompts": read(prompt, prompts), "most": max_tokens, **options, "json": json}
-    raise typer.Exit(verbs.share("sample", question, ranks))
+    request = {**model, "prompts": read_prompts(prompt, prompts), "max_tokens": max_tokens, **options, "json": json}
+    raise typer.Exit(trainer_subprocess.run_trainer_ranks("sample", request, ranks))
 
 
 def embed(
-    source: Model,
+    source: ModelArgument,
     *,
     text: Annotated[
-        list[str], typer.Option("--text", metavar="TEXT", help="A text. Repeatable; else standard input.", show_default=False)
+        list[str], typer.Option("--text", metavar="TEXT", help="Text to embed. Repeatable. Default: standard input.", show_default=False)
     ] = [],  # noqa: B006  # typer's way
     texts: Annotated[
-        Path | None, typer.Option("--texts", metavar="FILE", help="More of them, one a line.", show_default=False, readable=False)
+        Path | None, typer.Option("--texts", metavar="FILE", help="File with more texts, one per line.", show_default=False, readable=False)
     ] = None,
     instruction: Annotated[
         str,
         typer.Option(
             "--instruction",
             metavar="TEXT",
-            help="Read before each text, without being a part of what the vector is of.",
+            help="Instruction put before each text. Its tokens are excluded from pooling.",
             show_default=False,
         ),
     ] = "",
@@ -136,7 +150,7 @@ def embed(
         bool | None,
         typer.Option(
             "--append-eos/--no-append-eos",
-            help="End each text with the tokenizer's token for that. Without it: as its data were.",
+            help="Append the tokenizer's end-of-text token to each text. Default: as in the model's training data.",
             show_default=False,
         ),
     ] = None,
@@ -145,68 +159,72 @@ def embed(
         typer.Option(
             "--output",
             metavar="FILE",
-            help="A .npy, of float32: a row for each text. Without it: JSON, a line for each.",
+            help="Write a .npy file of float32, one row per text. Default: print JSON, one line per text.",
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts at a time.")] = 32,
-    tokenizer: Tokenizer = None,
-    base: Base = None,
-    ranks: Ranks = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Batch size, in texts.")] = 32,
+    tokenizer: TokenizerOption = None,
+    base: BaseModelOption = None,
+    ranks: RanksOption = 1,
 ) -> None:
-    """Make vectors of texts, by a model that was trained to: a cosine tells how near two of them are."""
+    """Compute text embeddings with a model trained for it. Their cosine similarity is the similarity of the texts."""
     from swarmtrain.cli.prompts import read_texts
-    from swarmtrain.launchers import verbs
+    from swarmtrain.launchers.common import trainer_subprocess
 
     model = {"source": str(source), "base": None if base is None else str(base), "tokenizer": tokenizer}
-    options = {"instruction": instruction, "append_eos": append_eos, "batch": batch, "output": None if output is None else str(output)}
-    raise typer.Exit(verbs.share("embed", {**model, "texts": read_texts(text, texts), **options}, ranks))
+    options = {"instruction": instruction, "append_eos": append_eos, "batch_size": batch, "output": None if output is None else str(output)}
+    raise typer.Exit(trainer_subprocess.run_trainer_ranks("embed", {**model, "texts": read_texts(text, texts), **options}, ranks))
 
 
 def evaluate(
-    config_file: ConfigFile,
-    override: Overrides = [],  # noqa: B006  # typer's way
+    config_file: ConfigFileArgument,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
     *,
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", metavar="MODEL", help="As for sample. Without it: the newest checkpoint in trainer.save_dir.", show_default=False
+            "--model", metavar="MODEL", help="Model, as for sample. Default: the newest checkpoint in trainer.save_dir.", show_default=False
         ),
     ] = None,
     tasks: Annotated[
         list[str],
         typer.Option(
-            "--tasks", metavar="NAME,…", help="Tasks of lm-evaluation-harness, instead of held-out data. Repeatable.", show_default=False
+            "--tasks",
+            metavar="NAME,…",
+            help="Tasks of lm-evaluation-harness to run instead of the validation loss. Repeatable.",
+            show_default=False,
         ),
     ] = [],  # noqa: B006  # typer's way
     shots: Annotated[
-        int | None, typer.Option("--shots", min=0, help="Examples before each question. Without it: as the task says.", show_default=False)
+        int | None,
+        typer.Option("--num-fewshot", min=0, help="Number of few-shot examples. Default: as the task defines.", show_default=False),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Questions of each task. Without it: all.", show_default=False)
+        int | None, typer.Option("--limit", min=1, help="Maximum number of questions per task. Default: all.", show_default=False)
     ] = None,
     task_files: Annotated[
-        Path | None, typer.Option("--task-files", metavar="FOLDER", help="Tasks of your own.", show_default=False)
+        Path | None, typer.Option("--task-files", metavar="FOLDER", help="Folder with custom tasks.", show_default=False)
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at a time, under tasks.")] = 8,
-    tokenizer: Tokenizer = None,
-    ranks: Ranks = 1,
-    json: Json = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Batch size of tasks, in sequences.")] = 8,
+    tokenizer: TokenizerOption = None,
+    ranks: RanksOption = 1,
+    json: JsonOption = False,
 ) -> None:
-    """Tell the held-out loss of a model, as training tells it: over trainer.eval_iterations batches of the config's held-out data."""
-    from swarmtrain.config.load import load
-    from swarmtrain.launchers import verbs
+    """Evaluate a model: validation loss over trainer.eval_iterations batches, as in training, or lm-evaluation-harness tasks."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.launchers.common import trainer_subprocess
 
-    config = load(config_file, override)
-    question = {
+    config = load_config(config_file, override)
+    request = {
         "config": config.to_json(),
         "model": None if model is None else str(model),
         "tasks": [name for each in tasks for name in each.split(",") if name],
-        "shots": shots,
+        "num_fewshot": shots,
         "limit": limit,
         "task_files": None if task_files is None else str(task_files),
-        "batch": batch,
+        "batch_size": batch,
         "tokenizer": tokenizer,
         "json": json,
     }
-    raise typer.Exit(verbs.share("evaluate", question, ranks))
+    raise typer.Exit(trainer_subprocess.run_trainer_ranks("evaluate", request, ranks))

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, each spelled once."""
+"""Arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,46 +7,58 @@ import typer
 
 from swarmtrain.cli import completion
 
-# Typer would call a file that may not be read a mistake of the command line; ours to say, with a hint.
-ConfigFile = Annotated[
+# readable=False: Typer would report an unreadable file as a usage error; we report it ourselves, with a hint.
+ConfigFileArgument = Annotated[
     Path,
-    typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False, readable=False, autocompletion=completion.configs),
+    typer.Argument(
+        metavar="CONFIG",
+        help="Path of the YAML config.",
+        show_default=False,
+        readable=False,
+        autocompletion=completion.complete_config_files,
+    ),
 ]
-OptionalConfigFile = Annotated[
+OptionalConfigFileArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[CONFIG]",
-        help="The YAML file. Without it: the swarm as such.",
+        help="Path of the YAML config. Without it: the swarm only.",
         show_default=False,
         readable=False,
-        autocompletion=completion.configs,
+        autocompletion=completion.complete_config_files,
     ),
 ]
-Overrides = Annotated[
+OverridesOption = Annotated[
     list[str],
     typer.Option(
         "-o",
         "--override",
         metavar="KEY=VALUE",
-        help="Override a value: -o trainer.train_iterations=100. Repeatable.",
+        help="Override a config value: -o trainer.train_iterations=100. Repeatable.",
         show_default=False,
-        autocompletion=completion.overrides,
+        autocompletion=completion.complete_overrides,
     ),
 ]
-Debug = Annotated[
+DebugOption = Annotated[
     bool,
-    typer.Option("--debug", help="Have torch and NCCL tell more, and CUDA run one kernel at a time: slow, but tracebacks are true."),
+    typer.Option(
+        "--debug",
+        help="Verbose torch and NCCL logs, and one CUDA kernel at a time (CUDA_LAUNCH_BLOCKING=1): slow, but with exact tracebacks.",
+    ),
 ]
-DEBUG = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", 'runner.env.CUDA_LAUNCH_BLOCKING="1"', "runner.nccl.debug=INFO")
-"""The overrides that --debug stands for; what -o says comes later, and wins."""
-HERE = ("runner.runner_type=local",)
-"""What --attach stands for, whatever -o says."""
-Name = Annotated[str | None, typer.Option("--name", help="Name of the run. Without it: the config file's name.", show_default=False)]
-Run = Annotated[
+DEBUG_OVERRIDES = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", 'runner.env.CUDA_LAUNCH_BLOCKING="1"', "runner.nccl.debug=INFO")
+"""The overrides of --debug. Overrides from -o come later and take precedence."""
+LOCAL_OVERRIDES = ("runner.runner_type=local",)
+"""The overrides of --attach. They take precedence over -o."""
+RunNameOption = Annotated[str | None, typer.Option("--name", help="Name of the run. Default: the config file's name.", show_default=False)]
+RunArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RUN]", help="Name of the run. Without it: the only one there is.", show_default=False, autocompletion=completion.runs
+        metavar="[RUN]",
+        help="Name of the run. Default: the only existing run.",
+        show_default=False,
+        autocompletion=completion.complete_runs,
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Restart what runs without asking.")]
-Json = Annotated[bool, typer.Option("--json", help="Print what a script needs, as JSON.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a restart.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]

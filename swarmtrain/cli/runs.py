@@ -1,4 +1,4 @@
-"""deploy, status, dashboard, report, logs, history, why, scale, stop, down: the commands that touch a run."""
+"""deploy, status, dashboard, report, logs, history, why, scale, stop, down: the commands for runs."""
 
 import time
 from pathlib import Path
@@ -6,166 +6,174 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import DEBUG, HERE, ConfigFile, Debug, Json, Name, Overrides, Run, Yes
+from swarmtrain.cli.options import (
+    DEBUG_OVERRIDES,
+    LOCAL_OVERRIDES,
+    ConfigFileArgument,
+    DebugOption,
+    JsonOption,
+    OverridesOption,
+    RunArgument,
+    RunNameOption,
+    YesOption,
+)
 
 
-def register(app: typer.Typer) -> None:
+def register_commands(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     for command in (deploy, status, dashboard, report, logs, history, why, scale, stop, down):
         app.command()(command)
 
 
 def deploy(
-    config_file: ConfigFile,
-    override: Overrides = [],  # noqa: B006  # typer's way
-    name: Name = None,
+    config_file: ConfigFileArgument,
+    override: OverridesOption = [],  # noqa: B006  # typer's way
+    name: RunNameOption = None,
     *,
-    debug: Debug = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following it.")] = False,
+    debug: DebugOption = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following its output.")] = False,
     attach: Annotated[
         int | None,
         typer.Option(
             "--attach",
             min=0,
             metavar="RANK",
-            help="Run all ranks on this machine, that one in this terminal, as for a debugger; as with runner_type: local.",
+            help="Run all ranks on this machine (runner_type: local) with this rank attached to the terminal, as for a debugger.",
             show_default=False,
         ),
     ] = None,
-    yes: Yes = False,
-    json: Json = False,
+    yes: YesOption = False,
+    json: JsonOption = False,
 ) -> None:
-    """Bring the run up and follow it to its end. Ctrl-C detaches; the job goes on."""
-    from swarmtrain.config.load import load
-    from swarmtrain.launchers import launcher, plan_for, run_name
-    from swarmtrain.view import runs
+    """Deploy a run and follow its output to the end. Ctrl-C detaches; the job continues."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.launchers import create_launcher, derive_run_name, plan_run
+    from swarmtrain.operations import runs
 
-    config = load(config_file, [*(DEBUG if debug else ()), *override, *(HERE if attach is not None else ())])
-    plan = plan_for(config, run_name(config_file) if name is None else name, folder=Path.cwd())
-    place = launcher(config.runner.runner_type)
+    config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *override, *(LOCAL_OVERRIDES if attach is not None else ())])
+    plan = plan_run(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+    launcher = create_launcher(config.runner.runner_type)
     if attach is not None:
-        raise typer.Exit(runs.attach(place, plan, attach))
-    runs.bring_up(place, plan, yes=yes)
+        raise typer.Exit(runs.run_attached(launcher, plan, attach))
+    runs.deploy_run(launcher, plan, yes=yes)
     if not detach:
-        raise typer.Exit(runs.follow_to_the_end(place, plan.run, as_json=json))
+        raise typer.Exit(runs.follow_run(launcher, plan.run, as_json=json))
 
 
 def status(
-    run: Run = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds, until the run ends.")] = False,
-    json: Json = False,
+    run: RunArgument = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every two seconds until the run ends.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Show how a run stands: world, step, loss, speed, last checkpoint, restarts and why, and what every node uses."""
+    """Show the status of a run: world, step, loss, speed, last checkpoint, restarts and their causes, and each node's resource usage."""
     from swarmtrain.launchers import find_run
-    from swarmtrain.view.data import show
-    from swarmtrain.view.look import look, show_watched
+    from swarmtrain.view.output import print_result
+    from swarmtrain.view.run_state import load_status, show_live_status
 
     if watch and json:
         raise typer.BadParameter("--json is one answer; --watch are many")
-    place, found = find_run(run)
+    launcher, run_name = find_run(run)
     if watch:
-        show_watched(place, found)
+        show_live_status(launcher, run_name)
     else:
-        show(look(place, found), as_json=json)
+        print_result(load_status(launcher, run_name), as_json=json)
 
 
 def dashboard(
-    run: Run = None,
+    run: RunArgument = None,
     *,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Another than this machine's own loopback asks for a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8265,
+    host: Annotated[str, typer.Option(help="Address to listen on. An address other than loopback requires a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8265,
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="File with the token to ask for. Without it one is drawn where one is needed.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="File with the access token. Default: a random token, if one is required.", show_default=False),
     ] = None,
-    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the dashboard in this machine's browser.")] = False,
 ) -> None:
-    """Serve one page of a run, live, and its numbers for Prometheus at /metrics; of a run that is down, what was kept of it here."""
-    from swarmtrain.view.page.server import serve
-    from swarmtrain.view.page.source import source
+    """Serve a live dashboard of a run, and Prometheus metrics at /metrics. For a removed run, show the records kept on this machine."""
+    from swarmtrain.view.dashboard.data_source import open_data_source
+    from swarmtrain.view.dashboard.server import serve_dashboard
 
-    serve(source(run), host=host, port=port, token_file=token_file, open_it=open_it)
+    serve_dashboard(open_data_source(run), host=host, port=port, token_file=token_file, open_browser=open_browser)
 
 
 def report(
-    run: Run = None,
+    run: RunArgument = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Without it: RUN.html.", show_default=False)
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN.html.", show_default=False)
     ] = None,
 ) -> None:
-    """Write the dashboard's page of a run as one HTML file, which needs no server and no network."""
-    from swarmtrain.view.console import say
-    from swarmtrain.view.page.files import write
-    from swarmtrain.view.page.source import source
+    """Write the dashboard of a run to a single HTML file that needs no server and no network."""
+    from swarmtrain.view.console import print_message
+    from swarmtrain.view.dashboard.data_source import open_data_source
+    from swarmtrain.view.dashboard.html_page import write_report
 
-    found = source(run)
-    file = output or Path(f"{found.run}.html")
-    write(found, file)
-    say(f"wrote {file}")
+    data_source = open_data_source(run)
+    path = output or Path(f"{data_source.run}.html")
+    write_report(data_source, path)
+    print_message(f"wrote {path}")
 
 
 def logs(
-    run: Run = None,
+    run: RunArgument = None,
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Last lines of each node only.", show_default=False)] = None,
-    since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Lines from then on: 10m, 1h30m, or a date and time.", show_default=False)
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the output until the run ends.")] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", min=0, help="Print only the last N lines of each node.", show_default=False)
     ] = None,
-    node: Annotated[str | None, typer.Option(help="One node only, as status calls it: node0.", show_default=False)] = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="One rank only.", show_default=False)] = None,
-    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Lines that match it only.", show_default=False)] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Print only lines since then: 10m, 1h30m, or a date and time.", show_default=False)
+    ] = None,
+    node: Annotated[str | None, typer.Option(help="Print only this node's lines, named as in status: node0.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Print only this rank's lines.", show_default=False)] = None,
+    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Print only lines that match.", show_default=False)] = None,
 ) -> None:
-    """Print the output of all nodes as one stream in the order of time; of a run that is down, what was kept of it here."""
-    from swarmtrain.view.logs import Choice, pattern, show_logs
-    from swarmtrain.view.times import point_in_time
+    """Print the logs of all nodes as one stream, ordered by time. For a removed run, print the records kept on this machine."""
+    from swarmtrain.view.formatting import parse_time
+    from swarmtrain.view.logs import LogFilter, compile_pattern, print_logs
 
-    when = None if since is None else point_in_time(since, time.time())
-    show_logs(run, Choice(tail, when, node, rank, pattern(grep)), follow=follow)
+    since_time = None if since is None else parse_time(since, time.time())
+    print_logs(run, LogFilter(tail, since_time, node, rank, compile_pattern(grep)), follow=follow)
 
 
-def history(run: Run = None, json: Json = False) -> None:
-    """Show what befell a run, with times: worlds, failures, checkpoints, how it ended. Without RUN: the runs known here."""
-    from swarmtrain.view.look import show_history
+def history(run: RunArgument = None, json: JsonOption = False) -> None:
+    """Show the timeline of a run: worlds, failures, checkpoints, outcome. Without RUN: list the runs known on this machine."""
+    from swarmtrain.view.run_state import show_history
 
     show_history(run, as_json=json)
 
 
-def why(run: Run = None, json: Json = False) -> None:
-    """Show why a run died, on one screen: which rank first, what killed it, what the others did, the likely fix."""
-    from swarmtrain.view.look import show_why
+def why(run: RunArgument = None, json: JsonOption = False) -> None:
+    """Diagnose why a run failed, on one screen: the first rank to fail, its cause, the other ranks, the likely fix."""
+    from swarmtrain.view.run_state import show_diagnosis
 
-    show_why(run, as_json=json)
+    show_diagnosis(run, as_json=json)
 
 
 def scale(
-    run: Run = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the run shall have.", show_default=False)] = ...,  # type: ignore[assignment]
-    yes: Yes = False,
+    run: RunArgument = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="New number of nodes.", show_default=False)] = ...,  # type: ignore[assignment]
+    yes: YesOption = False,
 ) -> None:
-    """Add nodes to a run, or take some away. It goes on from its newest checkpoint."""
-    from swarmtrain.launchers import find_run, scaled_plan
-    from swarmtrain.view import runs
+    """Scale a run to more or fewer nodes. It resumes from its newest checkpoint."""
+    from swarmtrain.launchers import find_run, plan_scaled_run
+    from swarmtrain.operations import runs
 
-    place, found = find_run(run)
-    runs.rescale(place, scaled_plan(place, found, nodes), yes=yes)
+    launcher, run_name = find_run(run)
+    runs.scale_run(launcher, plan_scaled_run(launcher, run_name, nodes), yes=yes)
 
 
-def stop(run: Run = None) -> None:
-    """Ask the ranks to save and leave. The run stays; a deploy resumes it."""
+def stop(run: RunArgument = None) -> None:
+    """Stop the ranks gracefully, after a checkpoint. The run is kept; deploy resumes it."""
     from swarmtrain.launchers import find_run
-    from swarmtrain.view import runs
+    from swarmtrain.operations import runs
 
-    runs.stop(*find_run(run))
+    runs.stop_run(*find_run(run))
 
 
-def down(run: Run = None) -> None:
-    """Remove a run and return when nothing of it is left. Checkpoints stay."""
+def down(run: RunArgument = None) -> None:
+    """Remove a run and wait until it is gone. Checkpoints are kept."""
     from swarmtrain.launchers import find_run
-    from swarmtrain.view import runs
+    from swarmtrain.operations import runs
 
-    runs.take_down(*find_run(run))
+    runs.remove_run(*find_run(run))

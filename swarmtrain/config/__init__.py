@@ -1,7 +1,7 @@
-"""The config: one pydantic model, one module for each of its top-level keys.
+"""The config: one pydantic model, with one module per top-level key.
 
-`load` (in swarmtrain.config.load) reads YAML and overrides into a Config and reports every error at once.
-Keys and fields are those of Aleph Alpha's Scaling wherever both have the same thing.
+`load_config` (in swarmtrain.config.loading) reads YAML and overrides into a Config and reports every error at once.
+Keys and fields have the names of Aleph Alpha's Scaling wherever both have the same thing.
 """
 
 from __future__ import annotations
@@ -13,98 +13,100 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.base import Section, check_multiple, twice, wrong
-from swarmtrain.config.data import DataConfig
-from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
-from swarmtrain.config.logger import LoggerConfig
-from swarmtrain.config.optimizer import OptimizerConfig, OptimizerMethod
-from swarmtrain.config.pipeline import cuts
-from swarmtrain.config.profiler import ProfilerConfig
-from swarmtrain.config.runner import RunnerConfig
-from swarmtrain.config.topology import TopologyConfig
-from swarmtrain.config.trainer import TrainerConfig
-from swarmtrain.config.training_groups import TrainingGroupConfig
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.pipeline_layout import partition_layers
+from swarmtrain.config.schema.base import Section, build_field_error, check_multiple, format_duplicates
+from swarmtrain.config.schema.data import DataConfig
+from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.config.schema.logger import LoggerConfig
+from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
+from swarmtrain.config.schema.profiler import ProfilerConfig
+from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.topology import TopologyConfig
+from swarmtrain.config.schema.trainer import TrainerConfig
+from swarmtrain.config.schema.training_groups import TrainingGroupConfig
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 
 __all__ = ["Config"]
-_FLOAT8_ROW = 16
+_FLOAT8_ALIGNMENT = 16
 
 
 class Config(Section):
-    """All that one run is told."""
+    """The complete config of one run."""
 
-    runner: RunnerConfig = Field(RunnerConfig(), description="Where the job runs, and what is started there.")
-    logger: LoggerConfig = Field(LoggerConfig(), description="What is written down, how often, and where to.")
-    topology: TopologyConfig = Field(
-        TopologyConfig(global_batch_size=8, micro_batch_size=8), description="How ranks and batches are divided."
-    )
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="How gradients become steps.")
+    runner: RunnerConfig = Field(RunnerConfig(), description="Where the job runs and what it starts.")
+    logger: LoggerConfig = Field(LoggerConfig(), description="Log output and metrics sinks.")
+    topology: TopologyConfig = Field(TopologyConfig(global_batch_size=8, micro_batch_size=8), description="Parallelism and batch sizes.")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer, gradient clipping and loss scaling.")
     learning_rate_scheduler: LearningRateSchedulerConfig = Field(
-        LearningRateSchedulerConfig(), description="Schedule of the default group, which training_groups inherit."
+        LearningRateSchedulerConfig(), description="Learning rate schedule of the default group, inherited by training_groups."
     )
     training_groups: tuple[TrainingGroupConfig, ...] = Field(
-        (), description="Parameters that are trained in a way of their own. []: one group."
+        (), description="Parameter groups with their own optimizer, weight decay and schedule. []: one group with all parameters."
     )
-    trainer: TrainerConfig = Field(TrainerConfig(), description="How long to train, when to save, and what from.")
-    profiler: ProfilerConfig = Field(ProfilerConfig(), description="A trace of some steps.")
-    transformer_architecture: TransformerArchitectureConfig = Field(TransformerArchitectureConfig(), description="The shape of the model.")
-    data: DataConfig = Field(DataConfig(), description="What is read.")
-    script: dict[str, Any] = Field({}, description="Your script's own options. swarmtrain hands them on unread.")
+    trainer: TrainerConfig = Field(TrainerConfig(), description="Training length, checkpoints, initialization and evaluation.")
+    profiler: ProfilerConfig = Field(ProfilerConfig(), description="torch.profiler traces and timelines of some steps.")
+    transformer_architecture: TransformerArchitectureConfig = Field(TransformerArchitectureConfig(), description="Model architecture.")
+    data: DataConfig = Field(DataConfig(), description="Training and validation data.")
+    script: dict[str, Any] = Field({}, description="Options of a custom script. swarmtrain passes them on without interpreting them.")
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Config:
-        if names := twice(group.group_name for group in self.training_groups):
-            raise wrong("training_groups", f"has {names} more than once: a group's name must be its own")
-        shape, tensor = self.transformer_architecture, self.topology.tensor
+    def _check_model_fits_topology(self) -> Config:
+        if names := format_duplicates(group.group_name for group in self.training_groups):
+            raise build_field_error("training_groups", f"has {names} more than once: a group's name must be its own")
+        architecture, tensor = self.transformer_architecture, self.topology.tensor_parallel_size
         for name, size in (
-            ("num_attention_heads", shape.num_attention_heads),
-            ("attention_num_kv_heads", shape.kv_heads),
-            ("vocab_size", shape.vocab_size),
+            ("num_attention_heads", architecture.num_attention_heads),
+            ("attention_num_kv_heads", architecture.kv_heads),
+            ("vocab_size", architecture.vocab_size),
         ):
             check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
         if self.topology.sequence_parallel:
-            check_multiple("transformer_architecture.sequence_length", shape.sequence_length, "topology.model_parallel_size", tensor)
+            check_multiple("transformer_architecture.sequence_length", architecture.sequence_length, "topology.model_parallel_size", tensor)
         if self.topology.context_parallel_size > 1:
-            name, parts = "2 x topology.context_parallel_size", 2 * self.topology.context_parallel_size
+            name, sequence_chunks = "2 x topology.context_parallel_size", 2 * self.topology.context_parallel_size
             if self.topology.sequence_parallel:
-                name, parts = f"{name} x model_parallel_size", parts * tensor
-            check_multiple("transformer_architecture.sequence_length", shape.sequence_length, f"{name} =", parts)
-        if shape.mlp_width % tensor:
-            raise wrong(
-                "transformer_architecture.mlp_factor", f"makes a width that is no multiple of topology.model_parallel_size {tensor}"
+                name, sequence_chunks = f"{name} x model_parallel_size", sequence_chunks * tensor
+            check_multiple("transformer_architecture.sequence_length", architecture.sequence_length, f"{name} =", sequence_chunks)
+        if architecture.mlp_width % tensor:
+            raise build_field_error(
+                "transformer_architecture.mlp_factor", f"gives a width that is not a multiple of topology.model_parallel_size {tensor}"
             )
         for name, size in (("model_parallel_size", tensor), ("context_parallel_size", self.topology.context_parallel_size)):
             if self.trainer.compile and size > 1:
-                raise wrong("trainer.compile", f"is not for ranks that share a layer or a sequence, and topology.{name} is {size}")
-        cuts(self.topology, shape)
-        _check_float8(shape, self.topology)
-        if shape.umup.enable:
+                raise build_field_error(
+                    "trainer.compile", f"does not work with tensor or context parallelism, and topology.{name} is {size}"
+                )
+        partition_layers(self.topology, architecture)
+        _check_float8(architecture, self.topology)
+        if architecture.umup.enable:
             _check_umup(self.optimizer, self.training_groups)
         return self
 
     @model_validator(mode="after")
-    def _trainer_and_logger_fit(self) -> Config:
+    def _check_trainer_and_logger(self) -> Config:
         for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
             if getattr(self.logger, name) and not (self.logger.log_dir or self.trainer.save_dir):
-                raise wrong(f"logger.{name}", "has no folder to write to", "logger.log_dir: logs")
+                raise build_field_error(f"logger.{name}", "has no folder to write to", "logger.log_dir: logs")
         vocabulary = self.transformer_architecture.vocab_size
-        if beyond := [token for token in self.trainer.finetunable_token_ids if token >= vocabulary]:
-            raise wrong("trainer.finetunable_token_ids", f"{beyond[0]} is not below transformer_architecture.vocab_size {vocabulary}")
+        if out_of_range := [token for token in self.trainer.finetunable_token_ids if token >= vocabulary]:
+            raise build_field_error(
+                "trainer.finetunable_token_ids", f"{out_of_range[0]} is not below transformer_architecture.vocab_size {vocabulary}"
+            )
         if self.trainer.sampling_config is not None:
-            _check_samples(self.topology)
-        _check_pairs(self)
-        _check_texts(self)
+            _check_sampling(self.topology)
+        _check_preference_tuning(self)
+        _check_contrastive_training(self)
         return self
 
     def to_json(self) -> str:
-        """Return the whole config, defaults included, as JSON: the same config gives the same bytes."""
+        """Return the full config, including defaults, as JSON. Equal configs give equal bytes."""
         return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
 
-    def resolved(self) -> Config:
-        """Return the config as every node and every checkpoint has it.
+    def to_node_config(self) -> Config:
+        """Return the config as every node and every checkpoint gets it.
 
-        Which machines are used, and how many at the moment, is taken out and min_nodes and max_nodes are filled in:
-        what scaling changes must not change what the nodes were given, or all of them would restart.
+        It has no hosts and no current node count, and min_nodes and max_nodes are filled in: scaling must not change the config
+        of the nodes, or all of them would restart.
         """
         low, _, high = self.runner.node_range
         runner = self.runner.model_copy(update={"hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
@@ -112,7 +114,7 @@ class Config(Section):
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Read what `to_json` wrote. Raises pydantic.ValidationError."""
+        """Read the output of `to_json`. Raises pydantic.ValidationError."""
         return cls.model_validate_json(text)
 
     @property
@@ -121,83 +123,97 @@ class Config(Section):
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
 
 
-def _check_pairs(config: Config) -> None:
-    """What is tuned is compared with the model that it stands beside, which must not change."""
-    trainer, place = config.trainer, "trainer.preference_config"
+def _check_preference_tuning(config: Config) -> None:
+    """Check the settings of DPO. The adapter is compared with its base model, which must not change."""
+    trainer, key = config.trainer, "trainer.preference_config"
     if (trainer.preference_config is None) == bool(config.data.rejected_prefixes):
-        one, other = ("is null", "are some") if config.data.rejected_prefixes else ("is set", "are none")
-        raise wrong(place, f"{one}, and data.rejected_prefixes {other}: they go together")
+        config_state, prefixes_state = ("is null", "are some") if config.data.rejected_prefixes else ("is set", "are none")
+        raise build_field_error(key, f"{config_state}, and data.rejected_prefixes {prefixes_state}: they go together")
     if trainer.preference_config is None:
         return
-    if not config.transformer_architecture.beside:
-        raise wrong(place, "needs something to tune beside the model", "transformer_architecture.lora_config: {}")
+    if not config.transformer_architecture.peft_fields:
+        raise build_field_error(key, "needs adapter parameters to train", "transformer_architecture.lora_config: {}")
     if trainer.finetunable_parameters is not None or trainer.finetunable_token_ids:
-        raise wrong(place, "compares with the model itself, and finetunable_parameters or finetunable_token_ids would change it")
+        raise build_field_error(key, "compares with the model itself, and finetunable_parameters or finetunable_token_ids would change it")
     if config.topology.context_parallel_size > 1:
-        raise wrong(place, "is not for topology.context_parallel_size above 1: an answer's likelihood is a sum over all of it")
+        raise build_field_error(key, "is not for topology.context_parallel_size above 1: an answer's likelihood is a sum over all of it")
 
 
-def _check_texts(config: Config) -> None:
-    """A text's vector is made of all of it, and compared with those of other texts."""
-    trainer, place = config.trainer, "trainer.contrastive_config"
-    wanted = trainer.contrastive_config is not None
-    for name, there in (
+def _check_contrastive_training(config: Config) -> None:
+    """Check the settings of contrastive training. An embedding is computed from the full text, and compared with those of others."""
+    trainer, key = config.trainer, "trainer.contrastive_config"
+    enabled = trainer.contrastive_config is not None
+    for name, is_set in (
         ("data.positive_prefixes", bool(config.data.positive_prefixes)),
         ("transformer_architecture.embedding_head_config", config.transformer_architecture.embedding_head_config is not None),
     ):
-        if there != wanted:
-            one, other = ("is set", "not") if wanted else ("is null", "set")
-            raise wrong(place, f"{one}, and {name} is {other}: they go together")
-    if not wanted:
+        if is_set != enabled:
+            config_state, other_state = ("is set", "not") if enabled else ("is null", "set")
+            raise build_field_error(key, f"{config_state}, and {name} is {other_state}: they go together")
+    if not enabled:
         return
     if config.topology.context_parallel_size > 1:
-        raise wrong(place, "is not for topology.context_parallel_size above 1: a vector is made of all of a text")
+        raise build_field_error(key, "is not for topology.context_parallel_size above 1: a vector is made of all of a text")
     if trainer.sampling_config is not None:
-        raise wrong("trainer.sampling_config", "is for a model that goes on from a text, and trainer.contrastive_config makes vectors")
+        raise build_field_error(
+            "trainer.sampling_config", "is for a model that generates text, and trainer.contrastive_config trains embeddings"
+        )
 
 
-def _check_samples(topology: TopologyConfig) -> None:
-    """Tokens come one by one, so each rank must have whole sequences and all layers."""
-    divides = {
-        "pipe_parallel_size": topology.pipeline > 1,
+def _check_sampling(topology: TopologyConfig) -> None:
+    """Check that each rank has full sequences and all layers: tokens are generated one at a time."""
+    parallelism = {
+        "pipe_parallel_size": topology.pipeline_parallel_size > 1,
         "context_parallel_size": topology.context_parallel_size > 1,
         "sequence_parallel": topology.sequence_parallel,
     }
-    if found := [name for name, divided in divides.items() if divided]:
-        reason = f"is not for topology.{found[0]}: a token that comes alone cannot be divided"
-        raise wrong("trainer.sampling_config", reason, "leave it out, and run swarmtrain sample on the run's checkpoints")
+    if conflicts := [name for name, enabled in parallelism.items() if enabled]:
+        reason = f"is not for topology.{conflicts[0]}: a token that comes alone cannot be divided"
+        raise build_field_error("trainer.sampling_config", reason, "remove it, and run swarmtrain sample on the run's checkpoints")
 
 
-def _check_float8(shape: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
-    """Kernels take rows of 16 numbers: of a layer's inputs in the forward pass, of its outputs and of tokens in the backward pass."""
-    whole = _of_float8("model_parallel_size", topology.tensor)
-    for field in shape.float8:
-        check_multiple("transformer_architecture.hidden_size", shape.hidden_size, *whole)
-        name, width = "", shape.hidden_size
+def _check_float8(architecture: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
+    """Check the sizes of float8 layers.
+
+    Kernels take rows of 16 values: of a layer's inputs in the forward pass, of its outputs and of tokens in the backward pass.
+    """
+    width_multiple = _describe_float8_multiple("model_parallel_size", topology.tensor_parallel_size)
+    for field in architecture.float8_layers:
+        check_multiple("transformer_architecture.hidden_size", architecture.hidden_size, *width_multiple)
+        name, width = "", architecture.hidden_size
         if field == "fp8_config_attention":
-            name, width = "attention_num_kv_heads", shape.kv_heads * shape.head_size
+            name, width = "attention_num_kv_heads", architecture.kv_heads * architecture.head_size
         elif field == "fp8_config_attention_dense_out":
-            name, width = "attention_head_size", shape.attention_width
+            name, width = "attention_head_size", architecture.attention_width
         elif "mlp" in field:
-            name, width = "mlp_factor", shape.mlp_width
-        if width % whole[1]:
-            reason = f"makes a width of {width}, which is no multiple of {whole[0]} {whole[1]}"
-            raise wrong(f"transformer_architecture.{name}", reason, f"leave {field} out, or another width")
-    if shape.float8:
-        tokens = _of_float8("context_parallel_size", topology.context_parallel_size)
-        check_multiple("transformer_architecture.sequence_length", shape.sequence_length, *tokens)
+            name, width = "mlp_factor", architecture.mlp_width
+        if width % width_multiple[1]:
+            reason = f"makes a width of {width}, which is not a multiple of {width_multiple[0]} {width_multiple[1]}"
+            raise build_field_error(f"transformer_architecture.{name}", reason, f"leave {field} out, or another width")
+    if architecture.float8_layers:
+        token_multiple = _describe_float8_multiple("context_parallel_size", topology.context_parallel_size)
+        check_multiple("transformer_architecture.sequence_length", architecture.sequence_length, *token_multiple)
 
 
-def _of_float8(name: str, parts: int) -> tuple[str, int]:
-    return ("float8's", _FLOAT8_ROW) if parts == 1 else (f"float8's {_FLOAT8_ROW} x topology.{name} =", _FLOAT8_ROW * parts)
+def _describe_float8_multiple(name: str, degree: int) -> tuple[str, int]:
+    return (
+        ("float8's", _FLOAT8_ALIGNMENT)
+        if degree == 1
+        else (f"float8's {_FLOAT8_ALIGNMENT} x topology.{name} =", _FLOAT8_ALIGNMENT * degree)
+    )
 
 
 def _check_umup(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
-    """Its rates are AdamW's, and its gradients are of one size each, so that the norm of all grows with the model."""
-    others = {optimizer.method, *(group.method for group in groups)} - {None, OptimizerMethod.adamw}
-    if others:
-        place = "optimizer.method" if optimizer.method in others else "training_groups"
-        raise wrong(place, f"transformer_architecture.umup has rates for adamw alone, not for {', '.join(sorted(map(str, others)))}")
+    """Check the optimizer for u-muP.
+
+    Its learning rates are for AdamW. Each gradient value has unit scale, so the global norm grows with the model.
+    """
+    other_methods = {optimizer.method, *(group.method for group in groups)} - {None, OptimizerMethod.adamw}
+    if other_methods:
+        key = "optimizer.method" if optimizer.method in other_methods else "training_groups"
+        raise build_field_error(
+            key, f"transformer_architecture.umup has rates for adamw alone, not for {', '.join(sorted(map(str, other_methods)))}"
+        )
     if optimizer.gradient_clipping:
         reason = f"{optimizer.gradient_clipping:g} would cut most steps: with transformer_architecture.umup gradients have another scale"
-        raise wrong("optimizer.gradient_clipping", reason, "0 is for no clipping")
+        raise build_field_error("optimizer.gradient_clipping", reason, "0 is for no clipping")

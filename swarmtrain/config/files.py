@@ -1,4 +1,4 @@
-"""The files that a person names: read whole and at once, never from what has no end; written all together or not at all."""
+"""Files that a user names: read in full and with a size limit, never from endless sources; written all together or not at all."""
 
 from __future__ import annotations
 
@@ -9,71 +9,74 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-OPEN, SECRET = 0o644, 0o600
-"""Modes of files."""
+PUBLIC_MODE, SECRET_MODE = 0o644, 0o600
+"""File modes."""
 
 
-class Unreadable(Exception):
-    """A file cannot be read; the text says why and fits behind the file's name and a colon.
+class UnreadableFileError(Exception):
+    """A file cannot be read; the message says why and fits after the file's name and a colon.
 
-    `number` is the system's own of the error (errno), 0 if the system did not refuse.
+    `errno` is the system's error number, 0 if the system did not refuse.
     """
 
-    def __init__(self, why: str, number: int = 0) -> None:
-        super().__init__(why)
-        self.number = number
+    def __init__(self, message: str, errno: int = 0) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
-def read(path: Path, most: int) -> bytes:
-    """Return what the file at `path` holds. Raises Unreadable, also if it is no regular file or over `most` bytes."""
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Return the contents of the file at `path`. Raises UnreadableFileError, also if it is not a regular file or exceeds `max_bytes`."""
     try:
-        facts = path.stat()
-        if stat.S_ISDIR(facts.st_mode):
-            raise Unreadable("is a folder, not a file")
-        if not stat.S_ISREG(facts.st_mode):
-            raise Unreadable("is a pipe or a device, not a file")
+        stat_result = path.stat()
+        if stat.S_ISDIR(stat_result.st_mode):
+            raise UnreadableFileError("is a folder, not a file")
+        if not stat.S_ISREG(stat_result.st_mode):
+            raise UnreadableFileError("is a pipe or a device, not a file")
         with path.open("rb") as file:
-            content = file.read(most + 1)
+            content = file.read(max_bytes + 1)
     except OSError as error:
-        raise Unreadable(reason(error), error.errno or 0) from None
-    if len(content) > most:
-        raise Unreadable(f"is {max(facts.st_size, len(content)) / 1e6:.1f} MB; at most {most / 1e6:g} MB are read")
+        raise UnreadableFileError(describe_os_error(error), error.errno or 0) from None
+    if len(content) > max_bytes:
+        raise UnreadableFileError(f"is {max(stat_result.st_size, len(content)) / 1e6:.1f} MB; at most {max_bytes / 1e6:g} MB are read")
     return content
 
 
-def write_all(files: Mapping[Path, tuple[bytes, int]]) -> None:
+def write_files_atomically(files: Mapping[Path, tuple[bytes, int]]) -> None:
     """Write `files`, each a content and a mode, in this order. Raises OSError, having changed nothing.
 
-    They are written aside first, for a full disk shows itself then, and renamed into place when all are there. A file is
-    readable as its mode says from its first byte on.
+    They are first written to staging files, since a full disk shows itself then, and renamed into place when all are
+    complete. A file has its mode from its first byte on.
     """
     for path in files:
         if path.exists() and not path.is_file():
             raise FileExistsError(errno.EEXIST, "it is a folder or a device")
-    asides = {path: path.with_name(f".{path.name}.new") for path in files}
-    made = {folder for path in files for folder in _missing(path.parent)}
+    staging_paths = {path: path.with_name(f".{path.name}.new") for path in files}
+    created_folders = {folder for path in files for folder in _iterate_missing_parents(path.parent)}
     try:
         for path, (content, mode) in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            asides[path].unlink(missing_ok=True)
-            with os.fdopen(os.open(asides[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            staging_paths[path].unlink(missing_ok=True)
+            with os.fdopen(os.open(staging_paths[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(content)
     except BaseException:
-        for undo in (*(aside.unlink for aside in asides.values()), *(folder.rmdir for folder in sorted(made, reverse=True))):
+        for cleanup in (
+            *(staging_path.unlink for staging_path in staging_paths.values()),
+            *(folder.rmdir for folder in sorted(created_folders, reverse=True)),
+        ):
             with contextlib.suppress(OSError):
-                undo()
+                cleanup()
         raise
-    for path, aside in asides.items():
-        aside.replace(path)
+    for path, staging_path in staging_paths.items():
+        staging_path.replace(path)
 
 
-def reason(error: OSError) -> str:
-    """Return why the system refused, in words that fit behind a file's name."""
-    known = {errno.ENOENT: "no such file", errno.EACCES: "permission denied", errno.ENOTDIR: "part of the path is a file, not a folder"}
-    return known.get(error.errno or 0) or (error.strerror or str(error)).lower()
+def describe_os_error(error: OSError) -> str:
+    """Return the reason of a system error, in words that fit after a file's name."""
+    messages = {errno.ENOENT: "no such file", errno.EACCES: "permission denied", errno.ENOTDIR: "part of the path is a file, not a folder"}
+    return messages.get(error.errno or 0) or (error.strerror or str(error)).lower()
 
 
-def _missing(folder: Path) -> Iterator[Path]:
+def _iterate_missing_parents(folder: Path) -> Iterator[Path]:
     while not folder.exists():
         yield folder
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""`-o key.path=value`: values put into those that the file gave."""
+"""Apply `-o key.path=value` overrides to the values of a config file."""
 
 from __future__ import annotations
 
@@ -6,58 +6,60 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from swarmtrain.config.source import NotYaml, kind, read_yaml
+from swarmtrain.config.yaml_document import YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import Problem
 
-_SELECT = re.compile(r"\[(\d+)\]")
-_DEEPEST = 20
+_INDEX_SUFFIX = re.compile(r"\[(\d+)\]")
+_MAX_DEPTH = 20
 
 
-def override(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[Problem]]:
-    """Change `values` in place; return the keys that were changed, and what is wrong with the rest."""
+def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[Problem]]:
+    """Change `values` in place; return the changed keys, and the problems of the other overrides."""
     changed, problems = set(), []
     for item in overrides:
         key, equals, text = item.partition("=")
-        key = _SELECT.sub(r".\1", key.strip())
+        key = _INDEX_SUFFIX.sub(r".\1", key.strip())
         if not equals or not key:
             problems.append(Problem("", f"override {item!r} is not of the form key.path=value", hint="-o trainer.train_iterations=100"))
             continue
         try:
-            found = read_yaml(text)
-            _put(values, key.split("."), found.values)
-        except NotYaml as error:
+            document = read_yaml(text)
+            _set_value(values, key.split("."), document.values)
+        except YamlSyntaxError as error:
             problems.append(Problem(key, f"override's value {text!r} is not YAML: {error}", hint=error.hint))
-        except _NowhereError as error:
+        except _NoSuchKeyError as error:
             problems.append(Problem(key, f"override goes nowhere: {error}"))
         else:
             changed.add(key)
-            problems += [Problem(".".join(filter(None, (key, each.path))), each.message, hint=each.hint) for each in found.problems]
+            problems += [
+                Problem(".".join(filter(None, (key, problem.path))), problem.message, hint=problem.hint) for problem in document.problems
+            ]
     return changed, problems
 
 
-class _NowhereError(Exception):
-    """There is no place of this key."""
+class _NoSuchKeyError(Exception):
+    """The key does not exist and cannot be created."""
 
 
-def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
-    if len(keys) > _DEEPEST:
-        raise _NowhereError("no key lies that deep")
+def _set_value(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    if len(keys) > _MAX_DEPTH:
+        raise _NoSuchKeyError("no key lies that deep")
     target: Any = values
     for position, key in enumerate(keys[:-1]):
-        index = _index(target, keys, position)
+        index = _resolve_index(target, keys, position)
         if isinstance(target, dict) and target.get(key) is None:
             target[key] = {}
         target = target[index]
-    target[_index(target, keys, len(keys) - 1)] = value
+    target[_resolve_index(target, keys, len(keys) - 1)] = value
 
 
-def _index(target: Any, keys: list[str], position: int) -> Any:
-    """Return by what `target` is to be asked for the key at `position`. Raises _NowhereError."""
-    key, above = keys[position], ".".join(keys[:position])
+def _resolve_index(target: Any, keys: list[str], position: int) -> Any:
+    """Return the key or list index in `target` for the key at `position`. Raises _NoSuchKeyError."""
+    key, parent_path = keys[position], ".".join(keys[:position])
     if isinstance(target, dict):
         return key
     if not isinstance(target, list):
-        raise _NowhereError(f"{above} is {kind(target)}, which holds no keys")
+        raise _NoSuchKeyError(f"{parent_path} is {describe_value(target)}, which holds no keys")
     if key not in map(str, range(len(target))):
-        raise _NowhereError(f"{above} is a list of {len(target)}, so {key!r} is none of its places")
+        raise _NoSuchKeyError(f"{parent_path} is a list of {len(target)}, so {key!r} is out of range")
     return int(key)

@@ -1,22 +1,22 @@
-"""Shapes of well-known models, as their own config.json says them, in samples of a length to train on."""
+"""Architectures of well-known models, from their config.json, with sequence lengths to train on."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from swarmtrain.config.huggingface import architecture
-from swarmtrain.config.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.config.huggingface import read_architecture
+from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 from swarmtrain.errors import SwarmtrainError
 
 
-def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    # Dropout is of its time.
-    drops = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+def _build_gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    # GPT-2's dropout is no longer usual, so it is off.
+    dropouts = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024, "vocab_size": 50257}
-    return {"model_type": "gpt2", **sizes, **drops}
+    return {"model_type": "gpt2", **sizes, **dropouts}
 
 
-def _pythia(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _build_pythia(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "model_type": "gpt_neox",
         "vocab_size": 50304,
@@ -28,25 +28,27 @@ def _pythia(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _gated(kind: str, sizes: tuple[int, int, int, int, int], vocabulary: int, base: float, **more: Any) -> dict[str, Any]:
+def _build_llama_like(
+    model_type: str, sizes: tuple[int, int, int, int, int], vocab_size: int, rope_base: float, **extra_values: Any
+) -> dict[str, Any]:
     hidden, width, layers, heads, kv_heads = sizes
     return {
-        "model_type": kind,
+        "model_type": model_type,
         "hidden_act": "silu",
-        "vocab_size": vocabulary,
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 8192,
-        "rope_theta": base,
-        "rms_norm_eps": 1e-5 if kind in ("llama", "mistral") else 1e-6,
-        **more,
+        "rope_theta": rope_base,
+        "rms_norm_eps": 1e-5 if model_type in ("llama", "mistral") else 1e-6,
+        **extra_values,
     }
 
 
-def _llama3(hidden: int, width: int, layers: int, heads: int, *, factor: float, tied: bool = False) -> dict[str, Any]:
+def _build_llama3(hidden: int, width: int, layers: int, heads: int, *, factor: float, tied: bool = False) -> dict[str, Any]:
     scaling = {
         "rope_type": "llama3",
         "factor": factor,
@@ -54,39 +56,39 @@ def _llama3(hidden: int, width: int, layers: int, heads: int, *, factor: float, 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    return _gated("llama", (hidden, width, layers, heads, 8), 128256, 500000.0, rope_scaling=scaling, tie_word_embeddings=tied)
+    return _build_llama_like("llama", (hidden, width, layers, heads, 8), 128256, 500000.0, rope_scaling=scaling, tie_word_embeddings=tied)
 
 
-_TIED = {"tie_word_embeddings": True}
+_TIED_EMBEDDINGS = {"tie_word_embeddings": True}
 _PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2": _gpt2(768, 12, 12),
-    "gpt2-medium": _gpt2(1024, 24, 16),
-    "gpt2-large": _gpt2(1280, 36, 20),
-    "gpt2-xl": _gpt2(1600, 48, 25),
-    "pythia-70m": _pythia(512, 6, 8),
-    "pythia-160m": _pythia(768, 12, 12),
-    "pythia-410m": _pythia(1024, 24, 16),
-    "pythia-1b": _pythia(2048, 16, 8),
-    "pythia-1.4b": _pythia(2048, 24, 16),
-    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, factor=32.0, tied=True),
-    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, factor=32.0, tied=True),
-    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, factor=8.0),
-    "llama-3.1-70b": _llama3(8192, 28672, 80, 64, factor=8.0),
-    "mistral-7b-v0.3": _gated("mistral", (4096, 14336, 32, 32, 8), 32768, 1e6),
-    "qwen2.5-0.5b": _gated("qwen2", (896, 4864, 24, 14, 2), 151936, 1e6, **_TIED),
-    "qwen2.5-1.5b": _gated("qwen2", (1536, 8960, 28, 12, 2), 151936, 1e6, **_TIED),
-    "qwen2.5-7b": _gated("qwen2", (3584, 18944, 28, 28, 4), 152064, 1e6),
-    "qwen3-0.6b": _gated("qwen3", (1024, 3072, 28, 16, 8), 151936, 1e6, **_TIED),
-    "qwen3-1.7b": _gated("qwen3", (2048, 6144, 28, 16, 8), 151936, 1e6, **_TIED),
-    "qwen3-4b": _gated("qwen3", (2560, 9728, 36, 32, 8), 151936, 1e6, **_TIED),
-    "qwen3-8b": _gated("qwen3", (4096, 12288, 36, 32, 8), 151936, 1e6),
+    "gpt2": _build_gpt2(768, 12, 12),
+    "gpt2-medium": _build_gpt2(1024, 24, 16),
+    "gpt2-large": _build_gpt2(1280, 36, 20),
+    "gpt2-xl": _build_gpt2(1600, 48, 25),
+    "pythia-70m": _build_pythia(512, 6, 8),
+    "pythia-160m": _build_pythia(768, 12, 12),
+    "pythia-410m": _build_pythia(1024, 24, 16),
+    "pythia-1b": _build_pythia(2048, 16, 8),
+    "pythia-1.4b": _build_pythia(2048, 24, 16),
+    "llama-3.2-1b": _build_llama3(2048, 8192, 16, 32, factor=32.0, tied=True),
+    "llama-3.2-3b": _build_llama3(3072, 8192, 28, 24, factor=32.0, tied=True),
+    "llama-3.1-8b": _build_llama3(4096, 14336, 32, 32, factor=8.0),
+    "llama-3.1-70b": _build_llama3(8192, 28672, 80, 64, factor=8.0),
+    "mistral-7b-v0.3": _build_llama_like("mistral", (4096, 14336, 32, 32, 8), 32768, 1e6),
+    "qwen2.5-0.5b": _build_llama_like("qwen2", (896, 4864, 24, 14, 2), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen2.5-1.5b": _build_llama_like("qwen2", (1536, 8960, 28, 12, 2), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen2.5-7b": _build_llama_like("qwen2", (3584, 18944, 28, 28, 4), 152064, 1e6),
+    "qwen3-0.6b": _build_llama_like("qwen3", (1024, 3072, 28, 16, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen3-1.7b": _build_llama_like("qwen3", (2048, 6144, 28, 16, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen3-4b": _build_llama_like("qwen3", (2560, 9728, 36, 32, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen3-8b": _build_llama_like("qwen3", (4096, 12288, 36, 32, 8), 151936, 1e6),
 }
-NAMES = tuple(_PRESETS)
+PRESET_NAMES = tuple(_PRESETS)
 
 
-def preset(name: str) -> TransformerArchitectureConfig:
-    """Return the shape of this name, trained in bfloat16. Raises SwarmtrainError if there is none."""
+def load_preset(name: str) -> TransformerArchitectureConfig:
+    """Return the architecture of the preset `name`, with precision bfloat16. Raises SwarmtrainError if it is unknown."""
     if name not in _PRESETS:
-        raise SwarmtrainError(f"there is no shape {name!r}", place="--preset", hint=f"there are {', '.join(NAMES)}")
-    shape = architecture(_PRESETS[name], name)
-    return shape.model_copy(update={"precision": Precision.bfloat16})
+        raise SwarmtrainError(f"there is no preset {name!r}", place="--preset", hint=f"there are {', '.join(PRESET_NAMES)}")
+    architecture = read_architecture(_PRESETS[name], name)
+    return architecture.model_copy(update={"precision": Precision.bfloat16})

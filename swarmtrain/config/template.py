@@ -1,4 +1,4 @@
-"""The commented config that `swarmtrain init` writes: every field, its default, and what it is, from the schema itself."""
+"""The commented config of `swarmtrain init`: every field, its default and its description, from the schema."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from swarmtrain.config import Config
-from swarmtrain.config.files import OPEN, reason, write_all
-from swarmtrain.config.presets import preset
+from swarmtrain.config.files import PUBLIC_MODE, describe_os_error, write_files_atomically
+from swarmtrain.config.presets import load_preset
 from swarmtrain.errors import SwarmtrainError
 
-_WIDTH = 110
+_LINE_WIDTH = 110
 
 
-def template(shape: str | None = None) -> str:
-    """Return a config in YAML that loads, with all defaults written out and each field explained above it.
+def render_template(preset: str | None = None) -> str:
+    """Return a valid config as YAML, with all defaults written out and a description above each field.
 
-    `shape`: of which well-known model transformer_architecture is. Raises SwarmtrainError if it is not known.
+    `preset`: the well-known model that transformer_architecture is taken from. Raises SwarmtrainError if it is unknown.
     """
-    if shape is None:
-        return "# A swarmtrain config. Every line shows its default: delete what you do not change.\n" + _section(Config(), "")
-    config = Config(transformer_architecture=preset(shape))
-    head = f"# A swarmtrain config for a model of the shape of {shape}. All else shows its default: delete what you do not change.\n"
-    return head + _section(config, "")
+    if preset is None:
+        return "# A swarmtrain config. Every line shows its default: delete what you do not change.\n" + _render_section(Config(), "")
+    config = Config(transformer_architecture=load_preset(preset))
+    head = f"# A swarmtrain config for a model of the shape of {preset}. All else shows its default: delete what you do not change.\n"
+    return head + _render_section(config, "")
 
 
-def write_template(path: Path, shape: str | None = None, *, force: bool = False) -> None:
+def write_template(path: Path, preset: str | None = None, *, force: bool = False) -> None:
     """Write the template to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
     try:
         if path.exists() and not force:
             raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it")
-        write_all({path: (template(shape).encode(), OPEN)})
+        write_files_atomically({path: (render_template(preset).encode(), PUBLIC_MODE)})
     except OSError as error:
-        raise SwarmtrainError(f"cannot be written: {reason(error)}", place=str(path), hint="name another file") from None
+        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="name another file") from None
 
 
-def _section(section: BaseModel, indent: str) -> str:
-    return "".join(_field(name, info, getattr(section, name), indent) for name, info in type(section).model_fields.items())
+def _render_section(section: BaseModel, indent: str) -> str:
+    return "".join(_render_field(name, info, getattr(section, name), indent) for name, info in type(section).model_fields.items())
 
 
-def _field(name: str, info: FieldInfo, value: Any, indent: str) -> str:
-    comment = textwrap.fill(info.description or "", _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+def _render_field(name: str, info: FieldInfo, value: Any, indent: str) -> str:
+    comment = textwrap.fill(info.description or "", _LINE_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
     gap = "" if indent else "\n"
     if isinstance(value, BaseModel):
-        return f"{gap}{comment}\n{indent}{name}:\n{_section(value, indent + '  ')}"
-    return f"{gap}{comment}\n{indent}{name}: {_scalar(value)}\n"
+        return f"{gap}{comment}\n{indent}{name}:\n{_render_section(value, indent + '  ')}"
+    return f"{gap}{comment}\n{indent}{name}: {_render_value(value)}\n"
 
 
-def _scalar(value: Any) -> str:
-    plain = json.loads(json.dumps(value, default=str))
-    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+def _render_value(value: Any) -> str:
+    json_value = json.loads(json.dumps(value, default=str))
+    return yaml.safe_dump(json_value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()

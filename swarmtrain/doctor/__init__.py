@@ -1,14 +1,15 @@
-"""doctor: what keeps a job from running here, or will hurt it. Cheap questions first, then a probe in the job's own place.
+"""doctor: finds what keeps a job from running on this cluster or slows it down. Cheap checks first, then a probe on the job's own
+nodes.
 
-checks      what a check is
-cluster     what the managers can tell: of the swarm, and
-capacity    of the machines that the plan uses
-probe       a probe on every node, started and taken down
-probed      what probes tell that ran on every node, in the job's image, network, mounts and reservations:
-inside      of the nodes,
-gpus        of their GPUs, and
-links       of how they reach each other
-report      the answers
+check_registry     what a check is
+cluster_checks     checks on what the managers know of the swarm, and
+capacity_checks    of the machines that the plan uses
+probe              starts a probe on every node and takes it down
+probe_results      what the probes measured in the job's image, network, mounts and reservations
+node_checks        checks on the nodes,
+gpu_checks         on their GPUs, and
+link_checks        on the links between them
+report             the results
 """
 
 from __future__ import annotations
@@ -16,47 +17,54 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from swarmtrain.config.runner import RunnerType
-from swarmtrain.doctor import capacity, cluster, gpus, inside, links, probed  # noqa: F401  # checks register themselves
-from swarmtrain.doctor.checks import Checks, Seen
+from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.doctor import (  # importing a module registers its checks
+    capacity_checks,
+    cluster_checks,
+    gpu_checks,  # noqa: F401
+    link_checks,  # noqa: F401
+    node_checks,  # noqa: F401
+    probe_results,
+)
+from swarmtrain.doctor.check_registry import CheckRegistry, EvidenceT
 from swarmtrain.doctor.probe import run_probe
-from swarmtrain.doctor.report import Answer, Report
+from swarmtrain.doctor.report import CheckResult, DoctorReport
 from swarmtrain.errors import StackError
-from swarmtrain.launchers.base import Finding, Launcher, Say
-from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.plan import Plan
 
 
-def examine_cluster(say: Say) -> Report:
-    """Ask the swarm's managers about itself, whatever is to run on it. Raises EngineError if none answers."""
-    say("asking the managers")
-    return Report(tuple(_answers(cluster.CHECKS, cluster.look(Engine(), None))))
+def examine_cluster(report_progress: ProgressReporter) -> DoctorReport:
+    """Check the swarm itself, through its managers, without a plan. Raises EngineError if none answers."""
+    report_progress("asking the managers")
+    return DoctorReport(tuple(_run_checks(cluster_checks.CHECKS, cluster_checks.inspect_cluster(DockerEngine(), None))))
 
 
-def examine(place: Launcher, plan: Plan, say: Say, *, probe: bool = True) -> Report:
-    """Ask whatever there is to ask about `plan`; a swarm's nodes are probed only if nothing cheaper is in the way.
+def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, probe: bool = True) -> DoctorReport:
+    """Run all checks for `plan`; a swarm's nodes are probed only if no cheaper check has a fatal finding.
 
-    A probe is a run of its own, for seconds, and nothing of it is left. Raises SwarmtrainError.
+    The probe is a run of its own, for a few seconds, and leaves nothing behind. Raises SwarmtrainError.
     """
-    answers: list[Answer] = []
-    managers = None
+    check_results: list[CheckResult] = []
+    snapshot = None
     if plan.config.runner.runner_type is RunnerType.swarm:
-        say("asking the managers")
-        managers = cluster.look(Engine(), plan)
-        answers += _answers(cluster.CHECKS, managers)
-    answers.append(Answer("plan", "nothing stands in the way of a deploy", tuple(place.check(plan))))
-    report = Report(tuple(answers))
-    if report.fatal or managers is None or not probe:
+        report_progress("asking the managers")
+        snapshot = cluster_checks.inspect_cluster(DockerEngine(), plan)
+        check_results += _run_checks(cluster_checks.CHECKS, snapshot)
+    check_results.append(CheckResult("plan", "nothing prevents a deploy", tuple(launcher.check_plan(plan))))
+    report = DoctorReport(tuple(check_results))
+    if report.fatal_count or snapshot is None or not probe:
         return report
     try:
-        seen = run_probe(place, plan, say, reserve=not capacity.must_wait(managers))
+        results = run_probe(launcher, plan, report_progress, reserve=not capacity_checks.needs_to_wait(snapshot))
     except StackError as error:
-        failed = Finding(error.place or "stack", error.message, error.hint, why="the job's own services would not start either")
-        return Report((*answers, Answer("start", "the job's services can be started", (failed,))))
-    seen = replace(seen, image=managers.image.reference if managers.image else "")
-    return Report((*answers, *_answers(probed.CHECKS, seen)), seen)
+        finding = Finding(error.place or "stack", error.message, error.hint, why="the job's own services would not start either")
+        return DoctorReport((*check_results, CheckResult("start", "the job's services can be started", (finding,))))
+    results = replace(results, image=snapshot.image.reference if snapshot.image else "")
+    return DoctorReport((*check_results, *_run_checks(probe_results.CHECKS, results)), results)
 
 
-def _answers(checks: Checks[Seen], seen: Seen) -> Iterator[Answer]:
-    for check in checks.all:
-        yield Answer(check.name, check.asks, tuple(check.find(seen)))
+def _run_checks(checks: CheckRegistry[EvidenceT], evidence: EvidenceT) -> Iterator[CheckResult]:
+    for check in checks.checks:
+        yield CheckResult(check.name, check.expectation, tuple(check.find(evidence)))

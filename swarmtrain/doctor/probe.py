@@ -1,4 +1,4 @@
-"""A probe on every node: a run of its own in the job's image, network, mounts and reservations, and gone after seconds."""
+"""A probe on every node: a run of its own in the job's image, network, mounts and reservations, which is gone after seconds."""
 
 from __future__ import annotations
 
@@ -7,74 +7,83 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from swarmtrain import wire
+from swarmtrain import protocol
 from swarmtrain.config import Config
-from swarmtrain.config.runner import GpuMode
-from swarmtrain.doctor.probed import Probed
+from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.doctor.probe_results import ProbeResults
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers.base import Launcher, Say, TaskState
-from swarmtrain.plan import Plan, probe_name
-from swarmtrain.wire import Event
+from swarmtrain.launchers.base import Launcher, ProgressReporter, TaskState
+from swarmtrain.plan import Plan, build_probe_run_name
+from swarmtrain.protocol import Event
 
-_PATIENCE = 300.0
+_TIMEOUT_SECONDS = 300.0
 
 
-def run_probe(place: Launcher, plan: Plan, say: Say, *, reserve: bool = True) -> Probed:
-    """Probe the nodes of `plan`, and return what they told; whatever happens, the probe is taken down.
+def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, reserve: bool = True) -> ProbeResults:
+    """Probe the nodes of `plan` and return the results; the probe is always taken down.
 
-    What the plan reserves is held by another run unless `reserve`: the probe then looks on without, and does not wait for it.
-    Raises StackError if it cannot be started.
+    Without `reserve`, because another run holds the GPUs, the probe sees them but reserves none, and does not wait. Raises StackError
+    if the probe cannot be started.
     """
-    probe = replace(plan, run=probe_name(plan.run), probe=True, config=plan.config if reserve else _onlooker(plan.config))
+    probe = replace(
+        plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve else _drop_gpu_reservation(plan.config)
+    )
     if not reserve:
-        say("the GPUs are held by a run: the probe looks at the nodes without reserving any")
-    if plan.run in place.runs():
-        say(f"{plan.run} is up: it goes on, and shares its nodes with the probe for some seconds")
-    say(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
+        report_progress("the GPUs are held by a run: the probe looks at the nodes without reserving any")
+    if plan.run in launcher.list_runs():
+        report_progress(f"{plan.run} is up: it continues, and shares its nodes with the probe for some seconds")
+    report_progress(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
     try:
-        place.up(probe, say)
-        return _collect(place, plan, probe.run, say)
+        launcher.deploy(probe, report_progress)
+        return _collect_results(launcher, plan, probe.run, report_progress)
     finally:
-        with contextlib.suppress(RunNotFound):  # what did not start was taken back already
-            place.down(probe.run, lambda _: None)
+        with contextlib.suppress(RunNotFound):  # a probe that failed to start is removed already
+            launcher.tear_down(probe.run, lambda _: None)
 
 
-def _onlooker(config: Config) -> Config:
+def _drop_gpu_reservation(config: Config) -> Config:
     """Return the config of a run that sees the GPUs and reserves none."""
     swarm = config.runner.swarm.model_copy(update={"gpu": GpuMode.visible})
     return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
 
 
-def _collect(place: Launcher, plan: Plan, probe: str, say: Say) -> Probed:
-    end = time.monotonic() + _PATIENCE
+def _collect_results(launcher: Launcher, plan: Plan, probe: str, report_progress: ProgressReporter) -> ProbeResults:
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     events: list[Event] = []
-    states: dict[str, str] = {}
-    verdict = ""
-    for update in place.watch(probe):
+    service_states: dict[str, str] = {}
+    failure_reason = ""
+    for update in launcher.watch(probe):
         if isinstance(update, Event):
             events.append(update)
-            if update.kind == wire.VERDICT and update.data["status"] != "done":
-                verdict = update.data["why"]
-            if line := _progress(update):
-                say(line)
+            if update.kind == protocol.EVENT_OUTCOME and update.data["status"] != "done":
+                failure_reason = update.data["reason"]
+            if line := _format_progress(update):
+                report_progress(line)
         elif isinstance(update, TaskState):
-            states[update.node] = f"{update.state}: {update.reason}" if update.reason else update.state
-        if _of(events, wire.TOGETHER).keys() >= {node.name for node in plan.nodes} or time.monotonic() > end:
+            service_states[update.node] = f"{update.state}: {update.reason}" if update.reason else update.state
+        if _index_by_node(events, protocol.EVENT_COLLECTIVE).keys() >= {node.name for node in plan.nodes} or time.monotonic() > deadline:
             break
-    links = tuple(event.data for event in events if event.kind == wire.LINK)
-    return Probed(plan, _of(events, wire.PROBE), links, _of(events, wire.TOGETHER), verdict, states)
+    links = tuple(event.data for event in events if event.kind == protocol.EVENT_LINK)
+    return ProbeResults(
+        plan,
+        _index_by_node(events, protocol.EVENT_NODE_PROBE),
+        links,
+        _index_by_node(events, protocol.EVENT_COLLECTIVE),
+        failure_reason,
+        service_states,
+    )
 
 
-def _of(events: Iterable[Event], kind: str) -> dict[str, dict[str, object]]:
+def _index_by_node(events: Iterable[Event], kind: str) -> dict[str, dict[str, object]]:
     return {str(event.data["node"]): event.data for event in events if event.kind == kind}
 
 
-def _progress(event: Event) -> str:
+def _format_progress(event: Event) -> str:
     match event.kind:
-        case wire.PROBE:
+        case protocol.EVENT_NODE_PROBE:
             return f"{event.data['node']} has looked around"
-        case wire.LINK:
+        case protocol.EVENT_LINK:
             return f"{event.data['a']} and {event.data['b']} have measured their link"
-        case wire.TOGETHER:
+        case protocol.EVENT_COLLECTIVE:
             return f"{event.data['node']} has met the others"
     return ""

@@ -1,8 +1,11 @@
-"""What runs inside the containers: the node's supervisor, torch's agent under it, and the notice board's server.
+"""Programs that run inside the containers: the coordinator, the supervisor of each node, and torch's agent and ranks below it.
 
-supervisor   python -m swarmtrain.entrypoint node         standard library only; outlives the agent, decides what happens next
-└─ server    imports torch, once                          whatever needs it is forked from here
-   └─ agent  one a rendezvous round                       torch's own elastic agent, told what a swarm needs
-      └─ server ── ranks                                  run the user's script
-rendezvous   python -m swarmtrain.entrypoint rendezvous   the c10d store and the notice board, once a run
+node_supervisor   python -m swarmtrain.entrypoint node         standard library only; outlives the agent, decides what follows a failure
+└─ forkserver     imports torch once                           whatever needs torch is forked from it
+   └─ agent       one per rendezvous round                     torch's own elastic agent
+      └─ ranks                                                 run the user's script
+coordinator       python -m swarmtrain.entrypoint rendezvous   the c10d store and the run's decisions, once per run
+probe             python -m swarmtrain.entrypoint probe        what `swarmtrain doctor` checks on a node
+
+Modules at this level are used by more than one of these programs.
 """

@@ -1,6 +1,6 @@
-"""`python -m swarmtrain.entrypoint ROLE`: the one command that every launcher puts into a container.
+"""`python -m swarmtrain.entrypoint ROLE`: the one command that every launcher runs in a container.
 
-ROLE is node, rendezvous or probe; `together` is what a probe starts for itself. All else comes by environment.
+ROLE is node, rendezvous or probe; a probe starts `collective` itself. Everything else comes from the environment.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ def main(argv: list[str]) -> int:
     """Run the role that `argv` names and return its exit code."""
     match argv:
         case ["node"]:
-            from swarmtrain.entrypoint.supervisor import main as node
+            from swarmtrain.entrypoint.supervisor.node_supervisor import main as node_main
 
-            return node()
+            return node_main()
         case ["rendezvous"]:
-            from swarmtrain.entrypoint.rendezvous import main as rendezvous
+            from swarmtrain.entrypoint.coordinator.server import main as rendezvous_main
 
-            return rendezvous()
+            return rendezvous_main()
         case ["probe"]:
-            from swarmtrain.entrypoint.probe import main as probe
+            from swarmtrain.entrypoint.probe.node_probe import main as probe_main
 
-            return probe()
-        case ["together"]:
-            from swarmtrain.entrypoint.together import main as together
+            return probe_main()
+        case ["collective"]:
+            from swarmtrain.entrypoint.probe.collective_probe import main as collective_main
 
-            return together()
+            return collective_main()
         case _:
             sys.stderr.write("usage: python -m swarmtrain.entrypoint node | rendezvous | probe\n")
             return EXIT_USAGE

@@ -1,8 +1,8 @@
-"""A supervisor that hangs is killed, so that its container ends and is started again.
+"""Guard of the supervisor: if it hangs, it is killed, so that its container exits and is restarted.
 
-Docker's own way is a healthcheck. Until its first one has passed, a container is no running task and has no DNS record,
-so that its peers cannot find it; the first one comes after a whole interval, and each starts a process. Here a child of
-the supervisor listens to its heartbeat instead, from the first second and at no cost.
+Docker's own mechanism is a healthcheck. But until the first one has passed, a container is not a running task and has no DNS record, so
+that its peers cannot find it; the first one comes only after a whole interval, and each one starts a process. Here a child of the
+supervisor watches its heartbeat instead, from the first second and at no cost.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ import select
 import signal
 from types import FrameType
 
-from swarmtrain.process import die_with_parent_now
+from swarmtrain.process import set_parent_death_signal
 
-_EVERY = 5.0
-_MISSED = 12
-_BEAT = b"."
+_HEARTBEAT_SECONDS = 5.0
+_MAX_MISSED_HEARTBEATS = 12
+_HEARTBEAT_BYTE = b"."
 
 
-def guard(*, every: float = _EVERY, missed: int = _MISSED) -> None:
-    """Beat every `every` seconds from here on; a child kills this process when so many beats in a row were `missed`.
+def start_guard(*, interval: float = _HEARTBEAT_SECONDS, max_missed: int = _MAX_MISSED_HEARTBEATS) -> None:
+    """Send a heartbeat every `interval` seconds. A child kills this process if `max_missed` heartbeats in a row are missing.
 
-    The beat comes from a signal, which Python handles in the main thread: it stops with that thread, whatever the others
-    do. Call it before there are any. SIGALRM and the interval timer are taken.
+    The heartbeat is sent from a signal handler, which Python runs in the main thread: it stops if that thread hangs, whatever the others
+    do. Call this before any thread is started. It uses SIGALRM and the interval timer.
     """
-    ears, mouth = os.pipe()
+    read_fd, write_fd = os.pipe()
     parent = os.getpid()
     if os.fork() == 0:
-        os.close(mouth)
-        _listen(parent, ears, every, missed)
-    os.close(ears)
-    os.set_blocking(mouth, False)
+        os.close(write_fd)
+        _watch_heartbeat(parent, read_fd, interval, max_missed)
+    os.close(read_fd)
+    os.set_blocking(write_fd, False)
 
-    def beat(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
-            os.write(mouth, _BEAT)
+    def send_heartbeat(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):  # the child is gone
+            os.write(write_fd, _HEARTBEAT_BYTE)
 
-    signal.signal(signal.SIGALRM, beat)
-    # At the interpreter's end the signal means death again, and torch takes its time to leave.
+    signal.signal(signal.SIGALRM, send_heartbeat)
+    # During interpreter shutdown the signal would be fatal again, and torch takes some time to shut down.
     atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
-    signal.setitimer(signal.ITIMER_REAL, every, every)
+    signal.setitimer(signal.ITIMER_REAL, interval, interval)
 
 
-def _listen(parent: int, ears: int, every: float, missed: int) -> None:
-    """Never return. Silences are counted one by one: a machine that was suspended has missed one beat, however long it slept."""
+def _watch_heartbeat(parent: int, read_fd: int, interval: float, max_missed: int) -> None:
+    """Never return. Missed heartbeats are counted one by one: a machine that was suspended has missed one, no matter how long it slept."""
     try:
-        die_with_parent_now()
+        set_parent_death_signal()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        silences = 0
-        while silences < missed:
-            if not select.select([ears], [], [], every * 1.5)[0]:
-                silences += 1
-            elif os.read(ears, 64):
-                silences = 0
+        missed_heartbeats = 0
+        while missed_heartbeats < max_missed:
+            if not select.select([read_fd], [], [], interval * 1.5)[0]:
+                missed_heartbeats += 1
+            elif os.read(read_fd, 64):
+                missed_heartbeats = 0
             else:
-                os._exit(0)  # it has ended
+                os._exit(0)  # the parent has exited
         os.write(2, b"swarmtrain: the supervisor of this node hangs, and is killed\n")
         os.kill(parent, signal.SIGKILL)
     finally:

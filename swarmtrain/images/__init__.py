@@ -1,15 +1,15 @@
-"""The image that the nodes run: built from wheels that lie ready, pushed, and pinned to what the registry holds.
+"""The image that the nodes run: built from pre-downloaded wheels, pushed, and pinned to its digest in the registry.
 
-An engine is handed in as docker-py's low-level client. Its errors, and those of the HTTP library below it, are OSErrors,
-so that nothing here needs to import docker.
+An engine is passed in as docker-py's low-level client. Its errors, and those of the HTTP library below it, are OSErrors, so nothing
+here needs to import docker.
 """
 
 from __future__ import annotations
 
-from swarmtrain.images.add import add
-from swarmtrain.images.build import build
-from swarmtrain.images.pin import Pinned, pin
-from swarmtrain.images.push import push
-from swarmtrain.images.spread import spread
+from swarmtrain.images.builder import build_image
+from swarmtrain.images.code_layer import add_code_layer
+from swarmtrain.images.image_distribution import distribute_image
+from swarmtrain.images.pinning import PinnedImage, pin_image
+from swarmtrain.images.push import push_image
 
-__all__ = ["Pinned", "add", "build", "pin", "push", "spread"]
+__all__ = ["PinnedImage", "add_code_layer", "build_image", "distribute_image", "pin_image", "push_image"]

@@ -1,4 +1,4 @@
-"""What went into an image, by digest: a label on it, from which one can tell what has changed since it was built."""
+"""The contents of an image as digests in one of its labels, so that changes since the build can be detected."""
 
 from __future__ import annotations
 
@@ -8,90 +8,112 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import swarmtrain
-from swarmtrain.images import folder as folders
-from swarmtrain.images.pin import is_spread, untagged
+from swarmtrain.images import folder_files as folders
+from swarmtrain.images.pinning import is_content_addressed, strip_tag
 from swarmtrain.images.project import Project
-from swarmtrain.wire import LABEL_CONTENTS
+from swarmtrain.protocol import LABEL_CONTENTS
 
-HERE = "."
-"""The name of the folder that one is in."""
-_SELF = "swarmtrain"
+WORKING_FOLDER = "."
+"""The name of the working folder itself."""
+_SWARMTRAIN = "swarmtrain"
 
 
 @dataclass(frozen=True)
-class Contents:
-    """Digests by name: `swarmtrain` itself, files by their path in the folder that the image was built in."""
+class ImageContents:
+    """Digests by name: `swarmtrain` itself, and files by their path in the folder that the image was built in."""
 
-    built: Mapping[str, str]
-    added: Mapping[str, str] = field(default_factory=dict)
-    """Folders that were put above the image `below`."""
-    below: str = ""
+    built_digests: Mapping[str, str]
+    added_digests: Mapping[str, str] = field(default_factory=dict)
+    """Folders that were added in layers on top of `base_image`."""
+    base_image: str = ""
 
-    def plus(self, name: str, entries: list[folders.Entry], *, below: str) -> Contents:
-        """Return the contents of an image that has the folder `name` above `below`, whose contents these are."""
-        beside = {entry: _file(path) for entry, path in entries if name == HERE and "/" not in entry}
-        return replace(self, built={**self.built, **beside}, added={**self.added, name: _added(name, entries)}, below=below)
+    def with_folder(self, name: str, entries: list[folders.ArchiveEntry], *, base_image: str) -> ImageContents:
+        """Return the contents of an image that adds the folder `name` on top of `base_image`, which has these contents."""
+        top_level_files = {entry: _digest_file(path) for entry, path in entries if name == WORKING_FOLDER and "/" not in entry}
+        return replace(
+            self,
+            built_digests={**self.built_digests, **top_level_files},
+            added_digests={**self.added_digests, name: _digest_added_folder(name, entries)},
+            base_image=base_image,
+        )
 
-    def labels(self) -> dict[str, str]:
-        """Return the label that says all of it."""
-        return {LABEL_CONTENTS: json.dumps({"built": self.built, "added": self.added, "below": self.below}, sort_keys=True)}
+    def to_labels(self) -> dict[str, str]:
+        """Return the label that holds the contents as JSON."""
+        return {
+            LABEL_CONTENTS: json.dumps(
+                {"built_digests": self.built_digests, "added_digests": self.added_digests, "base_image": self.base_image}, sort_keys=True
+            )
+        }
 
 
-def of(project: Project) -> Contents:
-    """Return the contents of an image that is built from `project` now."""
-    named = (project.dockerfile, project.pins, project.lock, project.requirements, *project.code)
-    own = [path for path in named if path and path.is_relative_to(project.folder)]
-    return Contents({_SELF: own_digest(), **{str(path.relative_to(project.folder)): _file(path) for path in own}})
+def compute_contents(project: Project) -> ImageContents:
+    """Return the contents of an image built from `project` now."""
+    candidates = (project.dockerfile, project.pins, project.lock, project.requirements, *project.code)
+    project_files = [path for path in candidates if path and path.is_relative_to(project.folder)]
+    return ImageContents(
+        {_SWARMTRAIN: compute_swarmtrain_digest(), **{str(path.relative_to(project.folder)): _digest_file(path) for path in project_files}}
+    )
 
 
-def read(image: Mapping[str, object]) -> Contents:
-    """Return what the label of an inspected image says; nothing if it has none, or one of another time."""
+def read_contents(image: Mapping[str, object]) -> ImageContents:
+    """Return the contents in the label of an inspected image; empty if there is no label, or if another version wrote it."""
     config = image.get("Config")
     labels = config.get("Labels") if isinstance(config, dict) else None
     try:
-        return Contents(**json.loads((labels or {})[LABEL_CONTENTS]))
+        return ImageContents(**json.loads((labels or {})[LABEL_CONTENTS]))
     except (KeyError, ValueError, TypeError):
-        return Contents({})
+        return ImageContents({})
 
 
-def changed(contents: Contents, here: Path, travels: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return what was built in and what was added that is otherwise in the folder `here` now; what is not here is not known.
+def find_changes(image_contents: ImageContents, working_folder: Path, shipped_names: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the built-in files and the added folders that differ from those in `working_folder` now; missing ones are ignored.
 
-    `travels` are names of files that come with each run, whatever the image has under them.
+    `shipped_names` are files that are sent with each run, regardless of the image's copies.
     """
-    built = [name for name, digest in contents.built.items() if name not in travels and _now(name, here) not in (None, digest)]
-    there = [(name, digest) for name, digest in contents.added.items() if (here / name).is_dir()]
-    added = [name for name, digest in there if _added(name, folders.files(here / name)) != digest]
-    return sorted(built), sorted(added)
+    changed_files = [
+        name
+        for name, digest in image_contents.built_digests.items()
+        if name not in shipped_names and _compute_current_digest(name, working_folder) not in (None, digest)
+    ]
+    existing_folders = [(name, digest) for name, digest in image_contents.added_digests.items() if (working_folder / name).is_dir()]
+    changed_folders = [
+        name for name, digest in existing_folders if _digest_added_folder(name, folders.list_files(working_folder / name)) != digest
+    ]
+    return sorted(changed_files), sorted(changed_folders)
 
 
-def rebuild(image: str, contents: Contents, built: list[str], added: list[str]) -> str:
-    """Return the command that makes `image` anew, now that these of its contents have changed."""
-    spread = is_spread(image)
-    tag = f"{untagged(image)}:TAG" if spread or "@" in image else image
-    push = "" if spread else " --push"
-    steps = [f"swarmtrain image build . --tag {contents.below or tag}{push}"] if built else []
-    if contents.added and (added or built):
-        steps += [f"swarmtrain image add {' '.join(sorted(contents.added))} --to {contents.below} --tag {tag}{push}"]
-    return " && ".join([*steps, *([f"swarmtrain image spread {tag}"] if spread else [])])
+def build_rebuild_command(image: str, image_contents: ImageContents, changed_files: list[str], changed_folders: list[str]) -> str:
+    """Return the command that rebuilds `image` after these of its contents have changed."""
+    is_distributed = is_content_addressed(image)
+    tag = f"{strip_tag(image)}:TAG" if is_distributed or "@" in image else image
+    push_option = "" if is_distributed else " --push"
+    commands = [f"swarmtrain image build . --tag {image_contents.base_image or tag}{push_option}"] if changed_files else []
+    if image_contents.added_digests and (changed_folders or changed_files):
+        commands += [
+            f"swarmtrain image add {' '.join(sorted(image_contents.added_digests))} --to {image_contents.base_image} --tag "
+            f"{tag}{push_option}"
+        ]
+    return " && ".join([*commands, *([f"swarmtrain image distribute {tag}"] if is_distributed else [])])
 
 
-def own_digest() -> str:
-    """Return the digest of the swarmtrain that runs, with the Dockerfile and the requirements that come with it."""
-    top = Path(swarmtrain.__file__).parent
-    return folders.digest((name, path.resolve()) for name, path in folders.files(top) if not path.name.startswith("."))
+def compute_swarmtrain_digest() -> str:
+    """Return the digest of the running swarmtrain, including the Dockerfile and the requirements that it ships."""
+    package_folder = Path(swarmtrain.__file__).parent
+    return folders.digest_entries(
+        (name, path.resolve()) for name, path in folders.list_files(package_folder) if not path.name.startswith(".")
+    )
 
 
-def _now(name: str, here: Path) -> str | None:
-    if name == _SELF:
-        return own_digest()
-    return _file(here / name) if (here / name).is_file() else None
+def _compute_current_digest(name: str, working_folder: Path) -> str | None:
+    if name == _SWARMTRAIN:
+        return compute_swarmtrain_digest()
+    return _digest_file(working_folder / name) if (working_folder / name).is_file() else None
 
 
-def _added(name: str, entries: list[folders.Entry]) -> str:
-    """Return the digest of a folder; the files in HERE itself have digests of their own, since some travel with each run."""
-    return folders.digest(entry for entry in entries if name != HERE or "/" in entry[0])
+def _digest_added_folder(name: str, entries: list[folders.ArchiveEntry]) -> str:
+    """Return the digest of a folder. Files at the top of WORKING_FOLDER have their own digests, since some are sent with each run."""
+    return folders.digest_entries(entry for entry in entries if name != WORKING_FOLDER or "/" in entry[0])
 
 
-def _file(path: Path) -> str:
-    return folders.digest([(path.name, path.resolve())])
+def _digest_file(path: Path) -> str:
+    return folders.digest_entries([(path.name, path.resolve())])

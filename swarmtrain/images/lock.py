@@ -1,7 +1,7 @@
-"""requirements/image.lock: what requirements/image.txt pins, with the hashes of the very files that are meant.
+"""requirements/image.lock: the pins of requirements/image.txt with the hashes of the exact files.
 
-The pins stay plain, because they are constraints too (`pip install -c`), and one hash among those would make pip want
-hashes of everything. torch is in the pins alone: an index for another CUDA has other files under the same version.
+The pins stay plain because they also serve as constraints (`pip install -c`): a single hash among them makes pip require hashes for
+everything. torch is only in the pins: an index for another CUDA version has other files under the same version.
 """
 
 from __future__ import annotations
@@ -14,63 +14,65 @@ from pathlib import Path
 
 from swarmtrain.errors import ImageError
 from swarmtrain.images import wheels
-from swarmtrain.images.engine import Say
+from swarmtrain.images.image_client import ProgressReporter
 from swarmtrain.images.project import LOCK, PINS
 
-_HEAD = """\
+_HEADER = """\
 # Made from image.txt by `swarmtrain image lock`, which is to be run again whenever that changes.
 # These are the files for Python {python} on {machines}; pip takes no others.
 """
-_PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
+_PIN_PATTERN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 
 
-def renew(folder: Path, *, say: Say) -> Path:
-    """Write the lock of the pins in `folder` and return its path. Raises ImageError."""
+def write_lock(folder: Path, *, report_progress: ProgressReporter) -> Path:
+    """Write the lock file of the pins in `folder` and return its path. Raises ImageError."""
     pins = folder / PINS
     if not pins.is_file():
         hint = "a folder without one gets swarmtrain's own, which are locked"
         raise ImageError(f"there is no {PINS} to lock", place=str(folder), hint=hint)
-    found: dict[str, set[str]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        plain = Path(scratch) / "pins.txt"
-        plain.write_text("".join(f"{pin}\n" for pin in _locked(pins.read_text())))
+    digests_by_pin: dict[str, set[str]] = {}
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        plain_requirements = Path(temporary_folder) / "pins.txt"
+        plain_requirements.write_text("".join(f"{pin}\n" for pin in _parse_locked_pins(pins.read_text())))
         for machine in wheels.MACHINES.values():
-            say(f"downloading the wheels for {machine}")
-            into = Path(scratch) / machine
-            wheels.download(into, machine, "--no-deps", f"--requirement={plain}")
-            for pin, digest in hashes(into.glob("*.whl")):
-                found.setdefault(pin, set()).add(digest)
-    head = _HEAD.format(python=wheels.PYTHON, machines=" and ".join(wheels.MACHINES.values()))
-    lines = [" \\\n    ".join([pin, *(f"--hash=sha256:{digest}" for digest in sorted(found[pin]))]) for pin in sorted(found)]
+            report_progress(f"downloading the wheels for {machine}")
+            download_folder = Path(temporary_folder) / machine
+            wheels.download_wheels(download_folder, machine, "--no-deps", f"--requirement={plain_requirements}")
+            for pin, digest in hash_wheels(download_folder.glob("*.whl")):
+                digests_by_pin.setdefault(pin, set()).add(digest)
+    header = _HEADER.format(python=wheels.PYTHON_VERSION, machines=" and ".join(wheels.MACHINES.values()))
+    lines = [
+        " \\\n    ".join([pin, *(f"--hash=sha256:{digest}" for digest in sorted(digests_by_pin[pin]))]) for pin in sorted(digests_by_pin)
+    ]
     lock = folder / LOCK
-    lock.write_text(head + "\n".join(lines) + "\n")
+    lock.write_text(header + "\n".join(lines) + "\n")
     return lock
 
 
-def check(pins: Path, lock: Path) -> None:
-    """Raise ImageError unless `lock` holds what `pins` names now."""
-    if changed := sorted(_locked(pins.read_text()) ^ set(_pinned(lock.read_text()))):
+def check_lock(pins: Path, lock: Path) -> None:
+    """Raise ImageError unless `lock` matches the current `pins`."""
+    if changed := sorted(_parse_locked_pins(pins.read_text()) ^ set(_parse_pins(lock.read_text()))):
         raise ImageError(
             f"differs from {pins.name} in {', '.join(changed)}", place=str(lock), hint=f"swarmtrain image lock {pins.parents[1]}"
         )
 
 
-def hashes(files: Iterable[Path]) -> list[tuple[str, str]]:
+def hash_wheels(files: Iterable[Path]) -> list[tuple[str, str]]:
     """Return (name==version, SHA-256) of each wheel."""
-    found = []
+    pin_hashes = []
     for file in files:
         name, version = file.name.split("-")[:2]
-        found.append((_pin(name, version), hashlib.sha256(file.read_bytes()).hexdigest()))
-    return found
+        pin_hashes.append((_normalize_pin(name, version), hashlib.sha256(file.read_bytes()).hexdigest()))
+    return pin_hashes
 
 
-def _locked(pins: str) -> set[str]:
-    return {pin for pin in _pinned(pins) if not pin.startswith("torch==")}
+def _parse_locked_pins(pins: str) -> set[str]:
+    return {pin for pin in _parse_pins(pins) if not pin.startswith("torch==")}
 
 
-def _pinned(text: str) -> list[str]:
-    return [_pin(*found) for found in _PIN.findall(text)]
+def _parse_pins(text: str) -> list[str]:
+    return [_normalize_pin(*match) for match in _PIN_PATTERN.findall(text)]
 
 
-def _pin(name: str, version: str) -> str:
+def _normalize_pin(name: str, version: str) -> str:
     return f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}"

@@ -1,4 +1,4 @@
-"""What an image is made of: the files of a folder and, where it has none of its own, those that come with swarmtrain."""
+"""The inputs of an image: the files of a folder and, for those that it lacks, the files that swarmtrain ships."""
 
 from __future__ import annotations
 
@@ -7,68 +7,68 @@ from pathlib import Path
 
 import swarmtrain
 from swarmtrain.errors import ImageError
-from swarmtrain.images import folder as folders
+from swarmtrain.images import folder_files as folders
 
 DOCKERFILE, PINS, LOCK, REQUIREMENTS = "Dockerfile", "requirements/image.txt", "requirements/image.lock", "requirements.txt"
-# In a checkout these are links to the files at its top; in a wheel they are those files.
-SHIPPED = Path(__file__).parent / "shipped"
+# In a checkout these are symlinks to the files at its root; in a wheel they are the files themselves.
+SHIPPED_FILES = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True)
 class Project:
-    """A folder that an image is built from. All paths are of files that are there."""
+    """A folder that an image is built from. All paths are of existing files."""
 
     folder: Path
     dockerfile: Path
     pins: Path
-    """What the image holds besides swarmtrain, by version."""
+    """The versions of everything in the image besides swarmtrain."""
     lock: Path | None
-    """The same but for torch, with hashes; None where the folder has pins of its own and no lock beside them."""
+    """The same without torch, with hashes; None if the folder has its own pins and no lock file next to them."""
 
     requirements: Path | None
-    """The folder's own requirements.txt, if it has one: what its script needs beyond the pins."""
+    """The folder's own requirements.txt, if it has one: what its script needs in addition to the pins."""
 
     code: tuple[Path, ...]
-    """The Python files beside each other in the folder."""
+    """The Python files at the top level of the folder."""
 
     @property
     def wheels(self) -> Path:
-        """Where the wheels lie that the pins name; they may not be there yet."""
+        """The folder of the wheels that the pins name; it may not exist yet."""
         return self.folder / "build" / "wheels"
 
     @property
-    def extra(self) -> Path:
-        """Where the wheels lie that its own requirements.txt adds; they may not be there yet."""
+    def extra_wheels(self) -> Path:
+        """The folder of the wheels that requirements.txt adds; it may not exist yet."""
         return self.folder / "build" / "extra"
 
     @property
-    def package(self) -> Path:
-        """Where swarmtrain's own wheel lies; it may not be there yet."""
+    def package_wheel(self) -> Path:
+        """The folder of swarmtrain's own wheel; it may not exist yet."""
         return self.folder / "build" / "package"
 
 
-def project(folder: Path) -> Project:
-    """Return the project in `folder`. Raises ImageError for one that there is nothing to train with in."""
-    code = tuple(path for name, path in folders.files(folder, deep=False) if name.endswith(".py")) if folder.is_dir() else ()
+def find_project(folder: Path) -> Project:
+    """Return the project in `folder`. Raises ImageError if there is no Python file in it."""
+    code = tuple(path for name, path in folders.list_files(folder, recursive=False) if name.endswith(".py")) if folder.is_dir() else ()
     if not code:
         raise ImageError("there is no Python file in it", place=str(folder), hint="run this in the folder of your training script")
-    own = (folder / PINS).is_file()
-    lock = (folder if own else SHIPPED) / LOCK
+    has_own_pins = (folder / PINS).is_file()
+    lock = (folder if has_own_pins else SHIPPED_FILES) / LOCK
     return Project(
         folder=folder,
-        dockerfile=_own_or_shipped(folder, DOCKERFILE),
-        pins=_own_or_shipped(folder, PINS),
+        dockerfile=_find_own_or_shipped(folder, DOCKERFILE),
+        pins=_find_own_or_shipped(folder, PINS),
         lock=lock if lock.is_file() else None,
         requirements=folder / REQUIREMENTS if (folder / REQUIREMENTS).is_file() else None,
         code=code,
     )
 
 
-def checkout() -> Path | None:
-    """Return the checkout that swarmtrain runs from, or None if it was installed."""
-    top = Path(swarmtrain.__file__).parents[1]
-    return top if (top / "pyproject.toml").exists() else None
+def find_checkout() -> Path | None:
+    """Return the root of the checkout that swarmtrain runs from; None if swarmtrain is installed."""
+    source_root = Path(swarmtrain.__file__).parents[1]
+    return source_root if (source_root / "pyproject.toml").exists() else None
 
 
-def _own_or_shipped(folder: Path, name: str) -> Path:
-    return folder / name if (folder / name).is_file() else SHIPPED / name
+def _find_own_or_shipped(folder: Path, name: str) -> Path:
+    return folder / name if (folder / name).is_file() else SHIPPED_FILES / name

@@ -1,17 +1,19 @@
-"""Pushing an image to the registry that its tag names."""
+"""Push an image to the registry that its tag names."""
 
 from __future__ import annotations
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images.engine import Engine, Say, reason
-from swarmtrain.images.transfer import follow_layers
+from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error
+from swarmtrain.images.transfer import follow_layer_transfer
 
 
-def push(engine: Engine, tag: str, *, say: Say) -> None:
-    """Push `tag` to the registry that it names. Raises ImageError with the registry's words and a hint."""
+def push_image(client: ImageClient, tag: str, *, report_progress: ProgressReporter) -> None:
+    """Push `tag` to the registry that it names. Raises ImageError with the registry's message and a hint."""
     hint = "the tag must begin with a registry that the engine can reach, such as registry.lab:5000/swarmtrain:0.1"
-    say(f"pushing {tag}")
+    report_progress(f"pushing {tag}")
     try:
-        follow_layers(engine.push(tag, stream=True, decode=True), place=f"image {tag}", say=say, hint=hint)
+        follow_layer_transfer(
+            client.push(tag, stream=True, decode=True), location=f"image {tag}", report_progress=report_progress, hint=hint
+        )
     except OSError as error:
-        raise ImageError(reason(error), place=f"image {tag}", hint=hint) from None
+        raise ImageError(describe_engine_error(error), place=f"image {tag}", hint=hint) from None

@@ -1,6 +1,6 @@
-"""A registry in the swarm itself, for those who have none: one service on one node, its images in a volume there.
+"""A registry inside the swarm, for users who have none: one service on one node, with its images in a volume there.
 
-It speaks plain HTTP, as a registry without a certificate does: every engine must be told that it may.
+It serves plain HTTP, since it has no certificate: every engine must list it as an insecure registry.
 """
 
 from __future__ import annotations
@@ -12,138 +12,148 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmtrain.errors import EngineError, ImageError
-from swarmtrain.images.engine import Say
-from swarmtrain.images.pin import pin
-from swarmtrain.images.swarm import Swarm, host, own_id
-from swarmtrain.images.swarm import address as address_of
+from swarmtrain.images.image_client import ProgressReporter
+from swarmtrain.images.pinning import pin_image
+from swarmtrain.images.swarm_nodes import ManagerEngine, get_host_name, get_own_node_id
+from swarmtrain.images.swarm_nodes import get_node_address as address_of
 
-NAME = "swarmtrain-registry"
-"""Of the service, and of the volume with its images."""
-IMAGE = "registry:2.8.3"
-PORT = 5000
-_PLACE = f"service {NAME}"
-_TARGET = 5000
-_VOLUME = "/var/lib/registry"
-_MEMORY = 2**30
-_SECOND = 10**9
-_PATIENCE = 120.0  # seconds for its image to be pulled and its container to start
-_TAKEN = ("already in use", "already allocated", "host-mode port")
-_DOWN = f"swarmtrain image registry down, then up again; its images stay in the volume {NAME}"
+SERVICE_NAME = "swarmtrain-registry"
+"""The name of the service, and of the volume with its images."""
+DEFAULT_IMAGE = "registry:2.8.3"
+DEFAULT_PORT = 5000
+_LOCATION = f"service {SERVICE_NAME}"
+_CONTAINER_PORT = 5000
+_VOLUME_TARGET = "/var/lib/registry"
+_MEMORY_LIMIT_BYTES = 2**30
+_NANOSECONDS = 10**9
+_TIMEOUT_SECONDS = 120.0  # seconds to pull its image and start its container
+_PORT_IN_USE_TEXTS = ("already in use", "already allocated", "host-mode port")
+_RECREATE_HINT = f"swarmtrain image registry down, then up again; its images stay in the volume {SERVICE_NAME}"
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How the registry stands. `address` is what the names of its images begin with."""
+class RegistryStatus:
+    """The status of the registry. Names of its images begin with `address`."""
 
     address: str
     host: str
     image: str
     state: str
     reason: str
-    trust: str
-    """What keeps the engine that was asked from using it, or nothing."""
-    insecure: tuple[str, ...]
-    """What that engine's `insecure-registries` should hold."""
+    trust_problem: str
+    """Why the queried engine cannot use the registry; empty if it can."""
+    insecure_registries: tuple[str, ...]
+    """What `insecure-registries` of that engine should contain."""
 
     @property
-    def line(self) -> str:
-        """The line for every engine's daemon.json."""
-        return f'"insecure-registries": {json.dumps(list(self.insecure))}'
+    def daemon_json_line(self) -> str:
+        """The line that every engine's daemon.json needs."""
+        return f'"insecure-registries": {json.dumps(list(self.insecure_registries))}'
 
     def to_dict(self) -> dict[str, object]:
-        """Return what a script needs, for --json."""
+        """Return the JSON form, for `--json`."""
         return {
             "address": self.address,
             "host": self.host,
             "image": self.image,
             "state": self.state,
             "reason": self.reason,
-            "trust": self.trust,
+            "trust": self.trust_problem,
         }
 
     def __str__(self) -> str:
         lines = [
             f"{self.address} on {self.host}, {self.image}, {self.state}" + (f": {self.reason}" if self.reason else ""),
-            f"this engine cannot use it yet: {self.trust}" if self.trust else "this engine can use it",
-            f"every engine needs this in its /etc/docker/daemon.json: {self.line}",
+            f"this engine cannot use it yet: {self.trust_problem}" if self.trust_problem else "this engine can use it",
+            f"every engine needs this in its /etc/docker/daemon.json: {self.daemon_json_line}",
         ]
         return "\n".join(lines)
 
 
-def up(engine: Swarm, *, node: str | None = None, port: int = PORT, image: str = IMAGE, say: Say) -> Standing:
-    """Start the registry on `node`, by default that of the engine, and return when it runs; one that is up already stays.
+def start_registry(
+    engine: ManagerEngine,
+    *,
+    node: str | None = None,
+    port: int = DEFAULT_PORT,
+    image: str = DEFAULT_IMAGE,
+    report_progress: ProgressReporter,
+) -> RegistryStatus:
+    """Start the registry on `node`, by default the engine's own, and return once it runs; one that is already up is kept.
 
-    Raises ImageError with what keeps it from running, EngineError.
+    Raises ImageError with the reason if it cannot run, EngineError.
     """
-    there = _node(engine, node)
-    wanted = _spec(there["ID"], port, image)
-    if found := _service(engine):
-        if (found["Spec"]["Labels"], _constraints(found["Spec"])) != (wanted["Labels"], _constraints(wanted)):
-            raise ImageError("it is up already, with another node, port or image", place=_PLACE, hint=_DOWN)
-        say("it is up already")
+    manager_node = _find_node(engine, node)
+    desired_spec = _build_service_spec(manager_node["ID"], port, image)
+    if existing_service := _find_service(engine):
+        if (existing_service["Spec"]["Labels"], _get_constraints(existing_service["Spec"])) != (
+            desired_spec["Labels"],
+            _get_constraints(desired_spec),
+        ):
+            raise ImageError("it is up already, with another node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
+        report_progress("it is up already")
     else:
-        wanted["TaskTemplate"]["ContainerSpec"]["Image"] = _pinned(engine, image, say)
-        say(f"starting {image} on {host(there)}, port {port}")
-        engine.post("/services/create", wanted, image=image)
+        desired_spec["TaskTemplate"]["ContainerSpec"]["Image"] = _pin_or_warn(engine, image, report_progress)
+        report_progress(f"starting {image} on {get_host_name(manager_node)}, port {port}")
+        engine.post("/services/create", desired_spec, image=image)
     try:
-        _await_running(engine, host(there), port, say)
+        _wait_until_running(engine, get_host_name(manager_node), port, report_progress)
     except BaseException:
-        if not found:
-            engine.delete(f"/services/{NAME}")
+        if not existing_service:
+            engine.delete(f"/services/{SERVICE_NAME}")
         raise
-    return status(engine)
+    return get_registry_status(engine)
 
 
-def down(engine: Swarm, *, volume: bool, say: Say) -> None:
-    """Remove the registry, and with `volume` its images too; return when its container is gone. Raises ImageError, EngineError."""
-    service = _found(engine)
-    node = _constraints(service["Spec"])[0].partition("==")[2]
-    if volume and node != own_id(engine):
-        where = host(engine.get(f"/nodes/{node}"))
+def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: ProgressReporter) -> None:
+    """Remove the registry, with `volume` also its images; return once its container is gone. Raises ImageError, EngineError."""
+    service = _get_service(engine)
+    node = _get_constraints(service["Spec"])[0].partition("==")[2]
+    if volume and node != get_own_node_id(engine):
+        node_host = get_host_name(engine.get(f"/nodes/{node}"))
         raise ImageError(
-            f"its images are on {where}, whose engine is another one",
-            place=_PLACE,
-            hint=f"swarmtrain image registry down, and on {where}: docker volume rm {NAME}",
+            f"its images are on {node_host}, which is another node's engine",
+            place=_LOCATION,
+            hint=f"swarmtrain image registry down, and on {node_host}: docker volume rm {SERVICE_NAME}",
         )
-    engine.delete(f"/services/{NAME}")
-    say("waiting for its container to stop")
-    end = time.monotonic() + _PATIENCE
-    while [task for task in engine.listing("/tasks") if task.get("ServiceID") == service["ID"]] and time.monotonic() < end:
+    engine.delete(f"/services/{SERVICE_NAME}")
+    report_progress("waiting for its container to stop")
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while [task for task in engine.list_objects("/tasks") if task.get("ServiceID") == service["ID"]] and time.monotonic() < deadline:
         time.sleep(0.2)
     if volume:
-        _remove_volume(engine, end)
+        _remove_volume(engine, deadline)
 
 
-def status(engine: Swarm) -> Standing:
-    """Return how the registry stands. Raises ImageError if there is none, EngineError."""
-    service = _found(engine)
+def get_registry_status(engine: ManagerEngine) -> RegistryStatus:
+    """Return the status of the registry. Raises ImageError if there is none, EngineError."""
+    service = _get_service(engine)
     labels = service["Spec"]["Labels"]
-    node = engine.get(f"/nodes/{_constraints(service['Spec'])[0].partition('==')[2]}")
-    address = f"{address_of(node)}:{labels['swarmtrain.port']}"
-    newest = next((task["Status"] for task in _tasks(engine)), {"State": "new"})
+    node = engine.get(f"/nodes/{_get_constraints(service['Spec'])[0].partition('==')[2]}")
+    address = f"{address_of(node)}:{labels['swarmtrain.registry.port']}"
+    newest_status = next((task["Status"] for task in _list_tasks(engine)), {"State": "new"})
     indexes = engine.get("/info").get("RegistryConfig", {}).get("IndexConfigs") or {}
-    known = {name for name, entry in indexes.items() if not entry.get("Secure", True)}
-    return Standing(
+    insecure_names = {name for name, entry in indexes.items() if not entry.get("Secure", True)}
+    return RegistryStatus(
         address=address,
-        host=host(node),
-        image=labels["swarmtrain.image"],
-        state=str(newest["State"]),
-        reason=str(newest.get("Err", "")),
-        trust=_trust(engine, address) if newest["State"] == "running" else "it does not run",
-        insecure=tuple(sorted({*known, address})),
+        host=get_host_name(node),
+        image=labels["swarmtrain.registry.image"],
+        state=str(newest_status["State"]),
+        reason=str(newest_status.get("Err", "")),
+        trust_problem=_find_trust_problem(engine, address) if newest_status["State"] == "running" else "it does not run",
+        insecure_registries=tuple(sorted({*insecure_names, address})),
     )
 
 
-def _spec(node: str, port: int, image: str) -> dict[str, Any]:
-    mount = {"Type": "volume", "Source": NAME, "Target": _VOLUME}
-    published = {"Protocol": "tcp", "TargetPort": _TARGET, "PublishedPort": port, "PublishMode": "host"}
+def _build_service_spec(node: str, port: int, image: str) -> dict[str, Any]:
+    mount = {"Type": "volume", "Source": SERVICE_NAME, "Target": _VOLUME_TARGET}
+    published = {"Protocol": "tcp", "TargetPort": _CONTAINER_PORT, "PublishedPort": port, "PublishMode": "host"}
     return {
-        "Name": NAME,
-        "Labels": {"swarmtrain.port": str(port), "swarmtrain.image": image},
+        "Name": SERVICE_NAME,
+        "Labels": {"swarmtrain.registry.port": str(port), "swarmtrain.registry.image": image},
         "TaskTemplate": {
             "ContainerSpec": {"Image": image, "Env": ["REGISTRY_STORAGE_DELETE_ENABLED=true"], "Mounts": [mount]},
-            "Resources": {"Limits": {"MemoryBytes": _MEMORY}},
-            "RestartPolicy": {"Condition": "any", "Delay": 5 * _SECOND},
+            "Resources": {"Limits": {"MemoryBytes": _MEMORY_LIMIT_BYTES}},
+            "RestartPolicy": {"Condition": "any", "Delay": 5 * _NANOSECONDS},
             "Placement": {"Constraints": [f"node.id=={node}"]},
         },
         "Mode": {"Replicated": {"Replicas": 1}},
@@ -152,45 +162,49 @@ def _spec(node: str, port: int, image: str) -> dict[str, Any]:
     }
 
 
-def _pinned(engine: Swarm, image: str, say: Say) -> str:
+def _pin_or_warn(engine: ManagerEngine, image: str, report_progress: ProgressReporter) -> str:
     try:
-        return pin(engine, image).reference
+        return pin_image(engine, image).reference
     except ImageError as error:
-        say(f"{image} is not pinned, the node must have it: {error.message}")
+        report_progress(f"{image} is not pinned, the node must have it: {error.message}")
         return image
 
 
-def _await_running(engine: Swarm, where: str, port: int, say: Say) -> None:
-    """Return when the registry's task runs. Raises ImageError with the reason as soon as it cannot."""
-    end, last = time.monotonic() + _PATIENCE, ""
-    while time.monotonic() < end:
-        # A container that does not start is followed by another one: whichever task has a reason tells it.
-        tasks = [task["Status"] for task in _tasks(engine)] or [{"State": "new"}]
+def _wait_until_running(engine: ManagerEngine, node_host: str, port: int, report_progress: ProgressReporter) -> None:
+    """Return once the registry's task runs. Raises ImageError with the reason as soon as it cannot."""
+    deadline, last_line = time.monotonic() + _TIMEOUT_SECONDS, ""
+    while time.monotonic() < deadline:
+        # Swarm replaces a container that fails to start, so any of the tasks may have the reason.
+        tasks = [task["Status"] for task in _list_tasks(engine)] or [{"State": "new"}]
         if any(task["State"] == "running" for task in tasks):
             return
         for task in tasks:
-            _refuse(task["State"], task.get("Err", ""), where, port)
-        state, why = tasks[0]["State"], tasks[0].get("Err", "")
-        if (line := f"{state} {why}".strip()) != last:
-            say(line)
-            last = line
+            _raise_if_failed(task["State"], task.get("Err", ""), node_host, port)
+        state, error_text = tasks[0]["State"], tasks[0].get("Err", "")
+        if (line := f"{state} {error_text}".strip()) != last_line:
+            report_progress(line)
+            last_line = line
         time.sleep(0.2)
-    raise ImageError(f"it does not run on {where} after {_PATIENCE:.0f} s: {last}", place=_PLACE, hint=f"docker service ps {NAME}")
+    raise ImageError(
+        f"it does not run on {node_host} after {_TIMEOUT_SECONDS:.0f} s: {last_line}",
+        place=_LOCATION,
+        hint=f"docker service ps {SERVICE_NAME}",
+    )
 
 
-def _refuse(state: str, why: str, where: str, port: int) -> None:
-    if any(words in why for words in _TAKEN):
+def _raise_if_failed(state: str, error_text: str, node_host: str, port: int) -> None:
+    if any(words in error_text for words in _PORT_IN_USE_TEXTS):
         hint = f"swarmtrain image registry up --port {port + 1}"
-        raise ImageError(f"something else has port {port} of {where}: {why}", place=_PLACE, hint=hint)
+        raise ImageError(f"something else has port {port} of {node_host}: {error_text}", place=_LOCATION, hint=hint)
     if state in ("rejected", "failed", "complete"):
-        hint = "--image names one that the node has or can pull" if state == "rejected" else f"docker service logs {NAME}"
-        raise ImageError(f"it does not start on {where}: {why}", place=_PLACE, hint=hint)
+        hint = "--image names one that the node has or can pull" if state == "rejected" else f"docker service logs {SERVICE_NAME}"
+        raise ImageError(f"it does not start on {node_host}: {error_text}", place=_LOCATION, hint=hint)
 
 
-def _trust(engine: Swarm, address: str) -> str:
-    """Return what keeps the engine from using the registry: it is asked for an image that nobody has."""
+def _find_trust_problem(engine: ManagerEngine, address: str) -> str:
+    """Return why the engine cannot use the registry, by querying an image that does not exist; empty if it can."""
     try:
-        engine.distribution(f"{address}/none:none")
+        engine.inspect_distribution(f"{address}/none:none")
     except EngineError as error:
         if any(words in error.message.lower() for words in ("unknown", "not found", "denied")):
             return ""
@@ -200,44 +214,46 @@ def _trust(engine: Swarm, address: str) -> str:
     return ""
 
 
-def _remove_volume(engine: Swarm, end: float) -> None:
+def _remove_volume(engine: ManagerEngine, deadline: float) -> None:
     while True:
         try:
-            engine.delete(f"/volumes/{NAME}")
+            engine.delete(f"/volumes/{SERVICE_NAME}")
         except EngineError as error:
-            if error.status != 409 or time.monotonic() > end:
+            if error.status != 409 or time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
         else:
             return
 
 
-def _service(engine: Swarm) -> dict[str, Any] | None:
-    return next((service for service in engine.listing("/services", name=NAME) if service["Spec"]["Name"] == NAME), None)
+def _find_service(engine: ManagerEngine) -> dict[str, Any] | None:
+    return next(
+        (service for service in engine.list_objects("/services", name=SERVICE_NAME) if service["Spec"]["Name"] == SERVICE_NAME), None
+    )
 
 
-def _found(engine: Swarm) -> dict[str, Any]:
-    service = _service(engine)
-    if service is None or "swarmtrain.port" not in service["Spec"].get("Labels", {}):
-        raise ImageError("there is no registry in this swarm", place=_PLACE, hint="swarmtrain image registry up")
+def _get_service(engine: ManagerEngine) -> dict[str, Any]:
+    service = _find_service(engine)
+    if service is None or "swarmtrain.registry.port" not in service["Spec"].get("Labels", {}):
+        raise ImageError("there is no registry in this swarm", place=_LOCATION, hint="swarmtrain image registry up")
     return service
 
 
-def _tasks(engine: Swarm) -> list[dict[str, Any]]:
+def _list_tasks(engine: ManagerEngine) -> list[dict[str, Any]]:
     """Return the registry's tasks, the newest first."""
-    return sorted(engine.listing("/tasks", service=NAME), key=lambda task: str(task["CreatedAt"]), reverse=True)
+    return sorted(engine.list_objects("/tasks", service=SERVICE_NAME), key=lambda task: str(task["CreatedAt"]), reverse=True)
 
 
-def _node(engine: Swarm, name: str | None) -> dict[str, Any]:
-    nodes = engine.listing("/nodes")
-    wanted = name or own_id(engine)
+def _find_node(engine: ManagerEngine, name: str | None) -> dict[str, Any]:
+    nodes = engine.list_objects("/nodes")
+    node_name = name or get_own_node_id(engine)
     for node in nodes:
-        if wanted in (node["ID"], host(node)):
+        if node_name in (node["ID"], get_host_name(node)):
             return node
-    there = ", ".join(sorted(host(node) for node in nodes))
-    raise ImageError(f"there is no such node; there is: {there}", place=f"node {wanted}", hint="docker node ls")
+    known_hosts = ", ".join(sorted(get_host_name(node) for node in nodes))
+    raise ImageError(f"there is no such node; there is: {known_hosts}", place=f"node {node_name}", hint="docker node ls")
 
 
-def _constraints(spec: Mapping[str, Any]) -> list[str]:
-    found: list[str] = spec["TaskTemplate"]["Placement"]["Constraints"]
-    return found
+def _get_constraints(spec: Mapping[str, Any]) -> list[str]:
+    constraints: list[str] = spec["TaskTemplate"]["Placement"]["Constraints"]
+    return constraints

@@ -1,4 +1,4 @@
-"""Layers on their way between an engine and a registry, told as bytes."""
+"""Progress of layer transfers between an engine and a registry, in bytes."""
 
 from __future__ import annotations
 
@@ -7,52 +7,62 @@ from collections.abc import Iterable
 from typing import Any
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images.engine import Engine, Say, reason
+from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error
 
-_PAUSE = 3.0  # seconds between two lines about the same transfer
-_THERE = ("Layer already exists", "Already exists", "Mounted from")
-_MOVING = ("Pushing", "Downloading")
+_LOG_INTERVAL_SECONDS = 3.0  # seconds between two progress lines of a transfer
+_EXISTING_STATUSES = ("Layer already exists", "Already exists", "Mounted from")
+_TRANSFER_STATUSES = ("Pushing", "Downloading")
 
 
-def follow_layers(stream: Iterable[dict[str, Any]], *, place: str, say: Say, hint: str | None = None) -> None:
-    """Say every few seconds how much of a push or a pull is done, and at the end what it came to. Raises ImageError at an error in it."""
-    moved: dict[str, int] = {}
-    there: set[str] = set()
-    said = time.monotonic()
+def follow_layer_transfer(
+    stream: Iterable[dict[str, Any]], *, location: str, report_progress: ProgressReporter, hint: str | None = None
+) -> None:
+    """Report the progress of a push or a pull every few seconds, and a summary at the end.
+
+    Raises ImageError on an error in the stream.
+    """
+    transferred_bytes: dict[str, int] = {}
+    existing_layers: set[str] = set()
+    last_report_at = time.monotonic()
     for message in stream:
         if "error" in message:
-            raise ImageError(str(message["error"]).strip(), place=place, hint=hint)
+            raise ImageError(str(message["error"]).strip(), place=location, hint=hint)
         layer, status = str(message.get("id", "")), str(message.get("status", ""))
-        if status.startswith(_THERE):
-            there.add(layer)
-        elif status in _MOVING:
-            moved[layer] = max(moved.get(layer, 0), int((message.get("progressDetail") or {}).get("current") or 0))
-        if time.monotonic() - said > _PAUSE:
-            said = time.monotonic()
-            say(f"{megabytes(sum(moved.values()))} so far")
-    if moved or there:
-        were = "was" if len(there) == 1 else "were"
-        say(f"{_layers(len(moved))}, {megabytes(sum(moved.values()))}; {_layers(len(there))} {were} there already")
+        if status.startswith(_EXISTING_STATUSES):
+            existing_layers.add(layer)
+        elif status in _TRANSFER_STATUSES:
+            transferred_bytes[layer] = max(transferred_bytes.get(layer, 0), int((message.get("progressDetail") or {}).get("current") or 0))
+        if time.monotonic() - last_report_at > _LOG_INTERVAL_SECONDS:
+            last_report_at = time.monotonic()
+            report_progress(f"{format_bytes(sum(transferred_bytes.values()))} so far")
+    if transferred_bytes or existing_layers:
+        verb = "was" if len(existing_layers) == 1 else "were"
+        report_progress(
+            f"{_format_layer_count(len(transferred_bytes))}, {format_bytes(sum(transferred_bytes.values()))}; "
+            f"{_format_layer_count(len(existing_layers))} {verb} there already"
+        )
 
 
-def megabytes(count: int) -> str:
-    """Return a number of bytes as people read it."""
+def format_bytes(count: int) -> str:
+    """Return a number of bytes in human-readable form."""
     return f"{count / 1e3:.0f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:.0f} MB"
 
 
-def _layers(count: int) -> str:
+def _format_layer_count(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
 
-def obtain(engine: Engine, image: str, say: Say) -> dict[str, Any]:
-    """Return what the engine says of `image`, pulled if it is not there. Raises ImageError."""
+def ensure_image(client: ImageClient, image: str, report_progress: ProgressReporter) -> dict[str, Any]:
+    """Return the engine's inspection of `image`, and pull it first if it is missing. Raises ImageError."""
     try:
-        return engine.inspect_image(image)
+        return client.inspect_image(image)
     except OSError:
-        say(f"pulling {image}")
+        report_progress(f"pulling {image}")
     try:
-        follow_layers(engine.pull(image, stream=True, decode=True), place=f"image {image}", say=say)
-        return engine.inspect_image(image)
+        follow_layer_transfer(client.pull(image, stream=True, decode=True), location=f"image {image}", report_progress=report_progress)
+        return client.inspect_image(image)
     except OSError as error:
         hint = f"swarmtrain image build . --tag {image} --push"
-        raise ImageError(f"the engine has no such image and cannot pull it: {reason(error)}", place=f"image {image}", hint=hint) from None
+        raise ImageError(
+            f"the engine has no such image and cannot pull it: {describe_engine_error(error)}", place=f"image {image}", hint=hint
+        ) from None

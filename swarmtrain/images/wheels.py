@@ -1,4 +1,4 @@
-"""The wheels that go into an image: downloaded once beside the user's files, so that the build itself needs no network."""
+"""The wheels that go into an image: downloaded once next to the user's files, so that the build itself needs no network."""
 
 from __future__ import annotations
 
@@ -12,116 +12,125 @@ from pathlib import Path
 
 from swarmtrain import process
 from swarmtrain.errors import ImageError, ProcessError
-from swarmtrain.images.engine import Say
-from swarmtrain.images.project import Project, checkout
+from swarmtrain.images.image_client import ProgressReporter
+from swarmtrain.images.project import Project, find_checkout
 
-PYTHON = "3.11"
-"""The version in both base images."""
+PYTHON_VERSION = "3.11"
+"""The Python version of both base images."""
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
-"""What an engine calls its processor: what a wheel calls it."""
-# What pip writes beside a wheel's own files when it installs it.
-_OF_PIP = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
-_LIBC = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
+"""An engine's name of its processor architecture → the name in wheel tags."""
+# Files that pip adds to those of a wheel on installation.
+_PIP_METADATA_FILES = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
+_MANYLINUX_VERSIONS = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
 
 
-def third_party(project: Project, architecture: str, *, say: Say) -> None:
-    """Fill the project's folder of wheels with what it pins, for the engine's `architecture`.
+def download_pinned_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
+    """Download the wheels that the project pins to its wheel folder, for the engine's `architecture`.
 
-    Every file but torch's is checked against the lock. Nothing is downloaded while the pins stay as they are. Raises ImageError.
+    Every file except torch's is checked against the lock. Nothing is downloaded while the pins are unchanged. Raises ImageError.
     """
-    locked = project.lock.read_bytes() if project.lock else b""
+    lock_bytes = project.lock.read_bytes() if project.lock else b""
     machine = MACHINES.get(architecture, architecture)
-    wanted = _digest(project.pins.read_bytes(), locked, machine)
-    if _complete(project.wheels, wanted):
+    stamp = _compute_stamp(project.pins.read_bytes(), lock_bytes, machine)
+    if _is_complete(project.wheels, stamp):
         return
-    say(f"downloading wheels to {project.wheels}")
-    if not locked:
-        say(f"{project.pins} has no image.lock beside it: no hash is checked; swarmtrain image lock makes one")
+    report_progress(f"downloading wheels to {project.wheels}")
+    if not lock_bytes:
+        report_progress(f"{project.pins} has no image.lock: hashes are not checked; swarmtrain image lock writes one")
     shutil.rmtree(project.wheels, ignore_errors=True)
     if project.lock:
-        download(project.wheels, machine, "--no-deps", "--require-hashes", f"--requirement={project.lock}")
+        download_wheels(project.wheels, machine, "--no-deps", "--require-hashes", f"--requirement={project.lock}")
     else:
-        download(project.wheels, machine, "--no-deps", f"--requirement={project.pins}")
-    say("downloading torch")
-    # With what else the build of torch that this index has may need: one for CUDA brings NVIDIA's libraries.
-    download(project.wheels, machine, f"--find-links={project.wheels}", f"--constraint={project.pins}", "torch")
-    _stamp(project.wheels).write_text(wanted)
+        download_wheels(project.wheels, machine, "--no-deps", f"--requirement={project.pins}")
+    report_progress("downloading torch")
+    # With the dependencies of this index's torch build: a CUDA build brings NVIDIA's libraries.
+    download_wheels(project.wheels, machine, f"--find-links={project.wheels}", f"--constraint={project.pins}", "torch")
+    _get_stamp_path(project.wheels).write_text(stamp)
 
 
-def further(project: Project, architecture: str, *, say: Say) -> None:
-    """Fill the project's folder of extra wheels with what its own requirements.txt names beyond `third_party`'s. Raises ImageError."""
+def download_extra_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
+    """Download the wheels that the project's requirements.txt needs in addition to the pinned ones to its folder of extra wheels.
+
+    Raises ImageError.
+    """
     machine = MACHINES.get(architecture, architecture)
     if project.requirements is None:
-        shutil.rmtree(project.extra, ignore_errors=True)
+        shutil.rmtree(project.extra_wheels, ignore_errors=True)
         return
-    wanted = _digest(project.requirements.read_bytes(), project.pins.read_bytes(), machine)
-    if _complete(project.extra, wanted):
+    stamp = _compute_stamp(project.requirements.read_bytes(), project.pins.read_bytes(), machine)
+    if _is_complete(project.extra_wheels, stamp):
         return
-    say(f"downloading what {project.requirements} names to {project.extra}")
-    shutil.rmtree(project.extra, ignore_errors=True)
-    ours = f"--find-links={project.wheels}", f"--constraint={project.pins}"
-    download(project.extra, machine, *ours, f"--requirement={project.requirements}")
-    for wheel in project.extra.glob("*.whl"):
+    report_progress(f"downloading what {project.requirements} names to {project.extra_wheels}")
+    shutil.rmtree(project.extra_wheels, ignore_errors=True)
+    pinned_options = f"--find-links={project.wheels}", f"--constraint={project.pins}"
+    download_wheels(project.extra_wheels, machine, *pinned_options, f"--requirement={project.requirements}")
+    for wheel in project.extra_wheels.glob("*.whl"):
         if (project.wheels / wheel.name).exists():
             wheel.unlink()
-    _stamp(project.extra).write_text(wanted)
+    _get_stamp_path(project.extra_wheels).write_text(stamp)
 
 
-def own(folder: Path, *, say: Say) -> None:
-    """Put swarmtrain's own wheel into `folder`, alone. Raises ImageError.
+def build_swarmtrain_wheel(folder: Path, *, report_progress: ProgressReporter) -> None:
+    """Write swarmtrain's own wheel into `folder`, and remove everything else from it. Raises ImageError.
 
-    It is made from the checkout that runs, or from the files that are installed: what is here is what the nodes get.
+    The wheel is built from the running checkout or from the installed files, so the nodes get the same version as this machine.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if source := checkout():
-        say(f"making swarmtrain's wheel from {source}")
-        # Without a package index in reach: what makes the wheel may be here already.
-        isolation = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
-        _pip("wheel", "--no-deps", *isolation, f"--wheel-dir={folder}", str(source))
+    if checkout_folder := find_checkout():
+        report_progress(f"making swarmtrain's wheel from {checkout_folder}")
+        # Works without a package index if the build backend is installed already.
+        isolation_options = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
+        _run_pip("wheel", "--no-deps", *isolation_options, f"--wheel-dir={folder}", str(checkout_folder))
     else:
-        say("making swarmtrain's wheel from what is installed")
-        repack("swarmtrain", folder)
+        report_progress("making swarmtrain's wheel from what is installed")
+        repack_installed_wheel("swarmtrain", folder)
 
 
-def repack(name: str, into: Path) -> None:
-    """Write into a folder the wheel of an installed distribution of pure Python, from its files; the same bytes each time."""
-    found = metadata.distribution(name)
-    files = [file for file in found.files or () if ".." not in file.parts and "__pycache__" not in file.parts and file.name not in _OF_PIP]
-    with zipfile.ZipFile(into / f"{found.name}-{found.version}-py3-none-any.whl", "w") as wheel:
+def repack_installed_wheel(name: str, output_folder: Path) -> None:
+    """Write the wheel of an installed pure-Python distribution into `output_folder`, from its files; reproducible byte for byte."""
+    distribution = metadata.distribution(name)
+    files = [
+        file
+        for file in distribution.files or ()
+        if ".." not in file.parts and "__pycache__" not in file.parts and file.name not in _PIP_METADATA_FILES
+    ]
+    with zipfile.ZipFile(output_folder / f"{distribution.name}-{distribution.version}-py3-none-any.whl", "w") as wheel:
         for file in sorted(files):
             wheel.writestr(zipfile.ZipInfo(str(file)), file.read_binary())
-        record = next(str(file) for file in found.files or () if file.name == "RECORD")
+        record = next(str(file) for file in distribution.files or () if file.name == "RECORD")
         wheel.writestr(zipfile.ZipInfo(record), "".join(f"{file},,\n" for file in sorted(files)))
 
 
-def download(into: Path, machine: str, *what: str) -> None:
-    """Download the wheels of `what`, pip's own arguments, for Python in an image on `machine`. Raises ImageError."""
-    into.mkdir(parents=True, exist_ok=True)
-    platforms = [f"--platform=manylinux{version}_{machine}" for version in _LIBC]
-    _pip("download", "--only-binary=:all:", f"--python-version={PYTHON}", *platforms, f"--dest={into}", *what)
+def download_wheels(output_folder: Path, machine: str, *requirements: str) -> None:
+    """Download the wheels of `requirements`, arguments of pip, for the image's Python on `machine`. Raises ImageError."""
+    output_folder.mkdir(parents=True, exist_ok=True)
+    platforms = [f"--platform=manylinux{version}_{machine}" for version in _MANYLINUX_VERSIONS]
+    _run_pip("download", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}", *platforms, f"--dest={output_folder}", *requirements)
 
 
-def _digest(*parts: bytes | str) -> str:
-    return hashlib.sha256("\0".join([PYTHON, *(part if isinstance(part, str) else part.hex() for part in parts)]).encode()).hexdigest()
+def _compute_stamp(*inputs: bytes | str) -> str:
+    return hashlib.sha256(
+        "\0".join([PYTHON_VERSION, *(item if isinstance(item, str) else item.hex() for item in inputs)]).encode()
+    ).hexdigest()
 
 
-def _complete(folder: Path, wanted: str) -> bool:
-    return _stamp(folder).exists() and _stamp(folder).read_text() == wanted
+def _is_complete(folder: Path, stamp: str) -> bool:
+    return _get_stamp_path(folder).exists() and _get_stamp_path(folder).read_text() == stamp
 
 
-def _stamp(folder: Path) -> Path:
+def _get_stamp_path(folder: Path) -> Path:
     return folder / ".complete"
 
 
-def _pip(*arguments: str) -> None:
+def _run_pip(*arguments: str) -> None:
     try:
-        process.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
+        process.run_command([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
     except ProcessError as error:
-        raise ImageError(error.message, place="image wheels", hint=_hint(error.output)) from None
+        raise ImageError(error.message, place="image wheels", hint=_suggest_pip_fix(error.output)) from None
 
 
-def _hint(output: str) -> str:
+def _suggest_pip_fix(output: str) -> str:
     if "No module named pip" in output:
         return f"{sys.executable} -m ensurepip"
     if "ResolutionImpossible" in output or "conflicting dependencies" in output:

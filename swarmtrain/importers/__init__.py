@@ -1,8 +1,8 @@
-"""Other tools' files → a config, and a list of what it could not hold.
+"""Convert other tools' files into a config, with a report of what could not be mapped.
 
-book        what becomes of each key of a source
-launch      command lines that start training
-scaling, accelerate, deepspeed, sbatch, compose, huggingface   a format each
+migration_report    how each key of a source was handled
+launch_command      command lines that start training
+scaling, accelerate, deepspeed, sbatch, compose, huggingface    one format each
 """
 
 from __future__ import annotations
@@ -16,24 +16,36 @@ from typing import Any
 
 import yaml
 
-from swarmtrain.config.files import OPEN, Unreadable, reason, write_all
-from swarmtrain.config.files import read as read_bytes
-from swarmtrain.config.load import order_problems
-from swarmtrain.config.source import NotYaml, Source, kind, read_yaml
+from swarmtrain.config.files import PUBLIC_MODE, UnreadableFileError, describe_os_error, write_files_atomically
+from swarmtrain.config.files import read_bounded as read_bytes
+from swarmtrain.config.loading import order_problems
+from swarmtrain.config.yaml_document import YamlDocument, YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 from swarmtrain.importers import accelerate, compose, deepspeed, huggingface, sbatch, scaling
-from swarmtrain.importers.book import Book, Imported, LeftOut, Why
-from swarmtrain.importers.launch import starts_training
+from swarmtrain.importers.launch_command import is_training_script
+from swarmtrain.importers.migration_report import ImportResult, MigrationReport, UnmappedKey, UnmappedReason
 
-__all__ = ["Format", "Import", "Imported", "LeftOut", "Why", "convert", "load", "named", "write"]
+__all__ = [
+    "ImportResult",
+    "ImportedConfig",
+    "SourceFormat",
+    "UnmappedKey",
+    "UnmappedReason",
+    "import_file",
+    "import_text",
+    "parse_format",
+    "write_imported_config",
+]
 
 _MAX_BYTES = 1_000_000
-_KNOWN = "a Scaling config, an accelerate config, a DeepSpeed JSON or hostfile, an sbatch script, a compose file, a model's config.json"
-_OURS = ("swarm", "local", "docker", "slurm")
+_KNOWN_FORMATS_TEXT = (
+    "a Scaling config, an accelerate config, a DeepSpeed JSON or hostfile, an sbatch script, a compose file, a model's config.json"
+)
+_SWARMTRAIN_RUNNER_TYPES = ("swarm", "docker", "local", "ssh", "ssh_docker", "slurm")
 
 
-class Format(StrEnum):
-    """Kinds of files that can be imported."""
+class SourceFormat(StrEnum):
+    """File formats that can be imported."""
 
     scaling = "scaling"
     accelerate = "accelerate"
@@ -44,139 +56,156 @@ class Format(StrEnum):
 
 
 @dataclass(frozen=True)
-class Import:
-    """A file that was read as `format`, and what has become of it."""
+class ImportedConfig:
+    """A file read as `format`, and the result of its import."""
 
     source: str
-    format: Format
-    result: Imported
+    format: SourceFormat
+    result: ImportResult
 
-    def yaml(self) -> str:
-        """Return the config as YAML, less what is default."""
-        head = f"# From {self.source} ({self.format}), by swarmtrain import. What is not here is default.\n"
+    def to_yaml(self) -> str:
+        """Return the config as YAML, without default values."""
+        header = f"# From {self.source} ({self.format}), by swarmtrain import. What is not here is default.\n"
         values = self.result.values
-        body = yaml.dump(_pairs(values), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True) if values else "{}\n"
-        return head + body
+        body = yaml.dump(_convert_pairs(values), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True) if values else "{}\n"
+        return header + body
 
-    def report(self) -> str:
-        """Return what is not in the config, as a table, and the notes."""
+    def format_report(self) -> str:
+        """Return the unmapped keys as a table, and the notes."""
         rows = [("KEY", "LINE", "VALUE", "WHY", "INSTEAD")]
-        rows += [(one.key, str(one.line or ""), one.value, one.why.value, one.instead) for one in self.result.left_out]
+        rows += [
+            (unmapped.key, str(unmapped.line or ""), unmapped.value, unmapped.reason.value, unmapped.replacement)
+            for unmapped in self.result.unmapped_keys
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        cells = ("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows)
-        table = ["not in the config:", *(f"  {line}" for line in cells)] if len(rows) > 1 else []
+        lines = ("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows)
+        table = ["not in the config:", *(f"  {line}" for line in lines)] if len(rows) > 1 else []
         return "\n".join([*table, *(f"note: {note}" for note in self.result.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it for a script."""
-        left = [
-            {"key": one.key, "line": one.line, "value": one.value, "why": one.why.value, "instead": one.instead}
-            for one in self.result.left_out
+        """Return everything as JSON-compatible values, for scripts."""
+        unmapped_keys = [
+            {
+                "key": unmapped.key,
+                "line": unmapped.line,
+                "value": unmapped.value,
+                "reason": unmapped.reason.value,
+                "instead": unmapped.replacement,
+            }
+            for unmapped in self.result.unmapped_keys
         ]
         return {
             "source": self.source,
             "format": self.format.value,
             "config": self.result.values,
-            "left_out": left,
+            "unmapped": unmapped_keys,
             "notes": list(self.result.notes),
         }
 
 
-def load(path: Path, *, hostsfile: Path | None = None, form: Format | None = None) -> Import:
-    """Return the import of the file at `path`, of a run on the hosts of `hostsfile`. `form` overrides what its content tells.
+def import_file(path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None) -> ImportedConfig:
+    """Import the file at `path`, for a run on the hosts in `hostsfile`. `source_format` overrides detection by content.
 
-    Raises ConfigError with the places of the file that cannot be, SwarmtrainError if it cannot be read or is none of the known formats.
+    Raises ConfigError with the invalid places of the file, SwarmtrainError if it cannot be read or has an unknown format.
     """
-    text = _text(path)
-    hosts = deepspeed.read_hosts(_text(hostsfile), str(hostsfile)) if hostsfile else ()
-    model = str(path.parent) if next(path.parent.glob("*.safetensors"), None) else None
-    return convert(text, str(path), hosts=hosts, form=form, model=model)
+    text = _read_text(path)
+    hosts = deepspeed.parse_hostfile(_read_text(hostsfile), str(hostsfile)) if hostsfile else ()
+    model_folder = str(path.parent) if next(path.parent.glob("*.safetensors"), None) else None
+    return import_text(text, str(path), hosts=hosts, source_format=source_format, model_folder=model_folder)
 
 
-def named(form: str | None) -> Format | None:
-    """Return the format of this name. Raises SwarmtrainError if there is none."""
-    if form is not None and form not in list(Format):
-        raise SwarmtrainError(f"{form!r} is no format", place="--from", hint=f"there are {', '.join(Format)}")
-    return None if form is None else Format(form)
+def parse_format(name: str | None) -> SourceFormat | None:
+    """Return the format with this name; None for None. Raises SwarmtrainError if it is unknown."""
+    if name is not None and name not in list(SourceFormat):
+        raise SwarmtrainError(f"{name!r} is not a format", place="--from", hint=f"there are {', '.join(SourceFormat)}")
+    return None if name is None else SourceFormat(name)
 
 
-def convert(text: str, source: str, *, hosts: tuple[str, ...] = (), form: Format | None = None, model: str | None = None) -> Import:
-    """Return the import of `text`, which came from `source`; `model` is the folder of weights beside it. Raises as `load` does."""
+def import_text(
+    text: str, source: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
+) -> ImportedConfig:
+    """Import `text`, read from `source`; `model_folder` is the folder if weights are next to it. Raises as `import_file` does."""
     if not text.strip():
-        raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN}")
-    if form is Format.sbatch or (form is None and _is_script(text)):
-        return _script(text, source, hosts)
-    if form in (None, Format.deepspeed) and deepspeed.is_hostfile(text):
-        book = Book({})
-        deepspeed.carry_hosts(book, deepspeed.read_hosts(text, source), ("hostsfile",))
-        return Import(source, Format.deepspeed, book.close(source))
+        raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN_FORMATS_TEXT}")
+    if source_format is SourceFormat.sbatch or (source_format is None and _is_script(text)):
+        return _import_script(text, source, hosts)
+    if source_format in (None, SourceFormat.deepspeed) and deepspeed.is_hostfile(text):
+        report = MigrationReport({})
+        deepspeed.map_hosts(report, deepspeed.parse_hostfile(text, source), ("hostsfile",))
+        return ImportedConfig(source, SourceFormat.deepspeed, report.build_result(source))
     try:
-        found = _yaml(text, source)
+        document = _parse_yaml(text, source)
     except ConfigError:
-        if form is None and starts_training(text):
-            return _script(text, source, hosts)
+        if source_format is None and is_training_script(text):
+            return _import_script(text, source, hosts)
         raise
-    if form is None and isinstance(found.values, str) and starts_training(text):
-        return _script(text, source, hosts)
-    if not isinstance(found.values, dict):
-        raise SwarmtrainError(f"is none that is known: it holds {kind(found.values)}", place=source, hint=f"it can be {_KNOWN}")
-    if not found.values:
-        raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN}")
-    form = form or _format(found.values, source)
-    book = Book(found.values, found.lines)
-    _read(book, form, source, hosts, model)
-    return Import(source, form, book.close(source))
+    if source_format is None and isinstance(document.values, str) and is_training_script(text):
+        return _import_script(text, source, hosts)
+    if not isinstance(document.values, dict):
+        raise SwarmtrainError(
+            f"is not a known format: it contains {describe_value(document.values)}", place=source, hint=f"it can be {_KNOWN_FORMATS_TEXT}"
+        )
+    if not document.values:
+        raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN_FORMATS_TEXT}")
+    source_format = source_format or _detect_format(document.values, source)
+    report = MigrationReport(document.values, document.lines)
+    _read_format(report, source_format, source, hosts, model_folder)
+    return ImportedConfig(source, source_format, report.build_result(source))
 
 
-def write(made: Import, path: Path, *, force: bool = False) -> None:
+def write_imported_config(imported: ImportedConfig, path: Path, *, force: bool = False) -> None:
     """Write the config to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
     try:
         if path.exists() and not force:
             raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it")
-        write_all({path: (made.yaml().encode(), OPEN)})
+        write_files_atomically({path: (imported.to_yaml().encode(), PUBLIC_MODE)})
     except OSError as error:
-        raise SwarmtrainError(f"cannot be written: {reason(error)}", place=str(path), hint="name another file") from None
+        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="name another file") from None
 
 
-def _script(text: str, source: str, hosts: tuple[str, ...]) -> Import:
-    book = sbatch.read(text, source)
+def _import_script(text: str, source: str, hosts: tuple[str, ...]) -> ImportedConfig:
+    report = sbatch.parse_sbatch_script(text, source)
     if hosts:
-        deepspeed.carry_hosts(book, hosts, ("hostsfile",))
-    return Import(source, Format.sbatch, book.close(source))
+        deepspeed.map_hosts(report, hosts, ("hostsfile",))
+    return ImportedConfig(source, SourceFormat.sbatch, report.build_result(source))
 
 
-def _read(book: Book, form: Format, source: str, hosts: tuple[str, ...], model: str | None) -> None:
-    if form is Format.accelerate:
-        accelerate.read(book, hosts)
+def _read_format(
+    report: MigrationReport, source_format: SourceFormat, source: str, hosts: tuple[str, ...], model_folder: str | None
+) -> None:
+    if source_format is SourceFormat.accelerate:
+        accelerate.map_accelerate_config(report, hosts)
         return
-    if form is Format.deepspeed:
-        deepspeed.read(book, hosts)
-    elif form is Format.scaling:
-        scaling.read(book, hosts)
-    elif form is Format.huggingface:
-        huggingface.read(book, source, model)
+    if source_format is SourceFormat.deepspeed:
+        deepspeed.map_deepspeed_config(report, hosts)
+    elif source_format is SourceFormat.scaling:
+        scaling.map_scaling_config(report, hosts)
+    elif source_format is SourceFormat.huggingface:
+        huggingface.map_huggingface_config(report, source, model_folder)
     else:
-        compose.read(book, source)
+        compose.map_compose_file(report, source)
     if hosts:
-        deepspeed.carry_hosts(book, hosts, ("hostsfile",))
+        deepspeed.map_hosts(report, hosts, ("hostsfile",))
 
 
-def _format(values: dict[str, Any], source: str) -> Format:
+def _detect_format(values: dict[str, Any], source: str) -> SourceFormat:
     keys = {str(key) for key in values}
     runner = values.get("runner")
-    if isinstance(runner, dict) and runner.get("runner_type") in _OURS:
+    if isinstance(runner, dict) and runner.get("runner_type") in _SWARMTRAIN_RUNNER_TYPES:
         raise SwarmtrainError("is a swarmtrain config already", place=source, hint=f"swarmtrain plan {source}")
-    for form, marks in (
-        (Format.compose, {"services"} if isinstance(values.get("services"), dict) else set()),
-        (Format.huggingface, huggingface.KEYS),
-        (Format.accelerate, accelerate.KEYS),
-        (Format.deepspeed, deepspeed.KEYS),
-        (Format.scaling, scaling.SECTIONS),
+    for source_format, marker_keys in (
+        (SourceFormat.compose, {"services"} if isinstance(values.get("services"), dict) else set()),
+        (SourceFormat.huggingface, huggingface.KEYS),
+        (SourceFormat.accelerate, accelerate.KEYS),
+        (SourceFormat.deepspeed, deepspeed.KEYS),
+        (SourceFormat.scaling, scaling.SECTIONS),
     ):
-        if keys & marks:
-            return form
+        if keys & marker_keys:
+            return source_format
     raise SwarmtrainError(
-        f"is none that is known, by its keys {', '.join(sorted(keys)[:8])}", place=source, hint=f"it can be {_KNOWN}; --from says which"
+        f"is not a known format; its keys are {', '.join(sorted(keys)[:8])}",
+        place=source,
+        hint=f"it can be {_KNOWN_FORMATS_TEXT}; --from says which",
     )
 
 
@@ -184,44 +213,44 @@ def _is_script(text: str) -> bool:
     return text.startswith("#!") or any(line.lstrip().startswith("#SBATCH") for line in text.splitlines())
 
 
-def _yaml(text: str, source: str) -> Source:
+def _parse_yaml(text: str, source: str) -> YamlDocument:
     try:
-        found = read_yaml(text)
-    except NotYaml as error:
+        document = read_yaml(text)
+    except YamlSyntaxError as error:
         raise ConfigError((Problem("", f"is neither YAML nor JSON: {error}", error.line, error.hint),), source=source) from None
-    if found.problems:
-        raise ConfigError(order_problems(found.problems), source=source)
-    return found
+    if document.problems:
+        raise ConfigError(order_problems(document.problems), source=source)
+    return document
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         content = read_bytes(path, _MAX_BYTES)
-    except Unreadable as error:
-        hint = f"ls -l {path} shows who may read it" if error.number == errno.EACCES else f"it can be {_KNOWN}"
+    except UnreadableFileError as error:
+        hint = f"ls -l {path} shows who may read it" if error.errno == errno.EACCES else f"it can be {_KNOWN_FORMATS_TEXT}"
         raise SwarmtrainError(str(error), place=str(path), hint=hint) from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise SwarmtrainError("is not text", place=str(path), hint=f"it can be {_KNOWN}")
+        raise SwarmtrainError("is not text", place=str(path), hint=f"it can be {_KNOWN_FORMATS_TEXT}")
     return text.replace("\r\n", "\n")
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML with pairs in a line of their own."""
+    """YAML with pairs in flow style, one per line."""
 
 
-# The config's reader takes 3e-4 for a number, which YAML 1.1 does not: as text it needs quotes.
+# The config's parser reads 3e-4 as a number, unlike YAML 1.1, so as text it needs quotes.
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*\.?[\d_]*[eE][-+]?\d+"), list("-+0123456789."))
 _Dumper.add_representer(tuple, lambda dumper, pair: dumper.represent_sequence("tag:yaml.org,2002:seq", pair, flow_style=True))
 
 
-def _pairs(value: Any) -> Any:
-    """Return `value` with lists of two texts as pairs, and paths as text."""
+def _convert_pairs(value: Any) -> Any:
+    """Return `value` with lists inside lists as tuples, which are dumped as pairs."""
     if isinstance(value, dict):
-        return {key: _pairs(item) for key, item in value.items()}
+        return {key: _convert_pairs(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [tuple(item) if isinstance(item, list | tuple) else _pairs(item) for item in value]
+        return [tuple(item) if isinstance(item, list | tuple) else _convert_pairs(item) for item in value]
     return value

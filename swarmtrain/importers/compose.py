@@ -1,4 +1,4 @@
-"""A compose file for a Swarm, written by hand: a service a node, or one of several replicas."""
+"""Import a hand-written compose file for a swarm: one service per node, or one with several replicas."""
 
 from __future__ import annotations
 
@@ -6,437 +6,476 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from swarmtrain.config.names import image as check_image
+from swarmtrain.config.schema.validators import check_image_reference as check_image
 from swarmtrain.errors import ConfigError, Problem
-from swarmtrain.importers.book import Book, Key, Why
-from swarmtrain.importers.launch import MEETING, MEETING_VARIABLES, Launch, carry, carry_variable, read_line, take_apart
+from swarmtrain.importers.launch_command import (
+    RENDEZVOUS_TEXT,
+    RENDEZVOUS_VARIABLES,
+    LaunchCommand,
+    map_launch_command,
+    map_variable,
+    parse_launch_line,
+    parse_launch_words,
+)
+from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
 
-_CONSTRAINT = re.compile(r"\s*node\.(?P<what>hostname|id|role|labels\.(?P<label>[\w.-]+))\s*(?P<sign>==|!=)\s*(?P<value>.+?)\s*")
-_VARIABLE = re.compile(r"\$\{?\w+")
-_IMAGE = "the image brings its own"
-_STACK = "generate writes a whole stack file"
-_LEFT: dict[str, tuple[Why, str]] = {
-    "hostname": (Why.otherwise, MEETING),
-    "container_name": (Why.nothing, "a stack ignores it"),
-    "depends_on": (Why.otherwise, "nodes wait for the rendezvous"),
-    "ports": (Why.nothing, "a node publishes no port; it may, with swarm.network: host"),
-    "expose": (Why.nothing, "within the run's network every port is open"),
-    "restart": (Why.otherwise, "runner.max_restarts"),
-    "network_mode": (Why.nothing, "the stack makes its own network"),
-    "tmpfs": (Why.otherwise, "runner.docker_config.shm_size, for /dev/shm"),
-    "healthcheck": (Why.otherwise, "the notice board hears from every rank"),
-    "logging": (Why.otherwise, "swarmtrain logs, kept on this machine"),
-    "build": (Why.otherwise, "swarmtrain image build"),
-    "working_dir": (Why.otherwise, "the script and runner.code are put beside each other"),
-    "entrypoint": (Why.otherwise, "each node starts a supervisor"),
-    "stdin_open": (Why.nothing, ""),
-    "tty": (Why.nothing, ""),
-    "init": (Why.default, "the supervisor reaps"),
-    "ipc": (Why.otherwise, "runner.docker_config.shm_size; a stack ignores ipc"),
-    "privileged": (Why.nothing, "a stack ignores it"),
-    "ulimits": (Why.otherwise, "runner.swarm.rdma lets ranks lock memory"),
-    "cap_add": (Why.otherwise, "runner.swarm.rdma lets ranks lock memory"),
-    "devices": (Why.otherwise, "runner.swarm.gpu and runner.swarm.rdma; a stack ignores devices"),
-    "configs": (Why.otherwise, "runner.code"),
-    "labels": (Why.nothing, ""),
-    "extra_hosts": (Why.nothing, ""),
-    "env_file": (Why.otherwise, "its variables in runner.env, its secrets in runner.secrets"),
-    "deploy.restart_policy": (Why.otherwise, "runner.max_restarts"),
-    "deploy.update_config": (Why.otherwise, "swarmtrain scale and deploy change one run at a time"),
-    "deploy.rollback_config": (Why.nothing, ""),
-    "deploy.endpoint_mode": (Why.otherwise, _STACK),
-    "deploy.labels": (Why.nothing, ""),
-    "deploy.placement.preferences": (Why.otherwise, "one service on each node"),
-    "deploy.placement.max_replicas_per_node": (Why.otherwise, "one service on each node"),
-    "deploy.resources.reservations.cpus": (Why.nothing, "runner.docker_config.cpus is a limit"),
-    "deploy.resources.reservations.memory": (Why.nothing, "runner.docker_config.memory is a limit"),
-    "deploy.resources.limits.pids": (Why.nothing, ""),
+_CONSTRAINT_PATTERN = re.compile(r"\s*node\.(?P<what>hostname|id|role|labels\.(?P<label>[\w.-]+))\s*(?P<sign>==|!=)\s*(?P<value>.+?)\s*")
+_VARIABLE_PATTERN = re.compile(r"\$\{?\w+")
+_IN_IMAGE_TEXT = "the image brings its own"
+_STACK_FILE_TEXT = "generate writes a complete stack file"
+_UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
+    "hostname": (UnmappedReason.done_differently, RENDEZVOUS_TEXT),
+    "container_name": (UnmappedReason.no_counterpart, "a stack ignores it"),
+    "depends_on": (UnmappedReason.done_differently, "nodes wait for the rendezvous"),
+    "ports": (UnmappedReason.no_counterpart, "a node publishes no port; it may, with swarm.network: host"),
+    "expose": (UnmappedReason.no_counterpart, "within the run's network every port is open"),
+    "restart": (UnmappedReason.done_differently, "runner.max_restarts"),
+    "network_mode": (UnmappedReason.no_counterpart, "the stack makes its own network"),
+    "tmpfs": (UnmappedReason.done_differently, "runner.docker_config.shm_size, for /dev/shm"),
+    "healthcheck": (UnmappedReason.done_differently, "the coordinator receives events from every rank"),
+    "logging": (UnmappedReason.done_differently, "swarmtrain logs, kept on this machine"),
+    "build": (UnmappedReason.done_differently, "swarmtrain image build"),
+    "working_dir": (UnmappedReason.done_differently, "the script and runner.code are put into one folder"),
+    "entrypoint": (UnmappedReason.done_differently, "each node starts a supervisor"),
+    "stdin_open": (UnmappedReason.no_counterpart, ""),
+    "tty": (UnmappedReason.no_counterpart, ""),
+    "init": (UnmappedReason.is_default, "the supervisor reaps"),
+    "ipc": (UnmappedReason.done_differently, "runner.docker_config.shm_size; a stack ignores ipc"),
+    "privileged": (UnmappedReason.no_counterpart, "a stack ignores it"),
+    "ulimits": (UnmappedReason.done_differently, "runner.swarm.rdma lets ranks lock memory"),
+    "cap_add": (UnmappedReason.done_differently, "runner.swarm.rdma lets ranks lock memory"),
+    "devices": (UnmappedReason.done_differently, "runner.swarm.gpu and runner.swarm.rdma; a stack ignores devices"),
+    "configs": (UnmappedReason.done_differently, "runner.code"),
+    "labels": (UnmappedReason.no_counterpart, ""),
+    "extra_hosts": (UnmappedReason.no_counterpart, ""),
+    "env_file": (UnmappedReason.done_differently, "its variables in runner.env, its secrets in runner.secrets"),
+    "deploy.restart_policy": (UnmappedReason.done_differently, "runner.max_restarts"),
+    "deploy.update_config": (UnmappedReason.done_differently, "swarmtrain scale and deploy change one run at a time"),
+    "deploy.rollback_config": (UnmappedReason.no_counterpart, ""),
+    "deploy.endpoint_mode": (UnmappedReason.done_differently, _STACK_FILE_TEXT),
+    "deploy.labels": (UnmappedReason.no_counterpart, ""),
+    "deploy.placement.preferences": (UnmappedReason.done_differently, "one service on each node"),
+    "deploy.placement.max_replicas_per_node": (UnmappedReason.done_differently, "one service on each node"),
+    "deploy.resources.reservations.cpus": (UnmappedReason.no_counterpart, "runner.docker_config.cpus is a limit"),
+    "deploy.resources.reservations.memory": (UnmappedReason.no_counterpart, "runner.docker_config.memory is a limit"),
+    "deploy.resources.limits.pids": (UnmappedReason.no_counterpart, ""),
 }
 
 
-def read(book: Book, source: str) -> None:
-    """Carry a compose file. Raises ConfigError if none of its services trains."""
-    services = book.mapping("services")
-    found = {name: launch for name, body in services.items() if (launch := _training(book, name, body)) is not None}
-    if not found:
+def map_compose_file(report: MigrationReport, source: str) -> None:
+    """Map a compose file. Raises ConfigError if none of its services starts training."""
+    services = report.get_mapping("services")
+    launches = {name: launch for name, body in services.items() if (launch := _find_launch_command(report, name, body)) is not None}
+    if not launches:
         hint = "a service trains if its command starts torchrun or a script, or its environment has RANK or WORLD_SIZE"
-        raise ConfigError((Problem("services", "none of them trains", book.line(("services",)), hint),), source=source)
+        raise ConfigError((Problem("services", "none of them trains", report.find_line(("services",)), hint),), source=source)
     for name in services:
-        if name not in found:
-            book.leave(
+        if name not in launches:
+            report.add_unmapped(
                 ("services", name),
-                Why.nothing,
+                UnmappedReason.no_counterpart,
                 "no node of the training: deploy it as a stack of its own",
             )
-    book.place("swarm")
-    names = sorted(found, key=lambda name: _rank(book, name, found[name]))
-    nodes, slots = _service(book, names[0], found[names[0]])
-    every = {names[0]: slots} | {name: _same(book, names[0], name, found[name]) for name in names[1:]}
-    _nodes(book, every, nodes)
-    _networks(book, names)
-    _volumes(book, names[0])
-    _top(book)
+    report.set_runner_type("swarm")
+    names = sorted(launches, key=lambda name: _get_node_rank(report, name, launches[name]))
+    nodes, slots = _map_service(report, names[0], launches[names[0]])
+    slots_by_service = {names[0]: slots} | {name: _compare_service(report, names[0], name, launches[name]) for name in names[1:]}
+    _map_nodes(report, slots_by_service, nodes)
+    _map_networks(report, names)
+    _map_volumes(report, names[0])
+    _map_top_level(report)
 
 
-def _training(book: Book, name: str, body: Any) -> Launch | None:
+def _find_launch_command(report: MigrationReport, name: str, body: Any) -> LaunchCommand | None:
     if not isinstance(body, dict):
         return None
     for field in ("command", "entrypoint"):
         value = body.get(field)
         try:
             launch = (
-                take_apart([str(word) for word in value]) if isinstance(value, list) else read_line(str(value or "").replace("$$", "$"))
+                parse_launch_words([str(word) for word in value])
+                if isinstance(value, list)
+                else parse_launch_line(str(value or "").replace("$$", "$"))
             )
         except ValueError:
             launch = None
         if launch is not None:
             return launch
-    variables = _variables(body.get("environment"))
-    return Launch("image") if any(variable in variables for variable in ("RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")) else None
+    variables = _parse_variables(body.get("environment"))
+    return LaunchCommand("image") if any(variable in variables for variable in ("RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")) else None
 
 
-def _variables(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return given
-    return {str(item).partition("=")[0]: str(item).partition("=")[2] for item in given} if isinstance(given, list) else {}
+def _parse_variables(environment: Any) -> dict[str, Any]:
+    if isinstance(environment, dict):
+        return environment
+    return {str(item).partition("=")[0]: str(item).partition("=")[2] for item in environment} if isinstance(environment, list) else {}
 
 
-def _rank(book: Book, name: str, launch: Launch) -> int:
-    """Return a node's place among the others; without one, nodes stay as they stand in the file."""
-    variables = _variables(book.get(("services", name, "environment")))
+def _get_node_rank(report: MigrationReport, name: str, launch: LaunchCommand) -> int:
+    """Return the node rank of a service; 0 without one, which keeps the order of the file."""
+    variables = _parse_variables(report.get(("services", name, "environment")))
     text = launch.flags.get("node_rank", str(variables.get("NODE_RANK", variables.get("RANK", ""))))
     return int(text) if text.isdigit() else 0
 
 
-def _service(book: Book, name: str, launch: Launch) -> tuple[int | None, int | None]:
-    at: Key = ("services", name)
-    for word in launch.around:
+def _map_service(report: MigrationReport, name: str, launch: LaunchCommand) -> tuple[int | None, int | None]:
+    service_key: KeyPath = ("services", name)
+    for word in launch.wrapper_words:
         variable, equals, value = word.partition("=")
         if equals and variable.isidentifier():
-            carry_variable(book, (*at, "command", variable), variable, value)
+            map_variable(report, (*service_key, "command", variable), variable, value)
         else:
-            book.leave((*at, "command", word), Why.otherwise, "each node starts a supervisor", value=word)
-    nodes, slots = (None, None) if launch.program == "image" else carry(book, (*at, _command(book, at)), launch)
+            report.add_unmapped(
+                (*service_key, "command", word), UnmappedReason.done_differently, "each node starts a supervisor", value=word
+            )
+    nodes, slots = (
+        (None, None)
+        if launch.program == "image"
+        else map_launch_command(report, (*service_key, _get_command_field(report, service_key)), launch)
+    )
     if launch.program == "image":
-        book.note("no service has a command: what the image starts is to be runner.script")
-    for field in book.get(at):
-        _field(book, at, field)
-    variables = _variables(book.get((*at, "environment")))
+        report.add_note("no service has a command: what the image starts is to be runner.script")
+    for field in report.get(service_key):
+        _map_field(report, service_key, field)
+    variables = _parse_variables(report.get((*service_key, "environment")))
     for variable, value in variables.items():
-        _variable(book, (*at, "environment", variable), variable, value)
-    book.use(*([(*at, "environment")] if isinstance(book.get((*at, "environment")), list) else []))
-    _deploy(book, (*at, "deploy"))
-    _mounts(book, (*at, "volumes"))
+        _map_variable(report, (*service_key, "environment", variable), variable, value)
+    report.mark_used(*([(*service_key, "environment")] if isinstance(report.get((*service_key, "environment")), list) else []))
+    _map_deploy(report, (*service_key, "deploy"))
+    _map_mounts(report, (*service_key, "volumes"))
     return nodes, slots
 
 
-def _command(book: Book, at: Key) -> str:
-    return "command" if book.has((*at, "command")) else "entrypoint"
+def _get_command_field(report: MigrationReport, service_key: KeyPath) -> str:
+    return "command" if report.has_key((*service_key, "command")) else "entrypoint"
 
 
-def _field(book: Book, at: Key, field: str) -> None:
-    key = (*at, field)
-    value = book.get(key)
+def _map_field(report: MigrationReport, service_key: KeyPath, field: str) -> None:
+    key = (*service_key, field)
+    value = report.get(key)
     if field in ("environment", "deploy", "volumes", "networks"):
         return
-    if field in ("command", "secrets") or (field == "entrypoint" and not book.has((*at, "command"))):
-        book.use(key)
+    if field in ("command", "secrets") or (field == "entrypoint" and not report.has_key((*service_key, "command"))):
+        report.mark_used(key)
     elif field == "image":
-        _image(book, key, str(value))
+        _map_image(report, key, str(value))
     elif field == "shm_size":
-        book.carry(key, "runner.docker_config.shm_size")
+        report.map_key(key, "runner.docker_config.shm_size")
     elif field == "user" and re.fullmatch(r"\d+(:\d+)?", str(value)):
-        book.carry(key, "runner.docker_config.user", str(value))
-    elif field == "stop_grace_period" and (seconds := _seconds(str(value))):
-        book.carry(key, "runner.stop_grace", seconds)
-    elif not _machine(book, key, field, value):
-        book.leave(key, *_LEFT.get(field, (Why.nothing, "")))
+        report.map_key(key, "runner.docker_config.user", str(value))
+    elif field == "stop_grace_period" and (seconds := _parse_seconds(str(value))):
+        report.map_key(key, "runner.stop_grace", seconds)
+    elif not _map_machine_field(report, key, field, value):
+        report.add_unmapped(key, *_UNMAPPED_KEYS.get(field, (UnmappedReason.no_counterpart, "")))
 
 
-def _machine(book: Book, key: Key, field: str, value: Any) -> bool:
-    """Carry what a service takes of its machine: network, GPUs, adapters. Return whether `field` is of these."""
+def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value: Any) -> bool:
+    """Map a service's use of its machine: network, GPUs, adapters. Return whether `field` is one of these."""
     if field == "network_mode" and value == "host":
-        book.carry(key, "runner.swarm.network", "host")
+        report.map_key(key, "runner.swarm.network", "host")
     elif field == "runtime" and value == "nvidia":
-        book.show_gpus()
-        book.use(key)
+        report.make_gpus_visible()
+        report.mark_used(key)
     elif field in ("cap_add", "devices", "ulimits") and re.search(r"IPC_LOCK|infiniband|memlock", str(value)):
-        book.carry(key, "runner.swarm.rdma", True)
+        report.map_key(key, "runner.swarm.rdma", True)
     else:
         return False
     return True
 
 
-def _image(book: Book, key: Key, text: str) -> None:
+def _map_image(report: MigrationReport, key: KeyPath, text: str) -> None:
     try:
-        book.carry(key, "runner.docker_config.docker_container", check_image(text))
+        report.map_key(key, "runner.docker_config.docker_container", check_image(text))
     except ValueError:
-        why = "a variable: runner.docker_config.docker_container" if "$" in text else "runner.docker_config.docker_container"
-        book.leave(key, Why.unknown, why)
+        replacement = "a variable: runner.docker_config.docker_container" if "$" in text else "runner.docker_config.docker_container"
+        report.add_unmapped(key, UnmappedReason.unknown, replacement)
 
 
-def _variable(book: Book, key: Key, name: str, value: Any) -> None:
+def _map_variable(report: MigrationReport, key: KeyPath, name: str, value: Any) -> None:
     if name == "NVIDIA_VISIBLE_DEVICES":
-        ids = str(value)
-        book.carry(key, "runner.swarm.gpu", "none" if ids in ("none", "void", "") else "visible")
-        if re.fullmatch(r"[\w-]+(,[\w-]+)*", ids) and ids not in ("all", "none", "void"):
-            book.put("runner.swarm.gpu_ids", ids.split(","))
+        gpu_ids = str(value)
+        report.map_key(key, "runner.swarm.gpu", "none" if gpu_ids in ("none", "void", "") else "visible")
+        if re.fullmatch(r"[\w-]+(,[\w-]+)*", gpu_ids) and gpu_ids not in ("all", "none", "void"):
+            report.set_config_value("runner.swarm.gpu_ids", gpu_ids.split(","))
     elif value is None or value == "":
-        book.leave(key, Why.unknown, f"it came from the shell that deployed: runner.env.{name}")
+        report.add_unmapped(key, UnmappedReason.unknown, f"it came from the shell that deployed: runner.env.{name}")
     else:
-        carry_variable(book, key, name, value)
+        map_variable(report, key, name, value)
 
 
-def _deploy(book: Book, key: Key) -> None:
+def _map_deploy(report: MigrationReport, key: KeyPath) -> None:
     for name in ("cpus", "memory"):
-        at = (*key, "resources", "limits", name)
-        if book.has(at):
-            book.carry(
-                at, f"runner.docker_config.{name}", float(book.get(at)) if name == "cpus" and _number(book.get(at)) else book.get(at)
+        source_key = (*key, "resources", "limits", name)
+        if report.has_key(source_key):
+            report.map_key(
+                source_key,
+                f"runner.docker_config.{name}",
+                float(report.get(source_key)) if name == "cpus" and _is_number(report.get(source_key)) else report.get(source_key),
             )
-    for index, item in enumerate(book.items((*key, "resources", "reservations", "generic_resources"))):
-        at = (*key, "resources", "reservations", "generic_resources", str(index))
-        kind = item.get("discrete_resource_spec") if isinstance(item, dict) else None
-        if not isinstance(kind, dict):
-            book.leave(at, Why.nothing, "a kind and a number: runner.swarm.generic_resource")
+    for index, item in enumerate(report.get_list((*key, "resources", "reservations", "generic_resources"))):
+        source_key = (*key, "resources", "reservations", "generic_resources", str(index))
+        resource_spec = item.get("discrete_resource_spec") if isinstance(item, dict) else None
+        if not isinstance(resource_spec, dict):
+            report.add_unmapped(source_key, UnmappedReason.no_counterpart, "a kind and a number: runner.swarm.generic_resource")
             continue
-        book.put("runner.swarm.gpu", "reserve")
-        book.put("runner.swarm.generic_resource", kind.get("kind", "NVIDIA-GPU"))
-        if type(kind.get("value")) is int:
-            book.put("runner.default_gpu_count", kind["value"])
-        book.use(at)
-    if book.has((*key, "resources", "reservations", "devices")):
-        book.show_gpus()
-        book.leave((*key, "resources", "reservations", "devices"), Why.otherwise, "runner.swarm.gpu; docker stack deploy refuses devices")
-    for index, text in enumerate(book.items((*key, "placement", "constraints"))):
-        _constraint(book, (*key, "placement", "constraints", str(index)), str(text))
-    if book.get((*key, "mode")) in ("replicated", "global"):
-        book.use((*key, "mode"))
-    if isinstance(book.get((*key, "replicas")), int):
-        book.use((*key, "replicas"))
-    for name, told in _LEFT.items():
-        at = (*key[:-1], *name.split("."))
-        if name.startswith("deploy.") and book.has(at):
-            book.leave(at, *told)
+        report.set_config_value("runner.swarm.gpu", "reserve")
+        report.set_config_value("runner.swarm.generic_resource", resource_spec.get("kind", "NVIDIA-GPU"))
+        if type(resource_spec.get("value")) is int:
+            report.set_config_value("runner.default_gpu_count", resource_spec["value"])
+        report.mark_used(source_key)
+    if report.has_key((*key, "resources", "reservations", "devices")):
+        report.make_gpus_visible()
+        report.add_unmapped(
+            (*key, "resources", "reservations", "devices"),
+            UnmappedReason.done_differently,
+            "runner.swarm.gpu; docker stack deploy refuses devices",
+        )
+    for index, text in enumerate(report.get_list((*key, "placement", "constraints"))):
+        _map_constraint(report, (*key, "placement", "constraints", str(index)), str(text))
+    if report.get((*key, "mode")) in ("replicated", "global"):
+        report.mark_used((*key, "mode"))
+    if isinstance(report.get((*key, "replicas")), int):
+        report.mark_used((*key, "replicas"))
+    for name, unmapped in _UNMAPPED_KEYS.items():
+        source_key = (*key[:-1], *name.split("."))
+        if name.startswith("deploy.") and report.has_key(source_key):
+            report.add_unmapped(source_key, *unmapped)
 
 
-def _constraint(book: Book, key: Key, text: str) -> None:
-    found = _CONSTRAINT.fullmatch(text)
-    if found and found["sign"] == "==" and found["what"] in ("hostname", "id") and "$" not in text:
-        book.use(key)
-    elif found and found["label"] and _host(book, key[1]):
-        book.leave(key, Why.otherwise, "runner.hosts names the machine", value=text)
-    elif found and found["sign"] == "==" and found["label"]:
-        labels = dict(book.carried("runner.swarm.labels") or {})
-        book.carry(key, "runner.swarm.labels", labels | {found["label"]: found["value"]})
-    elif _VARIABLE.search(text):
-        book.leave(key, Why.unknown, "a variable: name the hosts in runner.hosts", value=text)
+def _map_constraint(report: MigrationReport, key: KeyPath, text: str) -> None:
+    match = _CONSTRAINT_PATTERN.fullmatch(text)
+    if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in text:
+        report.mark_used(key)
+    elif match and match["label"] and _find_pinned_host(report, key[1]):
+        report.add_unmapped(key, UnmappedReason.done_differently, "runner.hosts names the machine", value=text)
+    elif match and match["sign"] == "==" and match["label"]:
+        labels = dict(report.get_config_value("runner.swarm.labels") or {})
+        report.map_key(key, "runner.swarm.labels", labels | {match["label"]: match["value"]})
+    elif _VARIABLE_PATTERN.search(text):
+        report.add_unmapped(key, UnmappedReason.unknown, "a variable: name the hosts in runner.hosts", value=text)
     else:
-        book.leave(key, Why.otherwise, "runner.hosts, or runner.swarm.labels", value=text)
+        report.add_unmapped(key, UnmappedReason.done_differently, "runner.hosts, or runner.swarm.labels", value=text)
 
 
-def _host(book: Book, name: str) -> str:
-    for text in book.items(("services", name, "deploy", "placement", "constraints")):
-        found = _CONSTRAINT.fullmatch(str(text))
-        if found and found["sign"] == "==" and found["what"] in ("hostname", "id") and "$" not in str(text):
-            return found["value"]
+def _find_pinned_host(report: MigrationReport, name: str) -> str:
+    for text in report.get_list(("services", name, "deploy", "placement", "constraints")):
+        match = _CONSTRAINT_PATTERN.fullmatch(str(text))
+        if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in str(text):
+            return match["value"]
     return ""
 
 
-def _same(book: Book, first: str, name: str, launch: Launch) -> int | None:
-    """Compare a service with the first one, which speaks for all; return its ranks."""
-    at, model = ("services", name), ("services", first)
-    _same_command(book, at, _training(book, first, book.get(model)) or launch, launch)
-    _same_environment(book, at, model)
-    for key, value in list(book.leaves(at)):
-        rest = key[2:]
-        if rest[0] in ("command", "entrypoint", "environment", "networks"):
+def _compare_service(report: MigrationReport, first: str, name: str, launch: LaunchCommand) -> int | None:
+    """Compare a service with the first one, whose settings apply to all; return its number of ranks."""
+    service_key, first_key = ("services", name), ("services", first)
+    _compare_command(report, service_key, _find_launch_command(report, first, report.get(first_key)) or launch, launch)
+    _compare_environment(report, service_key, first_key)
+    for key, value in list(report.iterate_leaves(service_key)):
+        field_path = key[2:]
+        if field_path[0] in ("command", "entrypoint", "environment", "networks"):
             continue
-        pinned = rest[:3] == ("deploy", "placement", "constraints") and _host(book, name) and len(value) == 1
-        if pinned or rest[:2] == ("deploy", "replicas") or book.get((*model, *rest)) == value:
-            book.use(key)
+        is_pinned = field_path[:3] == ("deploy", "placement", "constraints") and _find_pinned_host(report, name) and len(value) == 1
+        if is_pinned or field_path[:2] == ("deploy", "replicas") or report.get((*first_key, *field_path)) == value:
+            report.mark_used(key)
         else:
-            book.leave(key, *_LEFT.get(rest[0], (Why.nothing, f"all nodes are alike, as {first} is")))
+            report.add_unmapped(
+                key, *_UNMAPPED_KEYS.get(field_path[0], (UnmappedReason.no_counterpart, f"all nodes are alike, as {first} is"))
+            )
     slots = launch.flags.get("nproc_per_node", "")
     return int(slots) if slots.isdigit() else None
 
 
-def _same_command(book: Book, at: Key, model: Launch, launch: Launch) -> None:
-    told = (Why.nothing, "one command on all nodes, that of the first service")
-    parts: dict[str, tuple[Any, Any]] = {
-        "script": (launch.script, model.script),
-        "script_args": (launch.args, model.args),
-        "around": (launch.around, model.around),
-        "beside": (launch.beside, model.beside),
+def _compare_command(report: MigrationReport, service_key: KeyPath, first_launch: LaunchCommand, launch: LaunchCommand) -> None:
+    unmapped = (UnmappedReason.no_counterpart, "one command on all nodes, that of the first service")
+    command_parts: dict[str, tuple[Any, Any]] = {
+        "script": (launch.script, first_launch.script),
+        "script_args": (launch.args, first_launch.args),
+        "wrapper": (launch.wrapper_words, first_launch.wrapper_words),
+        "other_commands": (launch.other_commands, first_launch.other_commands),
     }
-    parts |= {
-        f"{launch.program} --{flag}": (value, model.flags.get(flag))
+    command_parts |= {
+        f"{launch.program} --{flag}": (value, first_launch.flags.get(flag))
         for flag, value in launch.flags.items()
         if flag not in ("node_rank", "nproc_per_node")
     }
-    book.use(*((*at, field) for field in ("command", "entrypoint") if book.has((*at, field))))
-    for name, (value, usual) in parts.items():
-        if value != usual:
-            book.leave((*at, "command", name), *told, value=value)
+    report.mark_used(*((*service_key, field) for field in ("command", "entrypoint") if report.has_key((*service_key, field))))
+    for name, (value, first_value) in command_parts.items():
+        if value != first_value:
+            report.add_unmapped((*service_key, "command", name), *unmapped, value=value)
 
 
-def _same_environment(book: Book, at: Key, model: Key) -> None:
-    mine, usual = (_variables(book.get((*service, "environment"))) for service in (at, model))
-    for variable, value in mine.items():
-        if variable in MEETING_VARIABLES:
-            book.leave((*at, "environment", variable), Why.otherwise, MEETING, value=value)
-        elif usual.get(variable) != value:
-            book.leave((*at, "environment", variable), Why.nothing, "one environment on all nodes, that of the first service", value=value)
-    book.use((*at, "environment"))
+def _compare_environment(report: MigrationReport, service_key: KeyPath, first_key: KeyPath) -> None:
+    variables, first_variables = (_parse_variables(report.get((*service, "environment"))) for service in (service_key, first_key))
+    for variable, value in variables.items():
+        if variable in RENDEZVOUS_VARIABLES:
+            report.add_unmapped((*service_key, "environment", variable), UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=value)
+        elif first_variables.get(variable) != value:
+            report.add_unmapped(
+                (*service_key, "environment", variable),
+                UnmappedReason.no_counterpart,
+                "one environment on all nodes, that of the first service",
+                value=value,
+            )
+    report.mark_used((*service_key, "environment"))
 
 
-def _nodes(book: Book, services: dict[str, int | None], nodes: int | None) -> None:
-    hosts = {name: _host(book, name) for name in services}
-    counts = {count for count in services.values() if count is not None}
+def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: int | None) -> None:
+    hosts = {name: _find_pinned_host(report, name) for name in services}
+    slot_counts = {count for count in services.values() if count is not None}
     if all(hosts.values()) and len(set(hosts.values())) == len(hosts):
         if nodes not in (None, len(hosts)):
-            book.note(f"torchrun has --nnodes {nodes}, and there are {len(hosts)} services: runner.hosts has theirs")
+            report.add_note(f"torchrun has --nnodes {nodes}, and there are {len(hosts)} services: runner.hosts has theirs")
         for name in services:
-            at = ("services", name, "deploy", "replicas")
-            if book.get(at, 1) != 1:
-                book.leave(at, Why.nothing, "one service on each node, whose ranks are its slots")
-        alike = len(counts) == 1 and len(services) > 1
-        if alike:
-            book.put("runner.default_gpu_count", counts.pop())
-        book.put(
-            "runner.hosts", [hosts[name] if alike or slots is None else f"{hosts[name]} slots={slots}" for name, slots in services.items()]
+            replicas_key = ("services", name, "deploy", "replicas")
+            if report.get(replicas_key, 1) != 1:
+                report.add_unmapped(replicas_key, UnmappedReason.no_counterpart, "one service on each node, whose ranks are its slots")
+        have_same_slots = len(slot_counts) == 1 and len(services) > 1
+        if have_same_slots:
+            report.set_config_value("runner.default_gpu_count", slot_counts.pop())
+        report.set_config_value(
+            "runner.hosts",
+            [hosts[name] if have_same_slots or slots is None else f"{hosts[name]} slots={slots}" for name, slots in services.items()],
         )
         return
-    replicas = [book.get(("services", name, "deploy", "replicas"), 1) for name in services]
-    counted = sum(count for count in replicas if isinstance(count, int))
-    book.put("runner.nodes", nodes or counted)
+    replicas = [report.get(("services", name, "deploy", "replicas"), 1) for name in services]
+    replica_count = sum(count for count in replicas if isinstance(count, int))
+    report.set_config_value("runner.nodes", nodes or replica_count)
     if len(set(hosts.values()) - {""}) < len([host for host in hosts.values() if host]):
-        book.note("several services are on one host: it runs one here, and its ranks are slots: runner.hosts: ['HOST slots=2']")
-    if any(book.get(("services", name, "deploy", "mode")) == "global" for name in services):
-        book.note("mode: global starts one on every node of the swarm: set runner.nodes to their number")
-    if len(counts) == 1:
-        book.put("runner.default_gpu_count", counts.pop())
+        report.add_note("several services are on one host: it runs one here, and its ranks are slots: runner.hosts: ['HOST slots=2']")
+    if any(report.get(("services", name, "deploy", "mode")) == "global" for name in services):
+        report.add_note("mode: global starts one on every node of the swarm: set runner.nodes to their number")
+    if len(slot_counts) == 1:
+        report.set_config_value("runner.default_gpu_count", slot_counts.pop())
 
 
-def _networks(book: Book, services: Sequence[str]) -> None:
-    """Carry the network that `services` join."""
-    joined = {name for service in services for name in _joined(book, ("services", service, "networks"))}
+def _map_networks(report: MigrationReport, services: Sequence[str]) -> None:
+    """Map the network that `services` join."""
+    joined = {name for service in services for name in _collect_joined_networks(report, ("services", service, "networks"))}
     if len(joined) > 1:
-        book.note(f"a run has one network, and the services are in {', '.join(sorted(joined))}")
-    for name in book.mapping("networks"):
+        report.add_note(f"a run has one network, and the services are in {', '.join(sorted(joined))}")
+    for name in report.get_mapping("networks"):
         if name in joined | {"default"}:
-            _network(book, ("networks", name), name)
+            _map_network(report, ("networks", name), name)
         else:
-            book.leave(("networks", name), Why.nothing, "no node of the training joins it")
+            report.add_unmapped(("networks", name), UnmappedReason.no_counterpart, "no node of the training joins it")
 
 
-def _joined(book: Book, key: Key) -> set[str]:
-    given = book.get(key)
-    names = {str(name) for name in given} if isinstance(given, list | dict) else set()
-    book.use(key)
-    for name, body in book.mapping(key).items():
+def _collect_joined_networks(report: MigrationReport, key: KeyPath) -> set[str]:
+    networks = report.get(key)
+    names = {str(name) for name in networks} if isinstance(networks, list | dict) else set()
+    report.mark_used(key)
+    for name, body in report.get_mapping(key).items():
         if body:
-            book.leave((*key, name), Why.otherwise, "nodes are called node0, node1 and so on")
-    if unknown := sorted(names - book.mapping("networks").keys() - {"default"}):
-        book.leave(key, Why.nothing, "a network that the file does not describe", value=", ".join(unknown))
+            report.add_unmapped((*key, name), UnmappedReason.done_differently, "nodes are called node0, node1 and so on")
+    if unknown := sorted(names - report.get_mapping("networks").keys() - {"default"}):
+        report.add_unmapped(key, UnmappedReason.no_counterpart, "a network that the file does not describe", value=", ".join(unknown))
     return names
 
 
-def _network(book: Book, key: Key, name: str) -> None:
-    body = book.mapping(key)
+def _map_network(report: MigrationReport, key: KeyPath, name: str) -> None:
+    body = report.get_mapping(key)
     if external := body.get("external"):
-        real = body.get("name") or (external.get("name") if isinstance(external, dict) else None) or name
-        book.carry((*key, "external"), "runner.swarm.network", real)
-        book.use(key)
+        network_name = body.get("name") or (external.get("name") if isinstance(external, dict) else None) or name
+        report.map_key((*key, "external"), "runner.swarm.network", network_name)
+        report.mark_used(key)
         return
-    options = book.mapping((*key, "driver_opts"))
-    mtu, secret = str(options.get("com.docker.network.driver.mtu", "")), options.get("encrypted")
+    options = report.get_mapping((*key, "driver_opts"))
+    mtu, encrypted = str(options.get("com.docker.network.driver.mtu", "")), options.get("encrypted")
     if mtu.isdigit():
-        book.carry((*key, "driver_opts", "com.docker.network.driver.mtu"), "runner.swarm.mtu", int(mtu))
-    if secret is not None and str(secret).lower() in ("true", "1", ""):
-        book.carry((*key, "driver_opts", "encrypted"), "runner.swarm.encrypted", True)
-    elif secret is not None:
-        book.leave((*key, "driver_opts", "encrypted"), Why.default, "runner.swarm.encrypted")
+        report.map_key((*key, "driver_opts", "com.docker.network.driver.mtu"), "runner.swarm.mtu", int(mtu))
+    if encrypted is not None and str(encrypted).lower() in ("true", "1", ""):
+        report.map_key((*key, "driver_opts", "encrypted"), "runner.swarm.encrypted", True)
+    elif encrypted is not None:
+        report.add_unmapped((*key, "driver_opts", "encrypted"), UnmappedReason.is_default, "runner.swarm.encrypted")
     if body.get("internal"):
-        book.carry((*key, "internal"), "runner.swarm.internal", True)
+        report.map_key((*key, "internal"), "runner.swarm.internal", True)
     if not body:
-        book.leave(key, Why.default, "the stack makes its own network")
+        report.add_unmapped(key, UnmappedReason.is_default, "the stack makes its own network")
     for field in body:
         if field not in ("driver_opts", "internal"):
-            book.leave((*key, field), Why.otherwise, "the stack makes its own network")
+            report.add_unmapped((*key, field), UnmappedReason.done_differently, "the stack makes its own network")
 
 
-def _mounts(book: Book, key: Key) -> None:
+def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
     mounts = []
-    for index, item in enumerate(book.items(key)):
-        at = (*key, str(index))
+    for index, item in enumerate(report.get_list(key)):
+        source_key = (*key, str(index))
         if isinstance(item, dict):
             source, target, read_only = str(item.get("source", "")), str(item.get("target", "")), bool(item.get("read_only"))
             if item.get("type") == "tmpfs":
                 size = (item.get("tmpfs") or {}).get("size")
                 if target == "/dev/shm" and size:  # noqa: S108  # a path in the container
-                    book.carry(at, "runner.docker_config.shm_size", size)
+                    report.map_key(source_key, "runner.docker_config.shm_size", size)
                 else:
-                    book.leave(at, Why.nothing, "runner.docker_config.shm_size is for /dev/shm")
+                    report.add_unmapped(source_key, UnmappedReason.no_counterpart, "runner.docker_config.shm_size is for /dev/shm")
                 continue
         else:
             source, target, mode = (*str(item).split(":"), "", "")[:3]
             read_only = "ro" in mode.split(",")
         if "$" in f"{source}{target}":
-            book.leave(at, Why.unknown, "a variable: runner.docker_config.docker_mounts")
+            report.add_unmapped(source_key, UnmappedReason.unknown, "a variable: runner.docker_config.docker_mounts")
         elif not target or source.startswith((".", "~")):
-            book.leave(at, Why.unknown, "an absolute path on every node: runner.docker_config.docker_mounts")
+            report.add_unmapped(source_key, UnmappedReason.unknown, "an absolute path on every node: runner.docker_config.docker_mounts")
         else:
             mounts.append((source, target))
-            book.use(at)
+            report.mark_used(source_key)
             if read_only:
-                book.leave((*at, "read_only"), Why.nothing, "mounts can be written to", value=f"{source}:{target}:ro")
+                report.add_unmapped(
+                    (*source_key, "read_only"), UnmappedReason.no_counterpart, "mounts can be written to", value=f"{source}:{target}:ro"
+                )
     if mounts:
-        book.put("runner.docker_config.docker_mounts", mounts)
-    if book.has(key):
-        book.use(key)
+        report.set_config_value("runner.docker_config.docker_mounts", mounts)
+    if report.has_key(key):
+        report.mark_used(key)
 
 
-def _volumes(book: Book, first: str) -> None:
-    mounted = {source for source, _ in book.carried("runner.docker_config.docker_mounts") or ()}
-    named = {}
-    for name in book.mapping("volumes"):
-        body = book.mapping(("volumes", name))
-        options = {str(field): str(value) for field, value in book.mapping(("volumes", name, "driver_opts")).items()}
+def _map_volumes(report: MigrationReport, first: str) -> None:
+    mounted = {source for source, _ in report.get_config_value("runner.docker_config.docker_mounts") or ()}
+    volume_options = {}
+    for name in report.get_mapping("volumes"):
+        body = report.get_mapping(("volumes", name))
+        options = {str(field): str(value) for field, value in report.get_mapping(("volumes", name, "driver_opts")).items()}
         if body.get("external") or body.get("driver", "local") != "local":
-            book.leave(("volumes", name), Why.nothing, "runner.docker_config.volumes are of Docker's local driver")
-        elif name not in mounted:
-            book.leave(("volumes", name), Why.nothing, "no node of the training mounts it")
-        elif options:
-            named[name] = options
-            book.use(("volumes", name, "driver_opts"), ("volumes", name, "driver"))
-        else:
-            book.leave(("volumes", name), Why.default, "a volume of each node's own")
-    if named:
-        book.put("runner.docker_config.volumes", named)
-
-
-def _top(book: Book) -> None:
-    for name, body in book.mapping("secrets").items():
-        if isinstance(body, dict) and body.get("file") and re.fullmatch(r"[A-Za-z_]\w*", str(name)):
-            book.carry(("secrets", name), ("runner", "secrets", name), body["file"])
-        else:
-            book.leave(
-                ("secrets", name), Why.otherwise, "runner.secrets: {NAME: FILE}, from a file on the machine that deploys", value=name
+            report.add_unmapped(
+                ("volumes", name), UnmappedReason.no_counterpart, "runner.docker_config.volumes are of Docker's local driver"
             )
-    for name in book.source:
+        elif name not in mounted:
+            report.add_unmapped(("volumes", name), UnmappedReason.no_counterpart, "no node of the training mounts it")
+        elif options:
+            volume_options[name] = options
+            report.mark_used(("volumes", name, "driver_opts"), ("volumes", name, "driver"))
+        else:
+            report.add_unmapped(("volumes", name), UnmappedReason.is_default, "a volume of each node's own")
+    if volume_options:
+        report.set_config_value("runner.docker_config.volumes", volume_options)
+
+
+def _map_top_level(report: MigrationReport) -> None:
+    for name, body in report.get_mapping("secrets").items():
+        if isinstance(body, dict) and body.get("file") and re.fullmatch(r"[A-Za-z_]\w*", str(name)):
+            report.map_key(("secrets", name), ("runner", "secrets", name), body["file"])
+        else:
+            report.add_unmapped(
+                ("secrets", name),
+                UnmappedReason.done_differently,
+                "runner.secrets: {NAME: FILE}, from a file on the machine that deploys",
+                value=name,
+            )
+    for name in report.source:
         if name in ("version", "name"):
-            book.leave(name, Why.otherwise, _STACK if name == "version" else "the config file's name, or --name")
+            report.add_unmapped(
+                name, UnmappedReason.done_differently, _STACK_FILE_TEXT if name == "version" else "the config file's name, or --name"
+            )
         elif name == "configs":
-            book.leave(name, Why.otherwise, "runner.code")
+            report.add_unmapped(name, UnmappedReason.done_differently, "runner.code")
         elif name.startswith("x-"):
-            book.leave(name, Why.otherwise, "what refers to it has its values")
+            report.add_unmapped(name, UnmappedReason.done_differently, "what refers to it has its values")
 
 
-def _seconds(text: str) -> float | None:
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
-    return float(sum(int(part or 0) * unit for part, unit in zip(found.groups(), (3600, 60, 1), strict=True))) if found else None
+def _parse_seconds(text: str) -> float | None:
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    return float(sum(int(amount or 0) * unit for amount, unit in zip(match.groups(), (3600, 60, 1), strict=True))) if match else None
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return re.fullmatch(r"\d+(\.\d+)?", str(value)) is not None

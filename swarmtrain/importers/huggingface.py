@@ -1,56 +1,60 @@
-"""The config.json of a model as Hugging Face keeps it: its shape, and the model itself to begin with."""
+"""Import a Hugging Face model's config.json: its architecture, and the model itself as initial weights."""
 
 from __future__ import annotations
 
 from swarmtrain.config import huggingface
-from swarmtrain.importers.book import Book, Why
+from swarmtrain.importers.migration_report import MigrationReport, UnmappedReason
 
 KEYS = frozenset(("model_type", "architectures"))
 _PRECISIONS = ("float32", "bfloat16")
-_ELSEWHERE = {
-    "architectures": (Why.otherwise, "the fields of transformer_architecture say it"),
-    "model_type": (Why.otherwise, "the fields of transformer_architecture say it"),
-    "initializer_range": (Why.otherwise, "docs/explanation/model.md says what parameters begin with"),
-    "use_cache": (Why.nothing, "a cache is for text that is made, not for training"),
-    "bos_token_id": (Why.otherwise, "data prepare: what begins a document"),
-    "eos_token_id": (Why.otherwise, "data prepare: what ends a document"),
-    "pad_token_id": (Why.nothing, "samples are full"),
-    "transformers_version": (Why.nothing, ""),
+_UNMAPPED_KEYS = {
+    "architectures": (UnmappedReason.done_differently, "the fields of transformer_architecture say it"),
+    "model_type": (UnmappedReason.done_differently, "the fields of transformer_architecture say it"),
+    "initializer_range": (UnmappedReason.done_differently, "docs/explanation/model.md says what parameters begin with"),
+    "use_cache": (UnmappedReason.no_counterpart, "a cache is for text that is made, not for training"),
+    "bos_token_id": (UnmappedReason.done_differently, "data tokenize: what begins a document"),
+    "eos_token_id": (UnmappedReason.done_differently, "data tokenize: what ends a document"),
+    "pad_token_id": (UnmappedReason.no_counterpart, "samples are full"),
+    "transformers_version": (UnmappedReason.no_counterpart, ""),
 }
 
 
-def read(book: Book, source: str, model: str | None) -> None:
-    """Carry the config.json that came from `source`; `model` is the folder of the weights, if they lie beside it.
+def map_huggingface_config(report: MigrationReport, source: str, model_folder: str | None) -> None:
+    """Map the config.json read from `source`; `model_folder` is the folder of the weights if they are next to it.
 
-    Raises SwarmtrainError if no model here is like it.
+    Raises SwarmtrainError if its architecture is not supported.
     """
-    here = huggingface.paths(book.source, source)
-    kind, folded = huggingface.known(book.source, source), isinstance(book.get("rope_parameters"), dict)
-    of = {field.ours: field.theirs for field in kind.fields}
-    for path, value in here.items():
-        theirs = of.get(path, "")
-        if folded and not book.has(theirs):
-            theirs = "rope_parameters" if path.startswith("rotary") else theirs
-        if theirs and book.has(theirs):
-            book.carry(theirs, f"transformer_architecture.{path}", value)
+    architecture_values = huggingface.read_architecture_values(report.source, source)
+    model_family, has_rope_parameters = huggingface.identify_family(report.source, source), isinstance(report.get("rope_parameters"), dict)
+    hf_keys = {field.config_path: field.hf_key for field in model_family.field_mappings}
+    for path, value in architecture_values.items():
+        hf_key = hf_keys.get(path, "")
+        if has_rope_parameters and not report.has_key(hf_key):
+            hf_key = "rope_parameters" if path.startswith("rotary") else hf_key
+        if hf_key and report.has_key(hf_key):
+            report.map_key(hf_key, f"transformer_architecture.{path}", value)
         else:
-            book.put(f"transformer_architecture.{path}", value)
-    _precision(book)
-    for key, told in _ELSEWHERE.items():
-        if book.has(key):
-            book.leave(key, *told)
-    book.use(*(key for key in kind.always if book.has(key)))
-    if model:
-        book.put("trainer.init_from", model)
-        book.note("trainer.init_from is where the model lies here: it must be there on every node")
+            report.set_config_value(f"transformer_architecture.{path}", value)
+    _map_precision(report)
+    for key, unmapped in _UNMAPPED_KEYS.items():
+        if report.has_key(key):
+            report.add_unmapped(key, *unmapped)
+    report.mark_used(*(key for key in model_family.required_values if report.has_key(key)))
+    if model_folder:
+        report.set_config_value("trainer.init_from", model_folder)
+        report.add_note("trainer.init_from is where the model lies here: it must be there on every node")
     else:
-        book.note("no model lies beside it: name its folder as trainer.init_from, or begin with noise")
-    book.note("transformer_architecture.sequence_length is the longest that the model takes: shorter samples cost less")
+        report.add_note("there is no model next to it: set trainer.init_from to its folder, or train from random initialization")
+    report.add_note("transformer_architecture.sequence_length is the longest that the model takes: shorter samples cost less")
 
 
-def _precision(book: Book) -> None:
+def _map_precision(report: MigrationReport) -> None:
     for key in ("dtype", "torch_dtype"):
-        if book.get(key) in _PRECISIONS:
-            book.carry(key, "transformer_architecture.precision")
-        elif book.has(key):
-            book.leave(key, Why.otherwise, "transformer_architecture.precision is what it is trained in: bfloat16, if the devices have it")
+        if report.get(key) in _PRECISIONS:
+            report.map_key(key, "transformer_architecture.precision")
+        elif report.has_key(key):
+            report.add_unmapped(
+                key,
+                UnmappedReason.done_differently,
+                "transformer_architecture.precision is what it is trained in: bfloat16, if the devices have it",
+            )

@@ -1,75 +1,79 @@
-"""A config of Aleph Alpha's Scaling. Most fields have the same names and meanings here; the others are named below."""
+"""Import a config of Aleph Alpha's Scaling. Most fields have the same names and meanings; the others are listed below."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from swarmtrain.config.training_groups import TrainingGroupConfig
+from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.config.schema.training_groups import TrainingGroupConfig
 from swarmtrain.importers import deepspeed
-from swarmtrain.importers.book import Book, Key, Why, is_secret, kinds, known
+from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, get_field_types, is_config_field, is_secret
 
 SECTIONS = frozenset(("runner", "topology", "trainer", "training_groups", "transformer_architecture", "luminous_architecture"))
-_MODEL = "own models are scripts of your own"
-_LOADER = "batches are prepared in the background"
-_KERNEL = "torch chooses attention's kernel"
-_NOTHING, _OTHERWISE = Why.nothing, Why.otherwise
-_LEFT: dict[str, tuple[Why, str]] = {
-    "version": (_OTHERWISE, "checkpoints say which version wrote them"),
-    "determined_experiment_id": (_NOTHING, ""),
-    "determined_trial_id": (_NOTHING, ""),
-    "runner.use_determined": (_NOTHING, ""),
-    "runner.docker_config.docker_sudo": (_OTHERWISE, "DOCKER_HOST, or be in the group docker"),
-    "logger.metrics_ranks": (_OTHERWISE, "metrics.jsonl has those of all ranks"),
-    "logger.wandb_ranks": (_OTHERWISE, "rank 0 reports for all"),
-    "logger.tensorboard_ranks": (_OTHERWISE, "rank 0 writes for all"),
-    "logger.determined_metrics_ranks": (_NOTHING, ""),
-    "topology.global_rank": (_OTHERWISE, "ranks are dealt when a world forms"),
-    "topology.local_slot": (_OTHERWISE, "ranks are dealt when a world forms"),
-    "optimizer.allreduce_bucket_size": (_OTHERWISE, "gradients are exchanged during the backward pass"),
-    "optimizer.zero_save_static": (_OTHERWISE, "every checkpoint is written in parts, and fits any topology"),
-    "optimizer.debug_log": (_NOTHING, ""),
-    "training.use_deterministic_torch_algorithms": (_OTHERWISE, "trainer.deterministic"),
-    "training.allow_missing_params_in_optimizer": (_NOTHING, "every parameter is in a group"),
-    "training.loss_function_config": (_OTHERWISE, "cross entropy, or trainer.contrastive_config with data.positive_prefixes"),
-    "transformer_architecture.embedding_head_config": (_OTHERWISE, "the same, with trainer.contrastive_config"),
-    "trainer.assert_checkpoint_loaded": (_OTHERWISE, "load_dir must have a checkpoint; save_dir is gone on with where it has one"),
-    "trainer.delete_past_optimizer_states": (_OTHERWISE, "trainer.keep_checkpoints"),
-    "trainer.dataloader_num_workers": (_OTHERWISE, _LOADER),
-    "trainer.dataloader_pin_memory": (_OTHERWISE, _LOADER),
-    "trainer.dataloader_prefetch_factor": (_OTHERWISE, _LOADER),
-    "trainer.separate_file_for_parameters": (_OTHERWISE, "trainer.save_frozen_parameters: false"),
-    "trainer.merge_lora_after_loading_checkpoint": (_OTHERWISE, "swarmtrain export merges it"),
-    "transformer_architecture.vocab_file": (_OTHERWISE, "data hold tokens already; vocab_size says how many there are"),
-    "transformer_architecture.attention_qkv_in_one": (_OTHERWISE, "always in one product"),
-    "transformer_architecture.attention_use_matmul": (_OTHERWISE, _KERNEL),
-    "transformer_architecture.masked_softmax": (_OTHERWISE, _KERNEL),
-    "transformer_architecture.layernorm.optimization_type": (_OTHERWISE, "trainer.compile"),
-    "transformer_architecture.lm_head": (_NOTHING, _MODEL),
-    "transformer_architecture.lora_config.name": (_NOTHING, ""),
-    "transformer_architecture.adapter_config.name": (_NOTHING, ""),
-    "transformer_architecture.adapter_config.init_std": (_OTHERWISE, "it begins as if it were not there"),
+_CUSTOM_SCRIPT_TEXT = "own models are scripts of your own"
+_BACKGROUND_LOADING_TEXT = "batches are prepared in the background"
+_ATTENTION_KERNEL_TEXT = "torch chooses attention's kernel"
+_NO_COUNTERPART, _DONE_DIFFERENTLY = UnmappedReason.no_counterpart, UnmappedReason.done_differently
+_UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
+    "version": (_DONE_DIFFERENTLY, "checkpoints say which version wrote them"),
+    "determined_experiment_id": (_NO_COUNTERPART, ""),
+    "determined_trial_id": (_NO_COUNTERPART, ""),
+    "runner.use_determined": (_NO_COUNTERPART, ""),
+    "runner.docker_config.docker_sudo": (_DONE_DIFFERENTLY, "DOCKER_HOST, or be in the group docker"),
+    "logger.metrics_ranks": (_DONE_DIFFERENTLY, "metrics.jsonl has those of all ranks"),
+    "logger.wandb_ranks": (_DONE_DIFFERENTLY, "rank 0 reports for all"),
+    "logger.tensorboard_ranks": (_DONE_DIFFERENTLY, "rank 0 writes for all"),
+    "logger.determined_metrics_ranks": (_NO_COUNTERPART, ""),
+    "topology.global_rank": (_DONE_DIFFERENTLY, "ranks are assigned when a world forms"),
+    "topology.local_slot": (_DONE_DIFFERENTLY, "ranks are assigned when a world forms"),
+    "optimizer.allreduce_bucket_size": (_DONE_DIFFERENTLY, "gradients are exchanged during the backward pass"),
+    "optimizer.zero_save_static": (_DONE_DIFFERENTLY, "every checkpoint is written in parts, and fits any topology"),
+    "optimizer.debug_log": (_NO_COUNTERPART, ""),
+    "training.use_deterministic_torch_algorithms": (_DONE_DIFFERENTLY, "trainer.deterministic"),
+    "training.allow_missing_params_in_optimizer": (_NO_COUNTERPART, "every parameter is in a group"),
+    "training.loss_function_config": (_DONE_DIFFERENTLY, "cross entropy, or trainer.contrastive_config with data.positive_prefixes"),
+    "transformer_architecture.embedding_head_config": (_DONE_DIFFERENTLY, "the same, with trainer.contrastive_config"),
+    "trainer.assert_checkpoint_loaded": (
+        _DONE_DIFFERENTLY,
+        "load_dir must have a checkpoint; training resumes from save_dir if it has one",
+    ),
+    "trainer.delete_past_optimizer_states": (_DONE_DIFFERENTLY, "trainer.keep_checkpoints"),
+    "trainer.dataloader_num_workers": (_DONE_DIFFERENTLY, _BACKGROUND_LOADING_TEXT),
+    "trainer.dataloader_pin_memory": (_DONE_DIFFERENTLY, _BACKGROUND_LOADING_TEXT),
+    "trainer.dataloader_prefetch_factor": (_DONE_DIFFERENTLY, _BACKGROUND_LOADING_TEXT),
+    "trainer.separate_file_for_parameters": (_DONE_DIFFERENTLY, "trainer.save_frozen_parameters: false"),
+    "trainer.merge_lora_after_loading_checkpoint": (_DONE_DIFFERENTLY, "swarmtrain export merges it"),
+    "transformer_architecture.vocab_file": (_DONE_DIFFERENTLY, "data hold tokens already; vocab_size says how many there are"),
+    "transformer_architecture.attention_qkv_in_one": (_DONE_DIFFERENTLY, "always in one product"),
+    "transformer_architecture.attention_use_matmul": (_DONE_DIFFERENTLY, _ATTENTION_KERNEL_TEXT),
+    "transformer_architecture.masked_softmax": (_DONE_DIFFERENTLY, _ATTENTION_KERNEL_TEXT),
+    "transformer_architecture.layernorm.optimization_type": (_DONE_DIFFERENTLY, "trainer.compile"),
+    "transformer_architecture.lm_head": (_NO_COUNTERPART, _CUSTOM_SCRIPT_TEXT),
+    "transformer_architecture.lora_config.name": (_NO_COUNTERPART, ""),
+    "transformer_architecture.adapter_config.name": (_NO_COUNTERPART, ""),
+    "transformer_architecture.adapter_config.init_std": (_DONE_DIFFERENTLY, "it begins as if it were not there"),
     "transformer_architecture.softprompt_config": (
-        _OTHERWISE,
+        _DONE_DIFFERENTLY,
         "trainer.finetunable_token_ids, of tokens that the tokenizer keeps in reserve",
     ),
-    "transformer_architecture.bitfit_bias_config": (_OTHERWISE, "trainer.finetunable_parameters: [bias]"),
-    "transformer_architecture.causal": (_NOTHING, "always causal"),
-    "transformer_architecture.umup.allow_non_umup_params": (_NOTHING, ""),
-    "data.finetuning_dataset": (_OTHERWISE, "swarmtrain data prepare --prompt-key"),
-    "data.finetuning_chat_dataset": (_OTHERWISE, "swarmtrain data prepare --chat"),
-    "data.legacy_dataset": (_NOTHING, "write the tokens anew"),
-    "data.load_mmap_index_to_memory": (_OTHERWISE, "data.use_mmap"),
-    "data.load_data_item_mmap_index_to_memory": (_OTHERWISE, "data.use_mmap"),
-    "data.only_full_sequences": (_OTHERWISE, "data.packing"),
-    "data.allow_incomplete_sequences_every_n": (_OTHERWISE, "data.packing"),
-    "data.blended_dataset.cache_directory": (_OTHERWISE, "nothing is cached: the order is a function of the step"),
-    "data.blended_dataset.shuffle_dataset_indices": (_OTHERWISE, "samples are always shuffled"),
-    "data.blended_dataset.load_dataset_indices_to_memory": (_OTHERWISE, "nothing is cached: the order is a function of the step"),
-    "data.blended_dataset.minimum_dataset_size": (_NOTHING, ""),
+    "transformer_architecture.bitfit_bias_config": (_DONE_DIFFERENTLY, "trainer.finetunable_parameters: [bias]"),
+    "transformer_architecture.causal": (_NO_COUNTERPART, "always causal"),
+    "transformer_architecture.umup.allow_non_umup_params": (_NO_COUNTERPART, ""),
+    "data.finetuning_dataset": (_DONE_DIFFERENTLY, "swarmtrain data tokenize --prompt-key"),
+    "data.finetuning_chat_dataset": (_DONE_DIFFERENTLY, "swarmtrain data tokenize --chat"),
+    "data.legacy_dataset": (_NO_COUNTERPART, "write the tokens again"),
+    "data.load_mmap_index_to_memory": (_DONE_DIFFERENTLY, "data.use_mmap"),
+    "data.load_data_item_mmap_index_to_memory": (_DONE_DIFFERENTLY, "data.use_mmap"),
+    "data.only_full_sequences": (_DONE_DIFFERENTLY, "data.packing"),
+    "data.allow_incomplete_sequences_every_n": (_DONE_DIFFERENTLY, "data.packing"),
+    "data.blended_dataset.cache_directory": (_DONE_DIFFERENTLY, "nothing is cached: the order is a function of the step"),
+    "data.blended_dataset.shuffle_dataset_indices": (_DONE_DIFFERENTLY, "samples are always shuffled"),
+    "data.blended_dataset.load_dataset_indices_to_memory": (_DONE_DIFFERENTLY, "nothing is cached: the order is a function of the step"),
+    "data.blended_dataset.minimum_dataset_size": (_NO_COUNTERPART, ""),
 }
-# What Scaling does where a config is silent, and swarmtrain does not.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+# Defaults of Scaling that differ from swarmtrain's.
+_SCALING_DEFAULTS: dict[str, dict[str, Any]] = {
     "transformer_architecture": {
         "sequence_length": 2048,
         "attention_bias": True,
@@ -81,222 +85,242 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(book: Book, hosts: tuple[str, ...] = ()) -> None:
-    """Carry a Scaling config, of a run on `hosts` if they are named beside it."""
-    book.rename((), "luminous_architecture", "transformer_architecture")
-    book.rename(("runner",), "hostfile", "hostsfile")
-    if hosts and book.has("runner.hostsfile"):
-        book.leave("runner.hostsfile", Why.otherwise, "runner.hosts has those of --hostsfile")
-    if book.get("logger.use_tensorboard") and not (book.get("logger.log_dir") or book.get("trainer.save_dir")):
-        book.leave("logger.use_tensorboard", Why.otherwise, "logger.log_dir says where to; without it Scaling writes nothing either")
-    _place(book, hosts)
-    for key, value in list(book.leaves()):
+def map_scaling_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
+    """Map a Scaling config, for a run on `hosts` if they are given separately."""
+    report.rename_key((), "luminous_architecture", "transformer_architecture")
+    report.rename_key(("runner",), "hostfile", "hostsfile")
+    if hosts and report.has_key("runner.hostsfile"):
+        report.add_unmapped("runner.hostsfile", UnmappedReason.done_differently, "runner.hosts has those of --hostsfile")
+    if report.get("logger.use_tensorboard") and not (report.get("logger.log_dir") or report.get("trainer.save_dir")):
+        report.add_unmapped(
+            "logger.use_tensorboard",
+            UnmappedReason.done_differently,
+            "logger.log_dir says where to; without it Scaling writes nothing either",
+        )
+    _map_runner_type(report, hosts)
+    for key, value in list(report.iterate_leaves()):
         path = ".".join(key)
-        around = (".".join(key[:length]) for length in range(1, len(key) + 1))
-        left = next((_LEFT[name] for name in around if name in _LEFT), None)
-        if key[0] == "training_groups" or book.spoken(key) or (book.carried(key) is not None and key not in _SPOKEN):
+        enclosing_paths = (".".join(key[:length]) for length in range(1, len(key) + 1))
+        unmapped = next((_UNMAPPED_KEYS[name] for name in enclosing_paths if name in _UNMAPPED_KEYS), None)
+        if key[0] == "training_groups" or report.is_handled(key) or (report.get_config_value(key) is not None and key not in _KEY_HANDLERS):
             continue
-        if key in _SPOKEN:
-            _SPOKEN[key](book, key)
+        if key in _KEY_HANDLERS:
+            _KEY_HANDLERS[key](report, key)
         elif is_secret(key[-1]) and value is not None:
-            book.leave(key, Why.otherwise, "runner.secrets: {WANDB_API_KEY: FILE}")
-        elif left is not None and not known(path):
-            book.leave(key, Why.default if value in (None, False) else left[0], left[1])
-        elif not known(path):
-            book.leave(key, Why.default if value is None else Why.nothing, "" if value is None else _near(path))
-        elif value is None and type(None) not in kinds(path) and key[-1] not in ("load_dir", "save_interval"):
-            book.leave(key, Why.default, path)
-        elif isinstance(value, float) and value.is_integer() and int in kinds(path):
-            book.carry(key, path, int(value))
+            report.add_unmapped(key, UnmappedReason.done_differently, "runner.secrets: {WANDB_API_KEY: FILE}")
+        elif unmapped is not None and not is_config_field(path):
+            report.add_unmapped(key, UnmappedReason.is_default if value in (None, False) else unmapped[0], unmapped[1])
+        elif not is_config_field(path):
+            report.add_unmapped(
+                key,
+                UnmappedReason.is_default if value is None else UnmappedReason.no_counterpart,
+                "" if value is None else _suggest_replacement(path),
+            )
+        elif value is None and type(None) not in get_field_types(path) and key[-1] not in ("load_dir", "save_interval"):
+            report.add_unmapped(key, UnmappedReason.is_default, path)
+        elif isinstance(value, float) and value.is_integer() and int in get_field_types(path):
+            report.map_key(key, path, int(value))
         else:
-            book.carry(key, path)
-    _batch(book, hosts or tuple(map(str, book.items("runner.hosts"))))
-    _groups(book)
-    _fill(book)
+            report.map_key(key, path)
+    _map_batch_sizes(report, hosts or tuple(map(str, report.get_list("runner.hosts"))))
+    _map_training_groups(report)
+    _fill_scaling_defaults(report)
 
 
-def _place(book: Book, named: tuple[str, ...]) -> None:
-    kind, key = book.get("runner.runner_type", "pdsh"), "runner.runner_type"
-    hosts = named or book.items("runner.hosts")
-    alone = not hosts and not book.get("runner.hostsfile")
-    if "runner" not in book.source or not isinstance(book.get("runner"), dict):
+def _map_runner_type(report: MigrationReport, hosts_argument: tuple[str, ...]) -> None:
+    source_type, key = report.get("runner.runner_type", "pdsh"), "runner.runner_type"
+    hosts = hosts_argument or report.get_list("runner.hosts")
+    is_single_machine = not hosts and not report.get("runner.hostsfile")
+    if "runner" not in report.source or not isinstance(report.get("runner"), dict):
         return
-    if kind not in ("pdsh", "pdsh_docker"):
-        book.leave(key, Why.nothing, "runner.runner_type")
+    if source_type not in ("pdsh", "pdsh_docker"):
+        report.add_unmapped(key, UnmappedReason.no_counterpart, "runner.runner_type")
     else:
-        placed = book.place("local" if alone and kind == "pdsh" else kind, key if book.has(key) else ())
-        if alone and kind == "pdsh":
-            book.note("without hosts Scaling runs on the machine itself: runner.runner_type is local")
-            if type(book.get("topology.world_size")) is int:
-                book.put("runner.default_gpu_count", book.get("topology.world_size"))
-        if placed.startswith("pdsh"):
-            book.note("Scaling passes on the variables in ~/.deepspeed_env, if there is one; here runner.env_file names it")
-        book.show_gpus()
-        if placed == "swarm":
-            book.note("Scaling shows all GPUs to its processes: runner.swarm.gpu is visible")
-    if not isinstance(book.get("runner.default_gpu_count"), int) and hosts and not all("slots=" in str(host) for host in hosts):
-        book.put("runner.default_gpu_count", 8)
-        book.note("a host that names no slots has 8 in Scaling: runner.default_gpu_count is 8")
+        runner_type = RunnerType(source_type).value
+        chosen_type = report.set_runner_type(
+            "local" if is_single_machine and runner_type == "ssh" else runner_type, key if report.has_key(key) else ()
+        )
+        if is_single_machine and runner_type == "ssh":
+            report.add_note("without hosts Scaling runs on the machine itself: runner.runner_type is local")
+            if type(report.get("topology.world_size")) is int:
+                report.set_config_value("runner.default_gpu_count", report.get("topology.world_size"))
+        if chosen_type.startswith("ssh"):
+            report.add_note("Scaling passes on the variables in ~/.deepspeed_env, if there is one; here runner.env_file names it")
+        report.make_gpus_visible()
+        if chosen_type == "swarm":
+            report.add_note("Scaling shows all GPUs to its processes: runner.swarm.gpu is visible")
+    if not isinstance(report.get("runner.default_gpu_count"), int) and hosts and not all("slots=" in str(host) for host in hosts):
+        report.set_config_value("runner.default_gpu_count", 8)
+        report.add_note("a host that names no slots has 8 in Scaling: runner.default_gpu_count is 8")
 
 
-def _hostsfile(book: Book, key: Key) -> None:
-    if book.get(key) is None:
-        book.leave(key, Why.default, "runner.hosts")
-    elif known(key):
-        book.carry(key, key)
+def _map_hostsfile(report: MigrationReport, key: KeyPath) -> None:
+    if report.get(key) is None:
+        report.add_unmapped(key, UnmappedReason.is_default, "runner.hosts")
+    elif is_config_field(key):
+        report.map_key(key, key)
     else:
-        book.leave(key, Why.otherwise, "--hostsfile FILE puts it into runner.hosts")
+        report.add_unmapped(key, UnmappedReason.done_differently, "--hostsfile FILE puts it into runner.hosts")
 
 
-def _gpus(book: Book, key: Key) -> None:
-    """Without hosts Scaling does not ask for it, but for the machine's own GPUs."""
-    if book.carried(key) is not None:
-        book.leave(key, Why.otherwise, "without hosts: topology.world_size")
-    elif book.get(key) is None or (book.carried("runner.runner_type") == "local"):
-        book.leave(key, Why.default, "the machine's GPUs")
+def _map_gpu_count(report: MigrationReport, key: KeyPath) -> None:
+    """Map default_gpu_count. Without hosts Scaling ignores it and uses the machine's own GPUs."""
+    if report.get_config_value(key) is not None:
+        report.add_unmapped(key, UnmappedReason.done_differently, "without hosts: topology.world_size")
+    elif report.get(key) is None or (report.get_config_value("runner.runner_type") == "local"):
+        report.add_unmapped(key, UnmappedReason.is_default, "the machine's GPUs")
     else:
-        book.carry(key, key)
+        report.map_key(key, key)
 
 
-def _master(book: Book, key: Key) -> None:
-    if book.get(key) is None or not str(book.carried("runner.runner_type")).startswith("pdsh"):
-        book.leave(key, Why.default if book.get(key) is None else Why.otherwise, "the notice board is found by itself")
+def _map_master_address(report: MigrationReport, key: KeyPath) -> None:
+    if report.get(key) is None or not str(report.get_config_value("runner.runner_type")).startswith("ssh"):
+        report.add_unmapped(
+            key,
+            UnmappedReason.is_default if report.get(key) is None else UnmappedReason.done_differently,
+            "the coordinator is found automatically",
+        )
     else:
-        book.carry(key, key)
+        report.map_key(key, key)
 
 
-def _window(book: Book, key: Key) -> None:
-    if book.get("transformer_architecture.num_local_attention_heads"):
-        book.carry(key, key)
+def _map_local_window(report: MigrationReport, key: KeyPath) -> None:
+    if report.get("transformer_architecture.num_local_attention_heads"):
+        report.map_key(key, key)
     else:
-        book.leave(key, Why.default, "there are no local heads")
+        report.add_unmapped(key, UnmappedReason.is_default, "there are no local heads")
 
 
-def _weights(book: Book, key: Key) -> None:
-    """Scaling lets the number of documents win over weights, unless that is switched off."""
-    if book.get("data.blended_dataset.weight_by_num_documents", True) and book.get(key) is not None:
-        book.leave(key, Why.otherwise, "Scaling lets weight_by_num_documents win; for weights set that to false")
+def _map_blend_weights(report: MigrationReport, key: KeyPath) -> None:
+    """Map blend weights. In Scaling weight_by_num_documents takes precedence over weights unless it is false."""
+    if report.get("data.blended_dataset.weight_by_num_documents", True) and report.get(key) is not None:
+        report.add_unmapped(key, UnmappedReason.done_differently, "Scaling lets weight_by_num_documents win; for weights set that to false")
     else:
-        book.carry(key, key)
+        report.map_key(key, key)
 
 
-def _weight_decay(book: Book, key: Key) -> None:
-    if book.items("training_groups"):
-        book.leave(key, Why.otherwise, "training_groups have their own")
+def _map_weight_decay(report: MigrationReport, key: KeyPath) -> None:
+    if report.get_list("training_groups"):
+        report.add_unmapped(key, UnmappedReason.done_differently, "training_groups have their own")
         return
-    book.carry(key, "training_groups", [{"group_name": "all", "weight_decay": book.get(key)}])
-    book.note("training_groups: weight decay is of all parameters, biases and norms too; to leave some out give them a group of their own")
+    report.map_key(key, "training_groups", [{"group_name": "all", "weight_decay": report.get(key)}])
+    report.add_note(
+        "training_groups: weight decay is of all parameters, biases and norms too; to leave some out give them a group of their own"
+    )
 
 
-def _deterministic(book: Book, key: Key) -> None:
-    book.carry(key, "trainer.deterministic", "require" if book.get(key) else "ignore")
+def _map_deterministic(report: MigrationReport, key: KeyPath) -> None:
+    report.map_key(key, "trainer.deterministic", "require" if report.get(key) else "ignore")
 
 
-def _statistics(book: Book, key: Key) -> None:
-    """All but the entropy, which is that of probabilities: no module returns any."""
-    pairs = book.items(key)
+def _map_tensor_statistics(report: MigrationReport, key: KeyPath) -> None:
+    """Map tensor statistics except the entropy, which is for probabilities: no module returns any."""
+    pairs = report.get_list(key)
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], list) for pair in pairs):
-        book.carry(key, key)
+        report.map_key(key, key)
         return
-    if any("entropy" in wanted for _, wanted in pairs):
-        book.note("tensor statistics have no entropy: attention's probabilities are never there as a whole")
-    book.carry(key, key, [[glob, [one for one in wanted if one != "entropy"]] for glob, wanted in pairs])
+    if any("entropy" in statistics for _, statistics in pairs):
+        report.add_note("tensor statistics have no entropy: attention probabilities are never materialized")
+    report.map_key(key, key, [[glob, [statistic for statistic in statistics if statistic != "entropy"]] for glob, statistics in pairs])
 
 
-def _lora(book: Book, key: Key) -> None:
-    """Attention's output is called dense there."""
-    book.carry(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in book.items(key)])
+def _map_lora_layers(report: MigrationReport, key: KeyPath) -> None:
+    """Map LoRA layers. Scaling calls attention's output projection dense."""
+    report.map_key(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in report.get_list(key)])
 
 
-def _tokens(book: Book, key: Key) -> None:
-    if book.items(key):
-        book.carry(key, "trainer.finetunable_token_ids")
+def _map_finetunable_tokens(report: MigrationReport, key: KeyPath) -> None:
+    if report.get_list(key):
+        report.map_key(key, "trainer.finetunable_token_ids")
     else:
-        book.leave(key, Why.default, "trainer.finetunable_token_ids")
+        report.add_unmapped(key, UnmappedReason.is_default, "trainer.finetunable_token_ids")
 
 
-_SPOKEN = {
-    ("runner", "hostsfile"): _hostsfile,
-    ("runner", "default_gpu_count"): _gpus,
-    ("runner", "master_addr"): _master,
+_KEY_HANDLERS = {
+    ("runner", "hostsfile"): _map_hostsfile,
+    ("runner", "default_gpu_count"): _map_gpu_count,
+    ("runner", "master_addr"): _map_master_address,
     ("runner", "runner_type"): lambda book, key: None,
-    ("transformer_architecture", "local_attention_window_size"): _window,
-    ("transformer_architecture", "lora_config", "parallel_modules"): _lora,
-    ("transformer_architecture", "finetunable_token_ids"): _tokens,
-    ("data", "blended_dataset", "weights"): _weights,
-    ("training", "weight_decay"): _weight_decay,
-    ("optimizer", "weight_decay"): _weight_decay,
-    ("trainer", "tensor_statistics_recorder_config", "statistics"): _statistics,
-    ("training", "use_deterministic_torch_algorithms"): _deterministic,
+    ("transformer_architecture", "local_attention_window_size"): _map_local_window,
+    ("transformer_architecture", "lora_config", "parallel_modules"): _map_lora_layers,
+    ("transformer_architecture", "finetunable_token_ids"): _map_finetunable_tokens,
+    ("data", "blended_dataset", "weights"): _map_blend_weights,
+    ("training", "weight_decay"): _map_weight_decay,
+    ("optimizer", "weight_decay"): _map_weight_decay,
+    ("trainer", "tensor_statistics_recorder_config", "statistics"): _map_tensor_statistics,
+    ("training", "use_deterministic_torch_algorithms"): _map_deterministic,
 }
 
 
-def _batch(book: Book, hosts: tuple[str, ...]) -> None:
-    """Scaling knows the ranks when it multiplies; a config may not say them."""
+def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
+    """Compute the global batch size. Scaling multiplies by the number of ranks, which a config may not contain."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "model_parallel_size", "pipe_parallel_size")
-    micro, steps, tensor, pipeline = (book.get(f"topology.{name}") for name in names)
-    said = any(book.get(f"topology.{name}") for name in ("world_size", "data_parallel_size", "global_batch_size"))
-    if said or type(micro) is not int or type(steps) is not int:
+    micro_batch_size, accumulation_steps, tensor_parallel_size, pipeline_parallel_size = (report.get(f"topology.{name}") for name in names)
+    is_known = any(report.get(f"topology.{name}") for name in ("world_size", "data_parallel_size", "global_batch_size"))
+    if is_known or type(micro_batch_size) is not int or type(accumulation_steps) is not int:
         return
-    replica = (tensor if type(tensor) is int else 1) * (pipeline if type(pipeline) is int else 1)
-    replicas = max(1, (deepspeed.ranks(hosts) or 1) // max(1, replica))
-    book.drop("topology.gradient_accumulation_steps")
-    book.leave("topology.gradient_accumulation_steps", Why.otherwise, "follows from topology.global_batch_size")
-    book.put("topology.global_batch_size", micro * steps * replicas)
-    book.note(f"topology.global_batch_size is {micro} x {steps} x {replicas}, the replicas that its hosts make: set it if there are others")
+    ranks_per_replica = (tensor_parallel_size if type(tensor_parallel_size) is int else 1) * (
+        pipeline_parallel_size if type(pipeline_parallel_size) is int else 1
+    )
+    replicas = max(1, (deepspeed.count_slots(hosts) or 1) // max(1, ranks_per_replica))
+    report.remove_config_value("topology.gradient_accumulation_steps")
+    report.add_unmapped("topology.gradient_accumulation_steps", UnmappedReason.done_differently, "follows from topology.global_batch_size")
+    report.set_config_value("topology.global_batch_size", micro_batch_size * accumulation_steps * replicas)
+    report.add_note(
+        f"topology.global_batch_size is {micro_batch_size} x {accumulation_steps} x {replicas}, the replicas that its hosts make: set "
+        f"it if there are others"
+    )
 
 
-def _groups(book: Book) -> None:
-    groups, made = book.get("training_groups"), []
+def _map_training_groups(report: MigrationReport) -> None:
+    groups, mapped_groups = report.get("training_groups"), []
     if not isinstance(groups, list):
         return
     for index, group in enumerate(groups):
-        kept: dict[str, Any] = {}
+        mapped_fields: dict[str, Any] = {}
         for name, value in group.items() if isinstance(group, dict) else ():
             key = ("training_groups", str(index), name)
             if name in TrainingGroupConfig.model_fields:
-                kept |= {} if value is None else {name: value}
+                mapped_fields |= {} if value is None else {name: value}
             else:
-                book.leave(key, Why.nothing)
-        made.append(kept)
-    book.carry("training_groups", "training_groups", made)
-    if any(group.get("parameters_include") or group.get("parameters_exclude") for group in made):
-        book.note(
-            "training_groups: expressions are searched in swarmtrain's names of parameters; a run tells them where one matches nothing"
-        )
-    if any(group.get("independent_weight_decay") for group in made):
-        book.note("training_groups: independent_weight_decay follows the schedule here, though not the height of its learning_rate")
+                report.add_unmapped(key, UnmappedReason.no_counterpart)
+        mapped_groups.append(mapped_fields)
+    report.map_key("training_groups", "training_groups", mapped_groups)
+    if any(group.get("parameters_include") or group.get("parameters_exclude") for group in mapped_groups):
+        report.add_note("training_groups: patterns match swarmtrain's parameter names; a run lists the names if a pattern matches none")
+    if any(group.get("independent_weight_decay") for group in mapped_groups):
+        report.add_note("training_groups: independent_weight_decay follows the schedule here, though not the height of its learning_rate")
 
 
-def _fill(book: Book) -> None:
-    """Write out what Scaling does where the config is silent."""
-    written = {path: value for path, value in _silent(book) if not book.has(path)}
-    for path, value in written.items():
-        book.put(path, value)
-    if written:
-        book.note(f"Scaling's defaults that are others here are written out: {', '.join(written)}")
+def _fill_scaling_defaults(report: MigrationReport) -> None:
+    """Write out Scaling's defaults that differ from swarmtrain's."""
+    filled_values = {path: value for path, value in _iterate_scaling_defaults(report) if not report.has_key(path)}
+    for path, value in filled_values.items():
+        report.set_config_value(path, value)
+    if filled_values:
+        report.add_note(f"Scaling's defaults that are others here are written out: {', '.join(filled_values)}")
 
 
-def _silent(book: Book) -> Iterator[tuple[str, Any]]:
-    """Yield Scaling's defaults in the sections that the config has."""
-    for section, defaults in _DEFAULTS.items():
-        if isinstance(book.get(section), dict):
+def _iterate_scaling_defaults(report: MigrationReport) -> Iterator[tuple[str, Any]]:
+    """Yield Scaling's defaults for the sections that the config has."""
+    for section, defaults in _SCALING_DEFAULTS.items():
+        if isinstance(report.get(section), dict):
             yield from ((f"{section}.{name}", value) for name, value in defaults.items())
     shape = "transformer_architecture"
-    if isinstance(book.get(shape), dict) and book.get(f"{shape}.norm_type", "layernorm") == "layernorm":
+    if isinstance(report.get(shape), dict) and report.get(f"{shape}.norm_type", "layernorm") == "layernorm":
         yield f"{shape}.layernorm.layernorm_bias", True
     blended = "data.blended_dataset."
-    if len(book.items("data.data_prefixes")) > 1 and not book.get(f"{blended}weight_examples_proportional"):
+    if len(report.get_list("data.data_prefixes")) > 1 and not report.get(f"{blended}weight_examples_proportional"):
         yield f"{blended}weight_by_num_documents", True
-    if book.get(f"{shape}.precision") == "float16":
+    if report.get(f"{shape}.precision") == "float16":
         yield from (("optimizer.loss_scaler.enable", False), ("optimizer.loss_scaler.initial_scale", 2.0**32))
-    if book.get("logger.use_wandb"):
+    if report.get("logger.use_wandb"):
         yield from (("logger.wandb_team", "aleph-alpha"), ("logger.wandb_project", "aleph-alpha-scaling"), ("logger.wandb_group", "debug"))
 
 
-def _near(path: str) -> str:
+def _suggest_replacement(path: str) -> str:
     return (
-        _MODEL
+        _CUSTOM_SCRIPT_TEXT
         if path.startswith("transformer_architecture.")
         else "a Dataset in datautils.py"
         if path.startswith("data.")

@@ -1,4 +1,4 @@
-"""A real Docker Swarm on one Linux machine: real engines in namespaces, a registry, a shared disk, and faults to order."""
+"""A real Docker Swarm on one Linux machine: real engines in namespaces, a registry, a shared disk, and fault injection."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swarmtrain.lab.lab import Lab, NodeStatus
-    from swarmtrain.lab.registry import REGISTRY
+    from swarmtrain.lab.registry import REGISTRY_ADDRESS
 
-__all__ = ["DEFAULT_NAME", "REGISTRY", "Lab", "NodeStatus"]
+__all__ = ["DEFAULT_NAME", "REGISTRY_ADDRESS", "Lab", "NodeStatus"]
 
 DEFAULT_NAME = "lab"
-_HOMES = {"Lab": "lab", "NodeStatus": "lab", "REGISTRY": "registry"}
+_EXPORT_MODULES = {"Lab": "lab", "NodeStatus": "lab", "REGISTRY_ADDRESS": "registry"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for on first use: `--help` wants the lab's default name, and nothing else of it."""
-    if name not in _HOMES:
+    """Import exports on first use: `--help` needs only the lab's default name."""
+    if name not in _EXPORT_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORT_MODULES[name]}"), name)

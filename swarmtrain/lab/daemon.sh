@@ -1,9 +1,9 @@
 #!/bin/sh
-# Writes down who it is, then becomes the program it was given: a process that any later command can find again.
+# Records its own identity, then executes the given program, so that any later command can find the process.
 # usage: daemon.sh PIDFILE PROGRAM [ARG…]
 #
-# The record is the process's own line of /proc/self/stat: its pid, and its start time, which tells it from a later
-# process that was given the same pid. /proc is still the host's here, so the pid is the host's too.
+# The record is the process's own line of /proc/self/stat: its pid, and its start time, which distinguishes it from a
+# later process with the same pid. /proc is still the host's at this point, so the pid is the host's too.
 set -eu
 record=$1
 shift

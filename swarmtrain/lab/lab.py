@@ -1,4 +1,4 @@
-"""The lab as one object: bring it up, break it, look at it, take it down. Any later process finds it again by its name."""
+"""The lab as one object: bring it up, inject faults, inspect it, tear it down. Any later process finds it by its name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import DEFAULT_NAME, api, commands, cores, engines, fabric, machines, registry, slurm, ssh, state
-from swarmtrain.lab.checks import check_machine, check_root
-from swarmtrain.lab.state import Description
+from swarmtrain.lab import DEFAULT_NAME, cpu_share, engine_api, engines, machines, network, path_shims, registry, slurm, ssh, state
+from swarmtrain.lab.prerequisites import check_machine, check_root
+from swarmtrain.lab.state import LabDescription
 
-Say = Callable[[str], None]
+ProgressReporter = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class NodeStatus:
     """One line of `lab status`.
 
-    `state` is up, dead or cut; `role` is manager or worker, "" where there is no swarm; `link` is up, cut, or the rate it is held
-    to; `services` are those of sshd, slurmctld and slurmd that listen; `pid` is the machine's init.
+    `state` is up, dead or cut; `role` is manager or worker, "" without a swarm; `link` is up, cut, or the rate limit; `services` are
+    those of sshd, slurmctld and slurmd that listen; `pid` is that of the machine's init.
     """
 
     node: str
@@ -35,331 +35,348 @@ class NodeStatus:
 
 
 class Lab:
-    """A lab of this machine, running or not. Methods raise LabError; those that change something need root."""
+    """A lab on this machine, running or not. Methods raise LabError; those that change something need root."""
 
     def __init__(self, name: str = DEFAULT_NAME) -> None:
         state.check_name(name)
         self.name = name
-        self._base = state.base_directory()
+        self._base = state.get_base_directory()
         self.directory = self._base / name
-        """Where the lab's own files are."""
-        self._own_disk = self.directory / "shared"
+        """The directory of the lab's own files."""
+        self._own_shared_disk = self.directory / "shared"
 
     @property
-    def shared(self) -> Path:
-        """The host's view of the disk that all nodes have at /mnt/shared."""
-        description = state.read(self.directory)
-        return Path(description.shared) if description else self._own_disk
+    def shared_disk(self) -> Path:
+        """The host path of the disk that all nodes have at /mnt/shared."""
+        description = state.read_description(self.directory)
+        return Path(description.shared) if description else self._own_shared_disk
 
-    def own_disk(self, node: str) -> Path:
-        """Return the host's view of the disk that the node alone has, at /mnt/own."""
-        self._known(node)
-        return machines.own_disk(self.directory, node)
+    def get_node_disk(self, node: str) -> Path:
+        """Return the host path of the disk that only this node has, at /mnt/own."""
+        self._require_node(node)
+        return machines.get_node_disk(self.directory, node)
 
-    def check(self, engine: Path | None = None, parts: Collection[str] = ("swarm",)) -> None:
-        """Raise LabError, with the way out, if this machine cannot host a lab of these `parts`."""
-        check_machine(engine, parts)
+    def check_prerequisites(self, engine: Path | None = None, components: Collection[str] = ("swarm",)) -> None:
+        """Raise LabError, with a fix, if this machine cannot host a lab with these `components`."""
+        check_machine(engine, components)
         state.check_directory(self.directory)
-        fabric.check_kernel()
+        network.check_kernel()
 
-    def up(
+    def bring_up(
         self,
         nodes: int | Sequence[str],
         *,
-        parts: Sequence[str] = ("swarm",),
+        components: Sequence[str] = ("swarm",),
         bare: bool = False,
         gpus: int = 0,
         engine: Path | None = None,
         shared: Path | None = None,
-        say: Say,
+        report_progress: ProgressReporter,
     ) -> None:
-        """Bring up machines, so many or of these names, that have what `parts` says of state.PARTS.
+        """Bring up machines, given their number or their names, with `components` of state.COMPONENTS.
 
-        With `swarm` each has an engine, the first is the manager, and there is a registry; with `docker` the engines are in no
-        swarm, and those of a `bare` lab trust no registry either. With `ssh` each has an sshd; with `slurm` each is a node of a
-        Slurm whose slurmctld is on the first.
-        `engine` is a directory that holds another dockerd and containerd, `shared` one that all nodes are to share. Each
-        engine declares `gpus` GPUs that are not there, so that it can be seen who gets them.
-        What is made is removed again if anything fails.
-        A lab of this name whose machines are all dead is removed first; one that runs and is the same is left as it is.
+        With `swarm`, each machine has an engine, the first is the manager, and there is a registry. With `docker`, the engines are in
+        no swarm; those of a `bare` lab trust no registry either. With `ssh`, each machine has an sshd. With `slurm`, each is a node of
+        a Slurm cluster whose slurmctld is on the first.
+
+        `engine` is a directory with another dockerd and containerd; `shared` is the directory that all nodes share. Each engine
+        declares `gpus` GPUs that do not exist, to show which run gets them.
+
+        If anything fails, everything that was created is removed. A lab of this name whose machines are all dead is removed first; a
+        running one with the same settings is left unchanged.
         """
-        state.check_parts(parts)
-        self.check(engine, parts)
+        state.check_components(components)
+        self.check_prerequisites(engine, components)
         names = tuple(f"node{index}" for index in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
         if not 1 <= len(names) <= state.MAX_NODES:
             raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
         if gpus and bare:
             raise LabError("the engines of a bare lab have no settings before their owner gives them some", place="lab up --gpus")
-        with state.locked(self._base):
-            disk = (shared or self._own_disk).absolute()
-            program = str(engine.absolute()) if engine else None
-            subnet = state.choose_subnet(self.name, state.taken_subnets(self._base))
-            wanted = Description(
-                self.name, subnet, names, str(disk), program, bare, gpus=gpus, parts=tuple(part for part in state.PARTS if part in parts)
+        with state.lock_labs(self._base):
+            shared_path = (shared or self._own_shared_disk).absolute()
+            engine_path = str(engine.absolute()) if engine else None
+            subnet = state.choose_subnet(self.name, state.list_taken_subnets(self._base))
+            desired = LabDescription(
+                self.name,
+                subnet,
+                names,
+                str(shared_path),
+                engine_path,
+                bare,
+                gpus=gpus,
+                components=tuple(component for component in state.COMPONENTS if component in components),
             )
-            if gpus and not wanted.engines:
+            if gpus and not desired.has_engines:
                 raise LabError("machines without an engine have none to declare GPUs", place="lab up --gpus")
-            if self._runs_already(wanted, say):
+            if self._is_already_running(desired, report_progress):
                 return
             self._remove()
             try:
-                self._make(wanted, say)
+                self._create(desired, report_progress)
             except BaseException:
-                say("failed or interrupted: removing what was made")
+                report_progress("failed or interrupted: removing what was made")
                 self._remove()
                 raise
-        self._introduce(wanted, say)
+        self._print_introduction(desired, report_progress)
 
-    def down(self, *, keep_images: bool = False, say: Say) -> None:
-        """Remove the lab and all its data; with the last lab of this machine go the images, unless they are to be kept."""
+    def tear_down(self, *, keep_images: bool = False, report_progress: ProgressReporter) -> None:
+        """Remove the lab and all its data; with the last lab of this machine also the images, unless `keep_images`."""
         check_root()
-        with state.locked(self._base):
-            found = state.read(self.directory)
+        with state.lock_labs(self._base):
+            description = state.read_description(self.directory)
             self._remove()
-            say(f"lab {self.name}: removed" if found else f"lab {self.name}: there is none")
-            self._remove_images(keep_images, say)
+            report_progress(f"lab {self.name}: removed" if description else f"lab {self.name}: there is none")
+            self._remove_images(keep_images, report_progress)
         state.remove_base_if_empty(self._base)
 
-    def status(self) -> list[NodeStatus]:
-        """Return how each node stands."""
+    def get_status(self) -> list[NodeStatus]:
+        """Return the status of each node."""
         check_root()
-        description = self._description()
-        wires = fabric.wires(self.name)
-        return [self._node_status(description, node, wires.get(node, "cut")) for node in description.nodes]
+        description = self._load_description()
+        link_states = network.list_link_states(self.name)
+        return [self._get_node_status(description, node, link_states.get(node, "cut")) for node in description.nodes]
 
-    def kill(self, node: str, *, say: Say) -> None:
-        """Take the node's power: its services and containers are gone at once, no peer is told. Its disk stays."""
-        description = self._living(node)
+    def power_off(self, node: str, *, report_progress: ProgressReporter) -> None:
+        """Power off the node: its services and containers are gone at once, and no peer is notified. Its disk stays."""
+        description = self._require_running_node(node)
         machines.power_off(self.directory, description, node)
-        notice = "; a swarm notices in about 15 s" if description.engines else ""
-        say(f"{node}: power off{notice}. `{self._command('start', node)}` boots it again")
+        notice_text = "; a swarm notices in about 15 s" if description.has_engines else ""
+        report_progress(f"{node}: power off{notice_text}. `{self._format_command('start', node)}` boots it again")
 
-    def start(self, node: str, *, say: Say) -> None:
-        """Boot a node that was killed, with its data. Returns when its services answer and, where the first node lives, it is ready."""
-        description = self._known(node)
-        if self._pid(node) is not None:
-            raise LabError("runs already", place=node, hint=self._command("status"))
-        machines.power_off(self.directory, description, node)  # what an engine that died by itself left behind
-        machines.boot(self.directory, description, node)
-        if description.engines:
-            engines.wait_until_up(self.directory, node)
-        if "ssh" in description.parts:
-            ssh.wait_until_up(self.directory, node)
-        if (description.swarm or "slurm" in description.parts) and self._pid(description.nodes[0]) is None:
-            say(f"{node}: runs again, and joins when {'the manager' if description.swarm else description.nodes[0]} does")
-            return
-        if "slurm" in description.parts:
-            there = [each.node for each in self.status() if each.state == "up"]
-            slurm.wait_until_ready(self.directory, description, there if node == description.nodes[0] else [node])
-        if description.swarm:
-            engines.wait_until_ready(self.directory, description, [node])
-        say(f"{node}: runs again{' and is ready in the swarm' if description.swarm else ''}")
+    def power_on(self, node: str, *, report_progress: ProgressReporter) -> None:
+        """Boot a node that was powered off, with its data.
 
-    def cut(self, node: str, *, say: Say) -> None:
-        """Cut the node's network: it lives on, alone."""
-        self._living(node)
-        fabric.cut(self.name, node)
-        say(f"{node}: cut off, all that is on it runs on. `{self._command('heal', node)}` brings the network back")
-
-    def heal(self, node: str, *, say: Say) -> None:
-        """Bring the node's network back, at full speed."""
-        self._living(node)
-        fabric.heal(self.name, node)
-        say(f"{node}: network up, full speed")
-
-    def slow(self, node: str, rate: str, *, say: Say) -> None:
-        """Hold the node's network to `rate` (100mbit, 1gbit) in both directions."""
-        self._living(node)
-        fabric.slow(self.name, node, rate)
-        say(f"{node}: network at {rate} in both directions. `{self._command('heal', node)}` takes that off")
-
-    def env(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Return what points this machine's tools at the lab, if it is added to `environ`.
-
-        Docker's speak to the engine of node0, the manager; `ssh` knows the machines by their names, and Slurm is the lab's.
+        Return once its services answer and, if the first node is alive, the node is ready.
         """
-        description = self._description()
-        found = {"DOCKER_HOST": self.docker_host(description.nodes[0])} if description.engines else {}
-        if "ssh" in description.parts:
-            found["PDSH_RCMD_TYPE"] = "ssh"  # Debian's takes rsh by itself
-        if "slurm" in description.parts:
-            found["SLURM_CONF"] = str(slurm.conf(self.directory))
-        if {"ssh", "slurm"} & set(description.parts):
-            own = str(commands.folder(self.directory))
-            others = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
-            found["PATH"] = os.pathsep.join([own, *others])
-        return found
+        description = self._require_node(node)
+        if self._get_pid(node) is not None:
+            raise LabError("runs already", place=node, hint=self._format_command("status"))
+        machines.power_off(self.directory, description, node)  # remove what an engine that died by itself left behind
+        machines.boot_node(self.directory, description, node)
+        if description.has_engines:
+            engines.wait_until_up(self.directory, node)
+        if "ssh" in description.components:
+            ssh.wait_until_up(self.directory, node)
+        if (description.has_swarm or "slurm" in description.components) and self._get_pid(description.nodes[0]) is None:
+            report_progress(f"{node}: runs again, and joins when {'the manager' if description.has_swarm else description.nodes[0]} does")
+            return
+        if "slurm" in description.components:
+            running_nodes = [each.node for each in self.get_status() if each.state == "up"]
+            slurm.wait_until_ready(self.directory, description, running_nodes if node == description.nodes[0] else [node])
+        if description.has_swarm:
+            engines.wait_until_ready(self.directory, description, [node])
+        report_progress(f"{node}: runs again{' and is ready in the swarm' if description.has_swarm else ''}")
 
-    def docker_host(self, node: str) -> str:
-        """Return the address of the node's engine, in DOCKER_HOST's form."""
-        self._known(node)
-        return f"unix://{engines.engine_socket(self.directory, node)}"
+    def cut_network(self, node: str, *, report_progress: ProgressReporter) -> None:
+        """Partition the node: it keeps running without a network."""
+        self._require_running_node(node)
+        network.cut_link(self.name, node)
+        report_progress(f"{node}: cut off, all that is on it runs on. `{self._format_command('heal', node)}` brings the network back")
 
-    def enter(self, node: str, *, folder: Path = Path("/")) -> list[str]:
-        """Return the prefix that runs a command on the machine `node`, beside its services, in `folder` if the machine has that."""
-        self._living(node)
-        pid = self._pid(node)
-        there = folder if state.visible(folder) else Path("/")
-        return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", f"--wdns={there}"]
+    def restore_network(self, node: str, *, report_progress: ProgressReporter) -> None:
+        """Reconnect the node's network, at full speed."""
+        self._require_running_node(node)
+        network.restore_link(self.name, node)
+        report_progress(f"{node}: network up, full speed")
 
-    def environment_on(self, node: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` as a command on the machine `node` is to have it: Docker's tools use its own engine, Slurm's the lab's."""
-        description = self._known(node)
-        elsewhere = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
-        own = {"DOCKER_HOST": engines.OWN_SOCKET, cores.VARIABLE: str(cores.share(description))}
-        own |= {"SLURM_CONF": str(slurm.conf(self.directory))} if "slurm" in description.parts else {}
-        return {**{name: value for name, value in environ.items() if name not in elsewhere}, **own}
+    def limit_network(self, node: str, rate: str, *, report_progress: ProgressReporter) -> None:
+        """Limit the node's network to `rate` (100mbit, 1gbit) in both directions."""
+        self._require_running_node(node)
+        network.limit_link_rate(self.name, node, rate)
+        report_progress(f"{node}: network at {rate} in both directions. `{self._format_command('heal', node)}` takes that off")
 
-    def _make(self, description: Description, say: Say) -> None:
+    def build_environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the variables that point this machine's tools to the lab when they are added to `environ`.
+
+        Docker's tools use the engine of node0, the manager; `ssh` knows the machines by their names; Slurm's tools use the lab's Slurm.
+        """
+        description = self._load_description()
+        variables = {"DOCKER_HOST": self.get_docker_host(description.nodes[0])} if description.has_engines else {}
+        if "ssh" in description.components:
+            variables["PDSH_RCMD_TYPE"] = "ssh"  # Debian's pdsh defaults to rsh
+        if "slurm" in description.components:
+            variables["SLURM_CONF"] = str(slurm.get_conf_path(self.directory))
+        if {"ssh", "slurm"} & set(description.components):
+            shim_folder = str(path_shims.get_shim_folder(self.directory))
+            other_folders = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder != shim_folder]
+            variables["PATH"] = os.pathsep.join([shim_folder, *other_folders])
+        return variables
+
+    def get_docker_host(self, node: str) -> str:
+        """Return the address of the node's engine, in the form of DOCKER_HOST."""
+        self._require_node(node)
+        return f"unix://{engines.get_engine_socket(self.directory, node)}"
+
+    def build_enter_command(self, node: str, *, folder: Path = Path("/")) -> list[str]:
+        """Return the prefix that runs a command on the machine `node`, in the namespaces of its services.
+
+        The command starts in `folder` if the machine has that folder.
+        """
+        self._require_running_node(node)
+        pid = self._get_pid(node)
+        working_folder = folder if state.is_visible(folder) else Path("/")
+        return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", f"--wdns={working_folder}"]
+
+    def build_node_environment(self, node: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return `environ` for a command on the machine `node`: Docker's tools use its own engine, Slurm's tools the lab's Slurm."""
+        description = self._require_node(node)
+        removed_variables = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
+        node_variables = {"DOCKER_HOST": engines.OWN_SOCKET, cpu_share.CORES_VARIABLE: str(cpu_share.compute_cores_per_node(description))}
+        node_variables |= {"SLURM_CONF": str(slurm.get_conf_path(self.directory))} if "slurm" in description.components else {}
+        return {**{name: value for name, value in environ.items() if name not in removed_variables}, **node_variables}
+
+    def _create(self, description: LabDescription, report_progress: ProgressReporter) -> None:
         self.directory.mkdir(parents=True)
-        state.write(self.directory, description)
-        self.shared.mkdir(parents=True, exist_ok=True)
-        self.shared.chmod(0o1777)
-        say(f"lab {self.name}: {len(description.nodes)} {_kind(description)}")
-        commands.make(self.directory, description)
-        cores.write_runc(self.directory, description)
-        if "ssh" in description.parts:
-            ssh.make(self.directory, description)
-        if "slurm" in description.parts:
-            slurm.make(self.directory, description)
-        fabric.make(description)
+        state.write_description(self.directory, description)
+        self.shared_disk.mkdir(parents=True, exist_ok=True)
+        self.shared_disk.chmod(0o1777)
+        report_progress(f"lab {self.name}: {len(description.nodes)} {_describe_machines(description)}")
+        path_shims.write_shims(self.directory, description)
+        cpu_share.write_runc(self.directory, description)
+        if "ssh" in description.components:
+            ssh.write_ssh_files(self.directory, description)
+        if "slurm" in description.components:
+            slurm.write_slurm_files(self.directory, description)
+        network.create_bridge(description)
         for node in description.nodes:
-            machines.prepare(self.directory, description, node)
-            machines.add(self.directory, node, self._services(description, node))
-            machines.boot(self.directory, description, node)
-        if description.engines:
-            registry.start(description, self.directory)
+            machines.create_node_files(self.directory, description, node)
+            machines.write_services(self.directory, node, self._build_services(description, node))
+            machines.boot_node(self.directory, description, node)
+        if description.has_engines:
+            registry.start_registry(description, self.directory)
             engines.wait_until_all_up(self.directory, description)
-        if "ssh" in description.parts:
+        if "ssh" in description.components:
             for node in description.nodes:
                 ssh.wait_until_up(self.directory, node)
-        if "slurm" in description.parts:
+        if "slurm" in description.components:
             slurm.wait_until_ready(self.directory, description, description.nodes)
-        if description.swarm:
+        if description.has_swarm:
             engines.form_swarm(self.directory, description)
-        state.write(self.directory, replace(description, ready=True))
+        state.write_description(self.directory, replace(description, ready=True))
 
-    def _services(self, description: Description, node: str) -> dict[str, str]:
-        found = {"engine": engines.service(self.directory, description, node)} if description.engines else {}
-        if "ssh" in description.parts:
-            found["sshd"] = ssh.service(self.directory, description, node)
-        return found | (slurm.services(self.directory, description, node) if "slurm" in description.parts else {})
+    def _build_services(self, description: LabDescription, node: str) -> dict[str, str]:
+        services = {"engine": engines.build_engine_service(self.directory, description, node)} if description.has_engines else {}
+        if "ssh" in description.components:
+            services["sshd"] = ssh.build_sshd_service(self.directory, description, node)
+        return services | (slurm.build_slurm_services(self.directory, description, node) if "slurm" in description.components else {})
 
-    def _introduce(self, description: Description, say: Say) -> None:
+    def _print_introduction(self, description: LabDescription, report_progress: ProgressReporter) -> None:
         first = description.nodes[0]
-        if description.engines and engines.wait_until_up(self.directory, first)["Driver"] == "vfs":
-            say("storage driver vfs, since overlay does not work on this disk: images take far more space and time")
-        fate = ", and is deleted by `down`" if self.shared == self._own_disk else ""
-        say(f"shared disk: {self.shared} here is /mnt/shared on every node{fate}")
+        if description.has_engines and engines.wait_until_up(self.directory, first)["Driver"] == "vfs":
+            report_progress("storage driver vfs, since overlay does not work on this disk: images take far more space and time")
+        deletion_note = ", and is deleted by `down`" if self.shared_disk == self._own_shared_disk else ""
+        report_progress(f"shared disk: {self.shared_disk} here is /mnt/shared on every node{deletion_note}")
         bare = description.bare
-        trusted = "which the engines do not trust before their daemon.json says so" if bare else "for images built and pushed from here"
-        if description.engines:
-            say(f"registry: {registry.REGISTRY}, {trusted}")
-        say("next:")
+        trust_note = "which the engines do not trust before their daemon.json says so" if bare else "for images built and pushed from here"
+        if description.has_engines:
+            report_progress(f"registry: {registry.REGISTRY_ADDRESS}, {trust_note}")
+        report_progress("next:")
         if bare:
-            say(f"  {self._command('enter', first)}")
+            report_progress(f"  {self._format_command('enter', first)}")
             return
-        say(f'  eval "$({self._command("env")})"')
-        if description.engines:
-            say(f"  swarmtrain image build . --tag {registry.REGISTRY}/swarmtrain:0.1 --push")
-        if "ssh" in description.parts:
-            say(f"  ssh {first} hostname")
-        if "slurm" in description.parts:
-            say("  sinfo")
+        report_progress(f'  eval "$({self._format_command("env")})"')
+        if description.has_engines:
+            report_progress(f"  swarmtrain image build . --tag {registry.REGISTRY_ADDRESS}/swarmtrain:0.1 --push")
+        if "ssh" in description.components:
+            report_progress(f"  ssh {first} hostname")
+        if "slurm" in description.components:
+            report_progress("  sinfo")
 
-    def _command(self, verb: str, *arguments: str) -> str:
-        """Return the command line that does `verb` to this lab."""
+    def _format_command(self, verb: str, *arguments: str) -> str:
+        """Return the command line that applies `verb` to this lab."""
         option = [] if self.name == DEFAULT_NAME else ["--name", self.name]
         return " ".join(["swarmtrain", "lab", verb, *option, *arguments])
 
-    def _runs_already(self, wanted: Description, say: Say) -> bool:
-        description = state.read(self.directory)
+    def _is_already_running(self, desired: LabDescription, report_progress: ProgressReporter) -> bool:
+        description = state.read_description(self.directory)
         if not description or not description.ready:
             return False
-        kind = "engines" if description.engines else "machines"
-        running = [node for node in description.nodes if self._pid(node) is not None]
+        unit_name = "engines" if description.has_engines else "machines"
+        running = [node for node in description.nodes if self._get_pid(node) is not None]
         if not running:
-            say(f"lab {self.name}: all its {kind} are dead; removing it")
+            report_progress(f"lab {self.name}: all its {unit_name} are dead; removing it")
             return False
-        what = f"{len(running)} of its {len(description.nodes)} {kind} run"
-        if description.nodes != wanted.nodes:
-            raise LabError(f"it is up already: {what}", place=f"lab {self.name}", hint=self._command("down"))
-        if description.bare != wanted.bare:
-            form = "bare" if description.bare else "a swarm"
-            raise LabError(f"it is up already, and {form}: {what}", place=f"lab {self.name}", hint=self._command("down"))
-        if description.parts != wanted.parts:
-            has = f"its machines have {', '.join(description.parts)}: {what}"
-            raise LabError(f"it is up already, and {has}", place=f"lab {self.name}", hint=self._command("down"))
-        if description.gpus != wanted.gpus:
-            has = f"its engines have {description.gpus} GPUs each: {what}"
-            raise LabError(f"it is up already, and {has}", place=f"lab {self.name}", hint=self._command("down"))
-        say(f"lab {self.name}: {what} already ({', '.join(running)}); left as it is")
+        running_text = f"{len(running)} of its {len(description.nodes)} {unit_name} run"
+        if description.nodes != desired.nodes:
+            raise LabError(f"it is up already: {running_text}", place=f"lab {self.name}", hint=self._format_command("down"))
+        if description.bare != desired.bare:
+            form_text = "bare" if description.bare else "a swarm"
+            raise LabError(
+                f"it is up already, and {form_text}: {running_text}", place=f"lab {self.name}", hint=self._format_command("down")
+            )
+        if description.components != desired.components:
+            difference = f"its machines have {', '.join(description.components)}: {running_text}"
+            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_command("down"))
+        if description.gpus != desired.gpus:
+            difference = f"its engines have {description.gpus} GPUs each: {running_text}"
+            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_command("down"))
+        report_progress(f"lab {self.name}: {running_text} already ({', '.join(running)}); left as it is")
         return True
 
     def _remove(self) -> None:
-        description = state.read(self.directory)
+        description = state.read_description(self.directory)
         if description:
             for node in description.nodes:
                 machines.power_off(self.directory, description, node)
-            registry.stop(self.directory)
-            fabric.remove(self.name, "fabric")
+            registry.stop_registry(self.directory)
+            network.remove_namespace(self.name, "bridge")
             machines.remove_cgroups(self.name)
         if self.directory.exists():
             shutil.rmtree(self.directory)
 
-    def _remove_images(self, keep: bool, say: Say) -> None:
-        images = registry.store(self._base)
-        if not images.exists() or state.all_labs(self._base):
+    def _remove_images(self, keep_images: bool, report_progress: ProgressReporter) -> None:
+        store = registry.get_store(self._base)
+        if not store.exists() or state.list_labs(self._base):
             return
-        if keep:
-            say(f"images kept in {images} for the next lab")
+        if keep_images:
+            report_progress(f"images kept in {store} for the next lab")
             return
-        shutil.rmtree(images)
-        say("images removed with the last lab")
+        shutil.rmtree(store)
+        report_progress("images removed with the last lab")
 
-    def _node_status(self, description: Description, node: str, link: str) -> NodeStatus:
-        pid = self._pid(node)
+    def _get_node_status(self, description: LabDescription, node: str, link: str) -> NodeStatus:
+        pid = self._get_pid(node)
         version = ""
-        if pid is not None and description.engines:
+        if pid is not None and description.has_engines:
             try:
-                version = api.request(engines.engine_socket(self.directory, node), "GET", "/version", timeout=2)["Version"]
+                version = engine_api.send_request(engines.get_engine_socket(self.directory, node), "GET", "/version", timeout=2)["Version"]
             except OSError:
                 version = "no answer"
-        condition = "dead" if pid is None else "cut" if link == "cut" else "up"
-        role = "" if not description.swarm else "manager" if node == description.nodes[0] else "worker"
-        ports = machines.listening(pid)
+        state_text = "dead" if pid is None else "cut" if link == "cut" else "up"
+        role = "" if not description.has_swarm else "manager" if node == description.nodes[0] else "worker"
+        ports = machines.list_listening_ports(pid)
         services = tuple(name for name, port in {"sshd": ssh.PORT, **slurm.PORTS}.items() if port in ports)
-        return NodeStatus(node, condition, role, link if pid is not None else "", version, services, description.address(node), pid)
+        return NodeStatus(node, state_text, role, link if pid is not None else "", version, services, description.get_address(node), pid)
 
-    def _pid(self, node: str) -> int | None:
-        return machines.machine(self.directory, node).pid
+    def _get_pid(self, node: str) -> int | None:
+        return machines.get_init_daemon(self.directory, node).pid
 
-    def _description(self) -> Description:
-        description = state.read(self.directory)
+    def _load_description(self) -> LabDescription:
+        description = state.read_description(self.directory)
         if description is None:
-            others = ", ".join(found.name for found in state.all_labs(self._base))
-            known = f"there is: {others}" if others else "there is none on this machine"
-            raise LabError(f"no such lab; {known}", place=f"lab {self.name}", hint="swarmtrain lab up --nodes 3")
+            lab_names = ", ".join(lab_description.name for lab_description in state.list_labs(self._base))
+            known_text = f"there is: {lab_names}" if lab_names else "there is none on this machine"
+            raise LabError(f"no such lab; {known_text}", place=f"lab {self.name}", hint="swarmtrain lab up --nodes 3")
         return description
 
-    def _known(self, node: str) -> Description:
-        description = self._description()
+    def _require_node(self, node: str) -> LabDescription:
+        description = self._load_description()
         if node not in description.nodes:
             raise LabError(f"there is no such node; there is: {', '.join(description.nodes)}", place=f"lab {self.name} {node}")
         return description
 
-    def _living(self, node: str) -> Description:
+    def _require_running_node(self, node: str) -> LabDescription:
         check_root()
-        description = self._known(node)
-        if self._pid(node) is None:
-            raise LabError("it is dead", place=node, hint=self._command("start", node))
+        description = self._require_node(node)
+        if self._get_pid(node) is None:
+            raise LabError("it is dead", place=node, hint=self._format_command("start", node))
         return description
 
 
-def _kind(description: Description) -> str:
-    """Say what the machines are, where, and what they have beside engines."""
-    others = [part for part in description.parts if part not in ("swarm", "docker")]
-    kind = "engines" if description.engines else "machines"
-    lone = ", in no swarm" if description.engines and not description.swarm else ""
-    more = f", with {', '.join(others)}" if others else ""
-    return f"{kind} on {description.subnet}{lone}{more}"
+def _describe_machines(description: LabDescription) -> str:
+    """Return a description of the machines: what they are, their subnet, and their components besides engines."""
+    other_components = [component for component in description.components if component not in ("swarm", "docker")]
+    unit_name = "engines" if description.has_engines else "machines"
+    swarm_note = ", in no swarm" if description.has_engines and not description.has_swarm else ""
+    component_note = f", with {', '.join(other_components)}" if other_components else ""
+    return f"{unit_name} on {description.subnet}{swarm_note}{component_note}"

@@ -1,9 +1,9 @@
 #!/bin/sh
-# The init process (pid 1) of one lab machine: gives it a name, a hosts file and disks of its own, then runs its services.
+# The init process (pid 1) of one lab machine: sets up its hostname, hosts file and disks, then runs its services.
 # usage: machine.sh DIR HOSTNAME SHARED    DIR/services holds a script for each service, which writes to DIR/SERVICE.log
 #
 # Started in fresh mount, UTS, IPC and PID namespaces, and in the machine's network namespace. When this process is
-# killed, the kernel kills all that runs in the machine: engine, containerd, shims and containers, daemons and what they started.
+# killed, the kernel kills everything in the machine: engine, containerd, shims and containers, daemons and their children.
 set -eu
 dir=$1 name=$2 shared=$3
 mount -t proc proc /proc
@@ -18,14 +18,14 @@ if [ -e "$dir/services/engine" ]; then
     mkdir -p /etc/docker
     mount --bind "$dir/etc" /etc/docker
 
-    # Containers are told this node's share of the cores: see cores.py.
+    # Containers get this node's share of the cores: see cpu_share.py.
     if runc=$(command -v runc); then
         : >/run/runc-of-this-machine
         mount --bind "$runc" /run/runc-of-this-machine
         mount --bind "$dir/../runc" "$runc"
     fi
 
-    # containerd insists on making /opt/containerd. Where the kernel has no overlay, one empty folder stays behind.
+    # containerd always creates /opt/containerd. If the kernel has no overlay, one empty folder is left behind.
     mkdir -p /run/opt/upper /run/opt/work
     mount -t overlay -o lowerdir=/opt,upperdir=/run/opt/upper,workdir=/run/opt/work overlay /opt 2>/dev/null || :
 fi
@@ -41,6 +41,6 @@ for service in "$dir"/services/*; do
     if [ "${service##*/}" = engine ]; then engine=$!; fi
 done
 
-# Not `exec`: pid 1 must also reap the orphans that containers and shims leave. A machine ends with its engine; without one, with
-# the last of its services.
+# Not `exec`: pid 1 must also reap the orphans that containers and shims leave. A machine exits with its engine or, without one,
+# with the last of its services.
 wait $engine

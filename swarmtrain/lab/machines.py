@@ -1,4 +1,4 @@
-"""The lab's machines: each is an init process in namespaces of its own, and the services that this starts."""
+"""The lab's machines: each is an init process in its own namespaces, and the services that it starts."""
 
 from __future__ import annotations
 
@@ -8,77 +8,84 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import fabric
-from swarmtrain.lab.checks import search_path
-from swarmtrain.lab.state import Daemon, Description, tail
+from swarmtrain.lab import network
+from swarmtrain.lab.prerequisites import build_search_path
+from swarmtrain.lab.state import LabDaemon, LabDescription, read_tail
 
-_NEW_NAMESPACES = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
+_UNSHARE_COMMAND = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def machine(directory: Path, node: str) -> Daemon:
-    """Return the node's init process; all that runs in the machine lives and dies with it."""
-    return Daemon(directory / node / "pid")
+def get_init_daemon(directory: Path, node: str) -> LabDaemon:
+    """Return the node's init process; everything in the machine lives and dies with it."""
+    return LabDaemon(directory / node / "pid")
 
 
-def own_disk(directory: Path, node: str) -> Path:
-    """Return where this machine finds what the node has at /mnt/own."""
+def get_node_disk(directory: Path, node: str) -> Path:
+    """Return the host path of the disk that the node has at /mnt/own."""
     return directory / node / "own"
 
 
-def prepare(directory: Path, description: Description, node: str) -> None:
-    """Make the disk of a node that has never run, and write the names it knows."""
-    home = directory / node
-    (home / "services").mkdir(parents=True)
-    own_disk(directory, node).mkdir()
-    known = {description.address(name): name for name in description.nodes} | {description.bridge_address: fabric.REGISTRY_HOST}
-    (home / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in known.items()))
+def create_node_files(directory: Path, description: LabDescription, node: str) -> None:
+    """Create the disk of a new node, and its hosts file."""
+    node_folder = directory / node
+    (node_folder / "services").mkdir(parents=True)
+    get_node_disk(directory, node).mkdir()
+    names_by_address = {description.get_address(name): name for name in description.nodes} | {
+        description.bridge_address: network.REGISTRY_HOST
+    }
+    (node_folder / "hosts").write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in names_by_address.items())
+    )
 
 
-def add(directory: Path, node: str, services: Mapping[str, str]) -> None:
-    """Write the shell scripts of the services that the node starts at each boot, the one of its engine called `engine`."""
+def write_services(directory: Path, node: str, services: Mapping[str, str]) -> None:
+    """Write the shell scripts of the services that the node starts at each boot; that of its engine is named `engine`."""
     for service, script in services.items():
         (directory / node / "services" / service).write_text(script)
 
 
-def boot(directory: Path, description: Description, node: str) -> None:
-    """Connect the node and power it on; returns as soon as its init runs. Raises LabError if it does not."""
-    home = directory / node
-    # Nothing else of the user's shell: a proxy that is set there would swallow the way to the lab's registry.
-    path = search_path(Path(description.engine) if description.engine else None)
-    fabric.connect(description, node)
-    machine(directory, node).spawn(
-        ["sh", str(Path(__file__).with_name("machine.sh")), str(home), node, description.shared],
-        enter=[*fabric.enter(description.name, node), "env", "-i", f"PATH={path}", "HOME=/root", *_NEW_NAMESPACES],
-        log=home / "init.log",
+def boot_node(directory: Path, description: LabDescription, node: str) -> None:
+    """Connect the node and power it on; return as soon as its init runs. Raises LabError if it does not start."""
+    node_folder = directory / node
+    # Pass nothing else from the user's shell: a proxy setting would intercept requests to the lab's registry.
+    path = build_search_path(Path(description.engine) if description.engine else None)
+    network.connect_node(description, node)
+    get_init_daemon(directory, node).spawn(
+        ["sh", str(Path(__file__).with_name("machine.sh")), str(node_folder), node, description.shared],
+        enter_command=[*network.build_enter_command(description.name, node), "env", "-i", f"PATH={path}", "HOME=/root", *_UNSHARE_COMMAND],
+        log=node_folder / "init.log",
     )
 
 
-def power_off(directory: Path, description: Description, node: str) -> None:
-    """Take the node's power: its wire falls silent first, so that no peer is told; then all its processes are gone."""
-    fabric.remove_wire(description.name, node)
-    machine(directory, node).kill()
-    fabric.remove(description.name, node)
-    _remove_cgroup(cgroup(description.name, node))
+def power_off(directory: Path, description: LabDescription, node: str) -> None:
+    """Power off the node: its network link is removed first, so that no peer is notified; then all its processes are killed."""
+    network.remove_node_link(description.name, node)
+    get_init_daemon(directory, node).kill()
+    network.remove_namespace(description.name, node)
+    _remove_cgroup(get_cgroup(description.name, node))
 
 
-def said(directory: Path, node: str, service: str) -> str:
-    """Return the last that the node's init and one of its services have said."""
+def read_log_tail(directory: Path, node: str, service: str) -> str:
+    """Return the last log lines of the node's init and of one of its services."""
     logs = (directory / node / f"{name}.log" for name in ("init", service))
-    return "\n".join(tail(log) for log in logs if log.exists()).strip()
+    return "\n".join(read_tail(log) for log in logs if log.exists()).strip()
 
 
 def wait_until_listening(directory: Path, node: str, service: str, port: int, *, seconds: float = 60) -> None:
-    """Return once a service of the node has its TCP port. Raises LabError with what it said if the machine dies, or after `seconds`."""
+    """Return once a service of the node listens on its TCP port.
+
+    Raises LabError with the service's log if the machine dies, or after `seconds`.
+    """
     deadline = time.monotonic() + seconds
-    while port not in listening(pid := machine(directory, node).pid):
+    while port not in list_listening_ports(pid := get_init_daemon(directory, node).pid):
         if pid is None or time.monotonic() > deadline:
-            raise LabError(f"{service} does not start:\n{said(directory, node, service)}", place=node)
+            raise LabError(f"{service} does not start:\n{read_log_tail(directory, node, service)}", place=node)
         time.sleep(0.02)
 
 
-def listening(pid: int | None) -> set[int]:
-    """Return the TCP ports at which anything listens in the network namespace of process `pid`; none if it is gone."""
+def list_listening_ports(pid: int | None) -> set[int]:
+    """Return the TCP ports that are listened on in the network namespace of process `pid`; empty if it is gone."""
     try:
         rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     except OSError:
@@ -86,32 +93,32 @@ def listening(pid: int | None) -> set[int]:
     return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
 
 
-def cgroup(lab: str, node: str) -> str:
-    """Return the control group of a node: a branch of its own, so that what a killed one leaves can be told apart and removed."""
+def get_cgroup(lab: str, node: str) -> str:
+    """Return the cgroup of a node: a subtree of its own, so that what a killed node leaves behind can be identified and removed."""
     return f"/swarmtrain/{lab}/{node}"
 
 
 def remove_cgroups(lab: str) -> None:
-    """Remove the control groups of a lab whose machines are off."""
+    """Remove the cgroups of a lab whose machines are off."""
     _remove_cgroup(f"/swarmtrain/{lab}")
-    for hierarchy in _hierarchies():
+    for hierarchy in _list_cgroup_roots():
         parent = hierarchy / "swarmtrain"
         if parent.is_dir() and not any(entry.is_dir() for entry in parent.iterdir()):
             parent.rmdir()
 
 
 def _remove_cgroup(group: str) -> None:
-    for hierarchy in _hierarchies():
+    for hierarchy in _list_cgroup_roots():
         for folder, _, _ in os.walk(hierarchy / group.lstrip("/"), topdown=False):
             _remove_empty(Path(folder))
 
 
-def _remove_empty(group: Path) -> None:
-    """Remove one control group; the kernel may take a moment to see the last dead process leave it."""
+def _remove_empty(cgroup_path: Path) -> None:
+    """Remove one cgroup; the kernel may take a moment to notice that its last process has exited."""
     deadline = time.monotonic() + 2
     while True:
         try:
-            group.rmdir()
+            cgroup_path.rmdir()
         except FileNotFoundError:
             return
         except OSError:
@@ -122,7 +129,7 @@ def _remove_empty(group: Path) -> None:
             return
 
 
-def _hierarchies() -> list[Path]:
-    """Return the roots of cgroup v1's hierarchies, or the one of v2."""
+def _list_cgroup_roots() -> list[Path]:
+    """Return the roots of the hierarchies of cgroup v1, or the single root of v2."""
     unified = (_CGROUPS / "cgroup.controllers").exists()
     return [_CGROUPS] if unified else [entry for entry in _CGROUPS.iterdir() if entry.is_dir() and not entry.is_symlink()]

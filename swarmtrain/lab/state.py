@@ -1,4 +1,4 @@
-"""Where a lab is written down: its directory, its description, the subnet it took, and the processes it started."""
+"""The stored state of a lab: its directory, its description, the subnet that it uses, and the processes that it started."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from swarmtrain import process
 from swarmtrain.errors import LabError
 
 MAX_NODES = 200
-PARTS = ("swarm", "docker", "ssh", "slurm")
+COMPONENTS = ("swarm", "docker", "ssh", "slurm")
 _DEFAULT_BASE = Path("/var/lib/swarmtrain/lab")
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,29}")
+_NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,29}")
 _SOCKET_PATH_LIMIT = 107
-_HIDDEN_IN_MACHINES = ("/run", "/mnt", "/proc")
+_HIDDEN_FOLDERS = ("/run", "/mnt", "/proc")
 
 
 @dataclass(frozen=True)
-class Description:
-    """What a lab is, as its lab.json says. `engine` is the directory of its dockerd, None for the one in PATH.
+class LabDescription:
+    """The settings of a lab, as stored in its lab.json.
 
-    `shared` is the directory that all nodes share. `parts` says what the machines have, of PARTS: engines in a swarm or, as
-    `docker`, in none; an sshd; a Slurm. The engines of a `bare` lab are in no swarm whatever it has, and trust no registry.
-    Each engine says that it has `gpus` GPUs, which it has not.
+    `engine` is the directory of its dockerd, None for the one in PATH. `shared` is the directory that all nodes share. `components`
+    lists what the machines have, of COMPONENTS: engines in a swarm or, with `docker`, in none; an sshd; a Slurm. The engines of a
+    `bare` lab are in no swarm, whatever its components are, and trust no registry. Each engine declares `gpus` GPUs that do not exist.
     """
 
     name: str
@@ -43,39 +43,39 @@ class Description:
     bare: bool = False
     ready: bool = False
     gpus: int = 0
-    parts: tuple[str, ...] = ("swarm",)
+    components: tuple[str, ...] = ("swarm",)
 
     @property
-    def swarm(self) -> bool:
+    def has_swarm(self) -> bool:
         """Whether the machines form a swarm."""
-        return "swarm" in self.parts and not self.bare
+        return "swarm" in self.components and not self.bare
 
     @property
-    def engines(self) -> bool:
+    def has_engines(self) -> bool:
         """Whether each machine has a Docker engine."""
-        return self.bare or "swarm" in self.parts or "docker" in self.parts
+        return self.bare or "swarm" in self.components or "docker" in self.components
 
-    def address(self, node: str) -> str:
+    def get_address(self, node: str) -> str:
         """Return the node's IPv4 address: .10 for node0, .11 for node1, and so on."""
         return str(ipaddress.ip_network(self.subnet)[10 + self.nodes.index(node)])
 
-    def gpu_ids(self, node: str) -> list[str]:
-        """Return the ids of the GPUs that the node is said to have, in the form of real ones: GPU-node0-1 and so on."""
+    def build_gpu_ids(self, node: str) -> list[str]:
+        """Return the ids of the GPUs that the node declares, in the form of real ones: GPU-node0-1 and so on."""
         return [f"GPU-{node}-{number}" for number in range(1, self.gpus + 1)]
 
     @property
     def bridge_address(self) -> str:
-        """The address of the bridge, at which the registry listens."""
+        """The address of the bridge, on which the registry listens."""
         return str(ipaddress.ip_network(self.subnet)[254])
 
 
-def base_directory() -> Path:
+def get_base_directory() -> Path:
     """Return the directory that holds all labs of this machine."""
     return Path(os.environ.get("SWARMTRAIN_LAB_DIR") or _DEFAULT_BASE).absolute()
 
 
 def remove_base_if_empty(base: Path) -> None:
-    """Remove the directory of all labs, and the parent that the default one has, if nothing is in them."""
+    """Remove the directory of all labs if it is empty; for the default directory also its parent."""
     with contextlib.suppress(OSError):
         base.rmdir()
         if base == _DEFAULT_BASE:
@@ -83,23 +83,23 @@ def remove_base_if_empty(base: Path) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise LabError unless `name` can be part of a namespace's and a directory's name."""
-    if not _NAME.fullmatch(name):
+    """Raise LabError unless `name` is valid in the name of a namespace and of a directory."""
+    if not _NAME_PATTERN.fullmatch(name):
         raise LabError(
             f"{name!r} cannot name a lab: up to 30 lower-case letters, digits and dashes, a letter or digit first",
             place="lab --name",
         )
 
 
-def check_parts(parts: Collection[str]) -> None:
-    """Raise LabError unless a lab's machines can have these `parts`, and are to have any."""
-    for part in parts or [""]:
-        if part not in PARTS:
-            raise LabError(f"{part!r} is nothing that machines can have; there is: {', '.join(PARTS)}", place="lab up --with")
+def check_components(components: Collection[str]) -> None:
+    """Raise LabError if `components` is empty, or contains one that does not exist."""
+    for component in components or [""]:
+        if component not in COMPONENTS:
+            raise LabError(f"{component!r} is nothing that machines can have; there is: {', '.join(COMPONENTS)}", place="lab up --with")
 
 
 def check_directory(directory: Path) -> None:
-    """Raise LabError where a machine could not see `directory`, or a socket's path in it would be too long."""
+    """Raise LabError if a machine could not see `directory`, or if the path of a socket in it would be too long."""
     hint = "set SWARMTRAIN_LAB_DIR to a short path on a local disk"
     check_visible(directory, hint)
     longest = directory / f"node{MAX_NODES - 1}" / "docker.sock"
@@ -107,65 +107,65 @@ def check_directory(directory: Path) -> None:
         raise LabError(f"{longest}: the path of a socket cannot be longer than {_SOCKET_PATH_LIMIT} bytes", place="lab", hint=hint)
 
 
-def visible(directory: Path) -> bool:
-    """Return whether a machine of the lab has the same `directory` as this machine."""
-    return not any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_IN_MACHINES)
+def is_visible(directory: Path) -> bool:
+    """Return whether a machine of the lab sees the same `directory` as this machine."""
+    return not any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_FOLDERS)
 
 
 def check_visible(directory: Path, hint: str) -> None:
-    """Raise LabError with `hint` where a machine of the lab could not see `directory`."""
-    if not visible(directory):
-        raise LabError(f"{directory}: a lab's machines have their own {', '.join(_HIDDEN_IN_MACHINES)}", place="lab", hint=hint)
+    """Raise LabError with `hint` if a machine of the lab could not see `directory`."""
+    if not is_visible(directory):
+        raise LabError(f"{directory}: a lab's machines have their own {', '.join(_HIDDEN_FOLDERS)}", place="lab", hint=hint)
 
 
-def choose_subnet(name: str, taken: Collection[str]) -> str:
-    """Return a free /24 of 10.77.0.0/16 for the lab `name`: the same one each time, unless that overlaps with `taken`.
+def choose_subnet(name: str, taken_networks: Collection[str]) -> str:
+    """Return a free /24 of 10.77.0.0/16 for the lab `name`: always the same one, unless it overlaps with `taken_networks`.
 
-    `taken` are networks in CIDR notation. Raises LabError when none is free.
+    `taken_networks` are in CIDR notation. Raises LabError if none is free.
     """
-    used = [ipaddress.ip_network(network, strict=False) for network in taken]
+    networks = [ipaddress.ip_network(network, strict=False) for network in taken_networks]
     first = hashlib.sha256(name.encode()).digest()[0]
     for step in range(256):
         subnet = ipaddress.ip_network(f"10.77.{(first + step) % 256}.0/24")
-        if not any(subnet.overlaps(network) for network in used):
+        if not any(subnet.overlaps(network) for network in networks):
             return str(subnet)
     raise LabError("all of 10.77.0.0/16 is in use on this machine", place="lab", hint="ip route; swarmtrain lab status")
 
 
-def taken_subnets(base: Path) -> set[str]:
+def list_taken_subnets(base: Path) -> set[str]:
     """Return the subnets of all labs under `base` and those that this machine has routes to, in CIDR notation."""
-    routes = json.loads(process.run(["ip", "-j", "-4", "route", "show"]))
-    return {found.subnet for found in all_labs(base)} | {route["dst"] for route in routes if route["dst"] != "default"}
+    routes = json.loads(process.run_command(["ip", "-j", "-4", "route", "show"]))
+    return {description.subnet for description in list_labs(base)} | {route["dst"] for route in routes if route["dst"] != "default"}
 
 
-def all_labs(base: Path) -> list[Description]:
-    """Return every lab that is written down under `base`, running or not."""
-    found = (read(directory) for directory in sorted(base.glob("*/")))
-    return [description for description in found if description]
+def list_labs(base: Path) -> list[LabDescription]:
+    """Return the description of every lab under `base`, running or not."""
+    descriptions = (read_description(directory) for directory in sorted(base.glob("*/")))
+    return [description for description in descriptions if description]
 
 
-def read(directory: Path) -> Description | None:
-    """Return the lab written down in `directory`, None if there is none."""
+def read_description(directory: Path) -> LabDescription | None:
+    """Return the description of the lab in `directory`; None if there is none."""
     try:
         fields = json.loads((directory / "lab.json").read_text())
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-        return Description(**{**fields, **lists})
+        return LabDescription(**{**fields, **lists})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, KeyError) as error:
         raise LabError(f"{directory / 'lab.json'} cannot be read: {error}", place="lab", hint="remove that file") from None
 
 
-def write(directory: Path, description: Description) -> None:
-    """Write the lab down, whole or not at all."""
-    fresh = directory / "lab.json.new"
-    fresh.write_text(json.dumps(asdict(description), indent=2) + "\n")
-    fresh.rename(directory / "lab.json")
+def write_description(directory: Path, description: LabDescription) -> None:
+    """Write the lab's description atomically."""
+    staging_path = directory / "lab.json.new"
+    staging_path.write_text(json.dumps(asdict(description), indent=2) + "\n")
+    staging_path.rename(directory / "lab.json")
 
 
 @contextlib.contextmanager
-def locked(base: Path) -> Iterator[None]:
-    """Hold the only right to make or remove labs under `base`; waits for whoever holds it."""
+def lock_labs(base: Path) -> Iterator[None]:
+    """Hold the exclusive lock for creating and removing labs under `base`; wait until it is free."""
     base.mkdir(parents=True, exist_ok=True)
     handle = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -176,38 +176,38 @@ def locked(base: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Daemon:
-    """A process that daemon.sh wrote down in `record`, recognised by its pid together with its start time."""
+class LabDaemon:
+    """A process that daemon.sh recorded in `record_path`, identified by its pid together with its start time."""
 
-    record: Path
+    record_path: Path
 
     @property
     def pid(self) -> int | None:
-        """Its pid on this machine while it lives, None otherwise."""
-        written = _stat(self.record)
-        if written is None:
+        """Its pid on this machine while it is alive, None otherwise."""
+        recorded = _parse_proc_stat(self.record_path)
+        if recorded is None:
             return None
-        pid, _, started = written
-        now = _stat(Path(f"/proc/{pid}/stat"))
-        return pid if now and now[2] == started and now[1] not in "ZX" else None
+        pid, _, start_time = recorded
+        current = _parse_proc_stat(Path(f"/proc/{pid}/stat"))
+        return pid if current and current[2] == start_time and current[1] not in "ZX" else None
 
-    def spawn(self, argv: list[str], *, enter: list[str], log: Path) -> None:
-        """Start `argv` behind the prefix `enter`, detached, its output appended to `log`; return once it is written down.
+    def spawn(self, argv: list[str], *, enter_command: list[str], log: Path) -> None:
+        """Start `argv` behind the prefix `enter_command`, detached, with its output appended to `log`; return once it is recorded.
 
-        Raises LabError with the end of the log if that takes over 5 s.
+        Raises LabError with the end of the log if that takes more than 5 s.
         """
-        self.record.unlink(missing_ok=True)
-        recorder = ["sh", str(Path(__file__).with_name("daemon.sh")), str(self.record)]
+        self.record_path.unlink(missing_ok=True)
+        recorder = ["sh", str(Path(__file__).with_name("daemon.sh")), str(self.record_path)]
         with log.open("ab") as output:
-            process.start(["setsid", "--fork", *enter, *recorder, *argv], stdout=output, stderr=output).wait()
+            process.start_process(["setsid", "--fork", *enter_command, *recorder, *argv], stdout=output, stderr=output).wait()
         deadline = time.monotonic() + 5
-        while not self.record.exists():
+        while not self.record_path.exists():
             if time.monotonic() > deadline:
-                raise LabError(f"{argv[0]} does not start:\n{tail(log)}", place="lab")
+                raise LabError(f"{argv[0]} does not start:\n{read_tail(log)}", place="lab")
             time.sleep(0.002)
 
     def kill(self) -> None:
-        """SIGKILL it and return when it is gone; nothing happens if it is not there. Raises LabError if it stays over 10 s."""
+        """Send SIGKILL and return once the process is gone; do nothing if there is none. Raises LabError if it is not gone after 10 s."""
         pid = self.pid
         if pid is None:
             return
@@ -220,19 +220,19 @@ class Daemon:
             time.sleep(0.005)
 
 
-def tail(log: Path, lines: int = 12) -> str:
-    """Return the last lines of a log file, or what is wrong with it."""
+def read_tail(log: Path, lines: int = 12) -> str:
+    """Return the last lines of a log file, or the error if it cannot be read."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
     except OSError as error:
         return str(error)
 
 
-def _stat(path: Path) -> tuple[int, str, str] | None:
-    """Return pid, state letter and start time from a line in the form of /proc/PID/stat."""
+def _parse_proc_stat(path: Path) -> tuple[int, str, str] | None:
+    """Return pid, state letter and start time from a line in the format of /proc/PID/stat."""
     try:
-        before, _, after = path.read_text().rpartition(")")
-        fields = after.split()
-        return int(before.split()[0]), fields[0], fields[19]
+        head, _, tail_text = path.read_text().rpartition(")")
+        fields = tail_text.split()
+        return int(head.split()[0]), fields[0], fields[19]
     except (OSError, ValueError, IndexError):
         return None

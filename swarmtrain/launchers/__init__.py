@@ -1,6 +1,6 @@
-"""Launchers: one module for each place that a run can live in, found by name and imported on use.
+"""Launchers: one module for each kind of place that runs a job, found by name and imported on use.
 
-The functions here are what every command does with whichever launcher it is: find it, find a run, make a plan.
+The functions here are what every command does with any launcher: create it, find a run, make a plan.
 """
 
 from __future__ import annotations
@@ -13,161 +13,167 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmtrain.config import Config
-from swarmtrain.config.hosts import settled
-from swarmtrain.config.runner import OVER_SSH, RunnerType
-from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError, StateError, SwarmtrainError
-from swarmtrain.launchers.owner import settle
-from swarmtrain.plan import Cargo, Inventory, Plan, make_plan, noted, offline, read_cargo
+from swarmtrain.config.external_inputs import resolve_external_inputs
+from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, RunnerType
+from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError, StateDirectoryError, SwarmtrainError
+from swarmtrain.launchers.common.container_user import resolve_container_user
+from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inventory, make_plan, read_cargo
 
 if TYPE_CHECKING:
     from swarmtrain.launchers.base import Launcher
 
-_HOSTS_ARE_TAKEN_AS_THEY_ARE = (RunnerType.local, RunnerType.docker, RunnerType.slurm)
+_LITERAL_HOSTS_RUNNER_TYPES = (RunnerType.local, RunnerType.docker, RunnerType.slurm)
 _REGISTRY = {
     RunnerType.swarm: "swarmtrain.launchers.swarm:SwarmLauncher",
     RunnerType.local: "swarmtrain.launchers.local:LocalLauncher",
     RunnerType.docker: "swarmtrain.launchers.docker:DockerLauncher",
-    RunnerType.pdsh: "swarmtrain.launchers.ssh:SshLauncher",
-    RunnerType.pdsh_docker: "swarmtrain.launchers.ssh:SshDockerLauncher",
+    RunnerType.ssh: "swarmtrain.launchers.ssh:SshLauncher",
+    RunnerType.ssh_docker: "swarmtrain.launchers.ssh:SshDockerLauncher",
     RunnerType.slurm: "swarmtrain.launchers.slurm:SlurmLauncher",
 }
 
 
-def launcher(kind: RunnerType) -> Launcher:
-    """Return the launcher of this kind. Raises SwarmtrainError where it cannot work at all."""
-    return load(kind)()
+def create_launcher(kind: RunnerType) -> Launcher:
+    """Return the launcher of this kind. Raises SwarmtrainError if it cannot work at all."""
+    return load_launcher_factory(kind)()
 
 
-def load(kind: RunnerType) -> Callable[[], Launcher]:
-    """Import and return what makes the launcher of this kind."""
-    module, _, name = _REGISTRY[kind].partition(":")
-    maker: Callable[[], Launcher] = getattr(importlib.import_module(module), name)
-    return maker
+def load_launcher_factory(kind: RunnerType) -> Callable[[], Launcher]:
+    """Import and return the factory of this kind of launcher."""
+    module, _, attribute = _REGISTRY[kind].partition(":")
+    factory: Callable[[], Launcher] = getattr(importlib.import_module(module), attribute)
+    return factory
 
 
-def plan_for(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan of `run`, with the files that `config` names read from `folder`. Raises SwarmtrainError."""
-    config = settled(config, folder, os.environ)
+def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
+    """Return the plan of `run`; files that `config` names are read from `folder`. Raises SwarmtrainError."""
+    config = resolve_external_inputs(config, folder, os.environ)
     cargo = read_cargo(config, folder)
-    config, why = settle(config, lambda: _running(config, run))
-    return noted(make_plan(config, inventory(config), cargo, run=run), why)
+    config, user_note = resolve_container_user(config, lambda: _load_running_config(config, run))
+    return add_notes(make_plan(config, read_inventory(config), cargo, run=run), user_note)
 
 
-def _running(config: Config, run: str) -> Config | None:
-    """Return the config that `run` is up with, None if it is not up, or has none that can be read."""
+def _load_running_config(config: Config, run: str) -> Config | None:
+    """Return the config that `run` was deployed with; None if the run does not exist, or its config cannot be read."""
     try:
-        return deployed(launcher(config.runner.runner_type), run)[0]
+        return load_deployment(create_launcher(config.runner.runner_type), run)[0]
     except (RunNotFound, StackError):
         return None
 
 
-def inventory(config: Config) -> Inventory:
-    """Return the machines that `config` may use; hosts of a run on this machine alone are names without a machine."""
+def read_inventory(config: Config) -> Inventory:
+    """Return the machines that `config` may use.
+
+    For local, docker and slurm, configured hosts are names only, with no machine behind them.
+    """
     runner = config.runner
-    if runner.hosts and runner.runner_type in _HOSTS_ARE_TAKEN_AS_THEY_ARE:
-        return offline(runner.hosts)
-    if runner.runner_type in OVER_SSH:
+    if runner.hosts and runner.runner_type in _LITERAL_HOSTS_RUNNER_TYPES:
+        return build_offline_inventory(runner.hosts)
+    if runner.runner_type in SSH_RUNNER_TYPES:
         from swarmtrain.launchers import ssh
 
-        return ssh.inventory(runner)
-    return launcher(runner.runner_type).inventory()
+        return ssh.read_host_inventory(runner)
+    return create_launcher(runner.runner_type).read_inventory()
 
 
-def offline_plan(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan from `hosts` alone where the config lists them, so that no cluster need be in reach."""
-    config = settled(config, folder, os.environ)
+def plan_run_offline(config: Config, run: str, *, folder: Path) -> Plan:
+    """Return the plan of `run`. If the config lists `hosts`, they alone are used, so no cluster has to be reachable."""
+    config = resolve_external_inputs(config, folder, os.environ)
     cargo = read_cargo(config, folder)
-    machines = offline(config.runner.hosts) if config.runner.hosts else inventory(config)
-    config, why = settle(config, lambda: None)
-    return noted(make_plan(config, machines, cargo, run=run), why)
+    machines = build_offline_inventory(config.runner.hosts) if config.runner.hosts else read_inventory(config)
+    config, user_note = resolve_container_user(config, lambda: None)
+    return add_notes(make_plan(config, machines, cargo, run=run), user_note)
 
 
-def planned_ranks(config: Config) -> int:
-    """Return the ranks that `config` would be started with: as it says, else by its hosts, else by the machines there are.
+def count_planned_ranks(config: Config) -> int:
+    """Return the number of ranks that `config` would start: its world size if set, else from its hosts, else from the available machines.
 
-    Raises SwarmtrainError if there is nothing to tell that from.
+    Raises SwarmtrainError if none of these is known.
     """
-    config = settled(config, Path.cwd(), os.environ)
+    config = resolve_external_inputs(config, Path.cwd(), os.environ)
     runner = config.runner
     if config.topology.world_size:
         return config.topology.world_size
     try:
-        machines = offline(runner.hosts) if runner.hosts else inventory(config)
+        machines = build_offline_inventory(runner.hosts) if runner.hosts else read_inventory(config)
         return make_plan(config, machines, Cargo(()), run="memory").world_size
     except EngineError as error:
         raise EngineError(error.message, place=error.place, hint="--ranks N says how many there will be") from None
 
 
-def scaled_plan(found: Launcher, run: str, nodes: int) -> Plan:
-    """Return the plan of a run that exists, with `nodes` nodes; beyond its min..max the range is widened to hold them.
+def plan_scaled_run(launcher: Launcher, run: str, nodes: int) -> Plan:
+    """Return the plan of an existing run with `nodes` nodes; a node range that excludes this number is widened to include it.
 
     Raises RunNotFound, PlanError.
     """
-    config, cargo = deployed(found, run)
+    config, cargo = load_deployment(launcher, run)
     low, _, high = config.runner.node_range
     runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
     config = config.model_copy(update={"runner": runner})
-    asked = runner.runner_type in OVER_SSH or (runner.hosts and runner.runner_type in _HOSTS_ARE_TAKEN_AS_THEY_ARE)
-    machines = inventory(config) if asked else found.inventory()
-    return make_plan(config, machines, cargo, run=run, nodes=nodes)
+    inventory_from_config = runner.runner_type in SSH_RUNNER_TYPES or (runner.hosts and runner.runner_type in _LITERAL_HOSTS_RUNNER_TYPES)
+    machines = read_inventory(config) if inventory_from_config else launcher.read_inventory()
+    return make_plan(config, machines, cargo, run=run, node_count=nodes)
 
 
-def deployed(found: Launcher, run: str) -> tuple[Config, Cargo]:
-    """Return the config and the cargo that `run` was brought up with. Raises RunNotFound, StackError."""
+def load_deployment(launcher: Launcher, run: str) -> tuple[Config, Cargo]:
+    """Return the config and the cargo that `run` was deployed with. Raises RunNotFound, StackError."""
     try:
-        return found.deployed(run)
-    except ValueError:  # pydantic's
+        return launcher.load_deployment(run)
+    except ValueError:  # raised by pydantic
         raise StackError(
             "its config is one of another version of swarmtrain, which this one does not read",
             place=f"run {run}",
-            hint="go on with that version, or deploy the run's config file again with this one",
+            hint="continue with that version, or deploy the run's config file again with this one",
         ) from None
 
 
 def find_run(name: str | None) -> tuple[Launcher, str]:
-    """Return the launcher of run `name` and its name; without a name, the only run there is.
+    """Return the launcher of run `name`, and the run's name; without a name, those of the only run that exists.
 
-    Raises RunNotFound, which lists the runs there are.
+    Raises RunNotFound, which lists the existing runs.
     """
-    places, runs, unreachable = everywhere()
-    matching = [item for item in runs if name in (None, item[1])] or _leaving(places, name)
+    launchers, runs, unreachable = discover_runs()
+    matching = [item for item in runs if name in (None, item[1])] or _find_terminating_runs(launchers, name)
     if len(matching) == 1:
         return matching[0]
     if not matching and unreachable and not runs:
-        raise min(unreachable, key=lambda error: isinstance(error, EngineError))  # many a machine has no engine
-    known = ", ".join(sorted(run for _, run in runs or matching))
+        raise min(unreachable, key=lambda error: isinstance(error, EngineError))  # many machines have no Docker engine
+    known_runs = ", ".join(sorted(run for _, run in runs or matching))
     if name is not None and not matching:
         hint = "swarmtrain deploy CONFIG --name NAME starts one"
-        raise RunNotFound(f"there is no run of this name; there is: {known or 'none'}", place=f"run {name}", hint=hint)
+        raise RunNotFound(f"there is no run of this name; there is: {known_runs or 'none'}", place=f"run {name}", hint=hint)
     if not matching:
         raise RunNotFound("there is no run", hint="swarmtrain deploy CONFIG starts one")
-    raise RunNotFound(f"there are several runs: {known}", hint="name the one you mean")
+    raise RunNotFound(f"there are several runs: {known_runs}", hint="name the one you mean")
 
 
-def everywhere() -> tuple[list[Launcher], list[tuple[Launcher, str]], list[SwarmtrainError]]:
-    """Return the places that runs can be in, the runs that are there, and why other places could not be asked."""
-    places: list[Launcher] = []
+def discover_runs() -> tuple[list[Launcher], list[tuple[Launcher, str]], list[SwarmtrainError]]:
+    """Return the launchers that work on this machine, their runs, and the errors of those that could not be asked."""
+    launchers: list[Launcher] = []
     runs: list[tuple[Launcher, str]] = []
     unreachable: list[SwarmtrainError] = []
     for kind in _REGISTRY:
         try:
-            places.append(launcher(kind))
-            runs += [(places[-1], run) for run in places[-1].runs()]
-        except (EngineError, StateError) as error:
+            launchers.append(create_launcher(kind))
+            runs += [(launchers[-1], run) for run in launchers[-1].list_runs()]
+        except (EngineError, StateDirectoryError) as error:
             unreachable.append(error)
-    return places, runs, unreachable
+    return launchers, runs, unreachable
 
 
-def _leaving(places: list[Launcher], name: str | None) -> list[tuple[Launcher, str]]:
-    found = []
-    for place in places:
-        with contextlib.suppress(EngineError):  # it was told already
-            found += [(place, run) for run in place.leaving() if name in (None, run)]
-    return found
+def _find_terminating_runs(launchers: list[Launcher], name: str | None) -> list[tuple[Launcher, str]]:
+    terminating = []
+    for launcher in launchers:
+        with contextlib.suppress(EngineError):  # discover_runs has returned this error already
+            terminating += [(launcher, run) for run in launcher.list_terminating_runs() if name in (None, run)]
+    return terminating
 
 
-def run_name(config_file: Path) -> str:
-    """Return the name of a run that was given none: that of its config file, as far as it can stand in a host name."""
+def derive_run_name(config_file: Path) -> str:
+    """Return a run name from the name of the config file, with only the characters that a host name allows.
+
+    Raises PlanError if none is left.
+    """
     name = "".join(char if char.isascii() and char.isalnum() else "-" for char in config_file.stem.lower()).strip("-")
     if not name:
         raise PlanError("makes no name for a run", place=str(config_file), hint="give it one with --name")

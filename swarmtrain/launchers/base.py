@@ -1,6 +1,6 @@
-"""The port that every launcher implements, and the values that cross it.
+"""The interface that every launcher implements, and the values that cross it.
 
-A launcher reads an inventory, takes a plan, and says what happens as a stream of updates. It prints nothing.
+A launcher reads an inventory, carries out a plan, and reports what happens as a stream of updates. It prints nothing.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Protocol
 
 from swarmtrain.config import Config
 from swarmtrain.plan import Cargo, Inventory, Plan
-from swarmtrain.wire import Event
+from swarmtrain.protocol import Event
 
-Say = Callable[[str], None]
-"""Takes one line of progress for a person."""
+ProgressReporter = Callable[[str], None]
+"""Takes one line of progress for the user."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check noticed: where, what, the command or change that mends it. `fatal` ones keep a run from working."""
+    """A problem that a check found: where, what, and the command or change that fixes it. A `fatal` one keeps a run from working."""
 
     place: str
     message: str
     hint: str | None = None
     fatal: bool = True
     why: str = ""
-    """Why it matters, where that is not plain from the message."""
+    """Why it matters, if the message does not say so."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of output. `rank` is None for lines that no rank wrote, `time` is seconds since the epoch."""
+    """One line of output. `rank` is None for lines that no rank wrote; `time` is seconds since the epoch."""
 
     node: str
     text: str
@@ -41,7 +41,10 @@ class LogLine:
 
 @dataclass(frozen=True)
 class TaskState:
-    """How one service (a node or the rendezvous) stands: `state` in Swarm's words, `reason` in whoever's words explain it."""
+    """State of one service (a node or the rendezvous).
+
+    `state` is in Swarm's words, `reason` in the words of the component that reported it.
+    """
 
     node: str
     host: str
@@ -49,100 +52,102 @@ class TaskState:
     reason: str = ""
     exit_code: int | None = None
     gpus: tuple[str, ...] = ()
-    """The GPUs that it has reserved, by id, or how many of which kind."""
+    """The GPUs that it has reserved: their ids, or the count of each kind."""
 
 
-Update = Event | LogLine | TaskState
+RunUpdate = Event | LogLine | TaskState
 
 
 class Change(Protocol):
-    """One thing that an `up` would do; it prints itself with its cause."""
+    """One change that `deploy` would make; str() gives it with its cause."""
 
     @property
     def interrupts(self) -> bool:
-        """Whether something that runs is ended and started again."""
+        """Whether something that is running gets restarted."""
         ...
 
 
 @dataclass(frozen=True)
-class Act:
-    """What is done with one thing, and why: the change of launchers to which nothing more is to be said."""
+class Action:
+    """A change to one object, and why: the change type of launchers that need no more detail."""
 
     verb: str
     name: str
     cause: str
     interrupts: bool = False
-    """Whether something that runs is ended and started again."""
+    """Whether something that is running gets restarted."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.name}: {self.cause}"
 
 
 class Launcher(Protocol):
-    """Brings runs up and down in one kind of place. Methods raise SwarmtrainError and nothing else on purpose."""
+    """Deploys and removes runs in one kind of place. Methods deliberately raise only SwarmtrainError."""
 
     @property
-    def where(self) -> str:
-        """The place that it changes, to be told before it does."""
+    def location(self) -> str:
+        """The place that the launcher changes, shown to the user beforehand."""
         ...
 
-    def inventory(self) -> Inventory:
-        """Return the machines there are, in the order in which they are to be used."""
+    def read_inventory(self) -> Inventory:
+        """Return the available machines, in the order in which they are to be used."""
         ...
 
-    def check(self, plan: Plan) -> list[Finding]:
-        """Return what stands in the way of `plan`, cheap checks only."""
+    def check_plan(self, plan: Plan) -> list[Finding]:
+        """Return what would keep `plan` from working. Cheap checks only."""
         ...
 
-    def changes(self, plan: Plan) -> Sequence[Change]:
-        """Return what `up` would do, in order. Nothing if all is as the plan says."""
+    def plan_changes(self, plan: Plan) -> Sequence[Change]:
+        """Return the changes that `deploy` would make, in order; empty if the run matches the plan."""
         ...
 
-    def up(self, plan: Plan, say: Say) -> None:
-        """Make what runs equal to `plan`: create, change, add, remove. What is equal already is left alone.
+    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+        """Make the run match `plan`: create, change, add, remove. What already matches is left alone.
 
-        A first `up` that fails or is interrupted removes what it made, and nothing that somebody else has changed since.
-        `up`, `stop` and `down` of one run change it one at a time, from whichever machines they come: a second one says
-        whom it waits for. Only changes are waited for, not containers that start: an `up` that waits for those ends with
-        an error when another command changes the run.
+        A first deploy that fails or is interrupted removes what it created, except what somebody else has changed since. `deploy`,
+        `stop` and `tear_down` of one run are serialized, whichever machines they come from: a second one reports the holder that it
+        waits for. The lock covers only the changes, not the wait for containers to start: a deploy that waits for containers ends with
+        an error if another command changes the run.
         """
         ...
 
-    def deployed(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config (with its hosts) and the cargo that `run` was brought up with, so that a plan can be made anew.
+    def load_deployment(self, run: str) -> tuple[Config, Cargo]:
+        """Return the config (with its hosts) and the cargo that `run` was deployed with, from which a new plan can be made.
 
-        A secret's content cannot be read back; its digest can, which is all that an unchanged secret needs.
+        A secret's content cannot be read back. Its digest can, which is enough for an unchanged secret. Raises RunNotFound.
+        """
+        ...
+
+    def list_runs(self) -> list[str]:
+        """Return the names of all existing runs, sorted."""
+        ...
+
+    def list_terminating_runs(self) -> list[str]:
+        """Return the names of runs that are not completely removed: something still stops, or a removal was interrupted.
+
+        `tear_down` finishes the removal.
+        """
+        ...
+
+    def list_tasks(self, run: str) -> list[TaskState]:
+        """Return the state of each service of `run`, nodes first. Raises RunNotFound."""
+        ...
+
+    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+        """Return the coordinator's events so far, oldest first. Raises RunNotFound.
+
+        `since`, in seconds since the epoch, leaves out older events, as far as that saves work.
+        """
+        ...
+
+    def watch(self, run: str) -> Iterator[RunUpdate]:
+        """Yield what happens from now on, and the coordinator's events from the start, until the run's outcome or its removal.
+
         Raises RunNotFound.
         """
         ...
 
-    def runs(self) -> list[str]:
-        """Return the names of all runs there are, sorted."""
-        ...
-
-    def leaving(self) -> list[str]:
-        """Return the names of runs that are gone but for what still stops, or was left half removed; `down` ends that."""
-        ...
-
-    def tasks(self, run: str) -> list[TaskState]:
-        """Return how each service of `run` stands, nodes first. Raises RunNotFound."""
-        ...
-
-    def events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return what stands on the run's notice board so far, oldest first. Raises RunNotFound.
-
-        `since`, in seconds since the epoch, leaves out what is older, as far as that is less work.
-        """
-        ...
-
-    def watch(self, run: str) -> Iterator[Update]:
-        """Yield what happens from now on, and the board's events from the start, until the run's verdict or its removal.
-
-        Raises RunNotFound.
-        """
-        ...
-
-    def logs(
+    def stream_logs(
         self,
         run: str,
         *,
@@ -150,19 +155,19 @@ class Launcher(Protocol):
         tail: int | None = None,
         since: float | None = None,
         node: str | None = None,
-        say: Say | None = None,
+        report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes, or of `node`, as one stream in the order of time. Raises RunNotFound.
+        """Yield the output of all nodes, or of `node`, as one stream ordered by time. Raises RunNotFound.
 
-        `tail`: the last lines of each node only. `since`: those from this time on, in seconds since the epoch.
-        `say` is told when nothing can be read for a while, and when it can again.
+        `tail`: only the last lines of each node. `since`: only lines from this time on, in seconds since the epoch. `report_progress`
+        is called when nothing can be read for a while, and when reading works again.
         """
         ...
 
-    def stop(self, run: str, say: Say) -> None:
-        """Ask the ranks to save and leave; the run and its notice board stay, and an `up` resumes it. Raises RunNotFound."""
+    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+        """Ask the ranks to save and exit; the run and its coordinator stay, and a deploy resumes it. Raises RunNotFound."""
         ...
 
-    def down(self, run: str, say: Say) -> None:
+    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
         """Remove the run and return when nothing of it is left. Raises RunNotFound."""
         ...

@@ -1,1 +1,1 @@
-"""Plan → what is sent: commands as argv lists and environments, stack documents. Values in, values out."""
+"""Plan → what is sent: commands as argv lists and environments, stack documents, sbatch scripts. Values in, values out."""

@@ -1,4 +1,4 @@
-"""What a node's container has mounted, as the stack document says it, and where in that save_dir lies."""
+"""The mounts of a node's container, as in the stack document, and the mount that contains save_dir."""
 
 from __future__ import annotations
 
@@ -8,70 +8,72 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from swarmtrain.config import Config
-from swarmtrain.config.runner import DockerConfig
-from swarmtrain.plan import CodeFile
+from swarmtrain.config.schema.runner import DockerConfig
+from swarmtrain.plan import RunFile
 
 WORKSPACE = PurePosixPath("/workspace")
-"""Where the job runs in the container, and where relative paths begin."""
+"""Working folder of the job in the container, to which relative paths refer."""
 
 
-def mounts(docker: DockerConfig) -> list[dict[str, Any]]:
-    """Return the mounts of a node: /dev/shm, and what the config says."""
-    found: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker.shm_size}}]
+def build_mounts(docker: DockerConfig) -> list[dict[str, Any]]:
+    """Return the mounts of a node: /dev/shm, and those in the config."""
+    mount_entries: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker.shm_size}}]
     for source, target in docker.docker_mounts:
-        bind = source.startswith("/")
-        name = source if bind else _volume_name(docker, source)
-        found.append({"type": "bind" if bind else "volume", "source": untemplated(name), "target": untemplated(target)})
-    return found
+        is_bind = source.startswith("/")
+        name = source if is_bind else _build_volume_name(docker, source)
+        mount_entries.append(
+            {"type": "bind" if is_bind else "volume", "source": escape_go_template(name), "target": escape_go_template(target)}
+        )
+    return mount_entries
 
 
-def volumes(docker: DockerConfig) -> Mapping[str, dict[str, Any]]:
-    """Return the volumes among them by name, each with its options."""
+def build_volumes(docker: DockerConfig) -> Mapping[str, dict[str, Any]]:
+    """Return the named volumes among the config's mounts, each with its options."""
     names = sorted({source for source, _ in docker.docker_mounts if not source.startswith("/")})
-    return {_volume_name(docker, name): _volume(docker, name) for name in names}
+    return {_build_volume_name(docker, name): _build_volume(docker, name) for name in names}
 
 
-def save_mount(config: Config) -> tuple[str, str] | None:
-    """Return source and target of the mount that save_dir lies in, None if it lies in none."""
-    path = _save_path(config)
-    holding = [pair for pair in config.runner.docker_config.docker_mounts if path is not None and path.is_relative_to(pair[1])]
-    return max(holding, key=lambda pair: len(pair[1]), default=None)
+def find_save_mount(config: Config) -> tuple[str, str] | None:
+    """Return source and target of the mount that contains save_dir, None if none does."""
+    path = _resolve_save_path(config)
+    containing_mounts = [pair for pair in config.runner.docker_config.docker_mounts if path is not None and path.is_relative_to(pair[1])]
+    return max(containing_mounts, key=lambda pair: len(pair[1]), default=None)
 
 
-def save_sources(config: Config) -> tuple[PurePosixPath, ...]:
-    """Return the folder on a node that save_dir is in the container, then those above it up to the mount's source.
+def list_save_source_folders(config: Config) -> tuple[PurePosixPath, ...]:
+    """Return the folder on a node that is save_dir in the container, then its parents up to the mount's source.
 
-    Empty if save_dir is in no folder of the node's.
+    Empty if save_dir is not in a folder of the node.
     """
-    path, mount = _save_path(config), save_mount(config)
+    path, mount = _resolve_save_path(config), find_save_mount(config)
     if path is None or mount is None or not mount[0].startswith("/"):
         return ()
     source = PurePosixPath(mount[0])
     folder = source / path.relative_to(mount[1])
-    return tuple(each for each in (folder, *folder.parents) if each.is_relative_to(source))
+    return tuple(candidate for candidate in (folder, *folder.parents) if candidate.is_relative_to(source))
 
 
-def untemplated(value: str) -> str:
-    """Keep Swarm from reading `{{` in a user's value as a Go template."""
+def escape_go_template(value: str) -> str:
+    """Escape `{{` in a user's value, which Swarm would read as a Go template."""
     return value.replace("{{", '{{"{{"}}')
 
 
-def templated(value: str) -> str:
-    """Undo `untemplated`, for an engine that reads no templates."""
+def unescape_go_template(value: str) -> str:
+    """Undo `escape_go_template`, for an engine that does not read templates."""
     return value.replace('{{"{{"}}', "{{")
 
 
-def _save_path(config: Config) -> PurePosixPath | None:
+def _resolve_save_path(config: Config) -> PurePosixPath | None:
     save_dir = config.trainer.save_dir
     return None if save_dir is None else WORKSPACE / PurePosixPath(save_dir)
 
 
-def _volume(docker: DockerConfig, name: str) -> dict[str, Any]:
+def _build_volume(docker: DockerConfig, name: str) -> dict[str, Any]:
     return {"driver": "local", "driver_opts": docker.volumes[name]} if name in docker.volumes else {}
 
 
-def _volume_name(docker: DockerConfig, name: str) -> str:
-    """Return the volume's name, with its options' digest: a volume that a node has once keeps those it was made with."""
+def _build_volume_name(docker: DockerConfig, name: str) -> str:
+    """Return the volume's name, with the digest of its options: an existing volume of a node keeps the options that it was created with."""
     if name not in docker.volumes:
         return name
-    return f"{name}-{CodeFile.of(name, json.dumps(docker.volumes[name], sort_keys=True).encode()).digest}"
+    return f"{name}-{RunFile.from_content(name, json.dumps(docker.volumes[name], sort_keys=True).encode()).digest}"

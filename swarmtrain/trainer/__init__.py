@@ -1,13 +1,20 @@
-"""The trainer: a library that training_code.py calls, in the order in which a page of it reads; and run(), for a script of one's own.
+"""The trainer: a library that training_code.py calls, and run(), for custom scripts.
 
-runtime     this rank's surroundings: config, world, device
-data        token files, samples, their order
-model       a decoder-only transformer
-parallel    one mesh; tensor and pipeline parallel within a replica, data parallel between them
-optim       AdamW, SGD, Muon, groups, schedules, clipping
-memory      what a step will need, before there is one
-loop        train(): steps, held-out losses, checkpoints, leaving when asked
-checkpoint, metrics, guard, checks, replicas, shortage      what the loop uses
+runtime         this rank's config, world and device
+data            token files, samples and their order
+model           a decoder-only transformer
+parallel        one device mesh; tensor and pipeline parallelism within a replica, data parallelism between replicas
+optim           AdamW, SGD, Muon, parameter groups, schedules, clipping
+memory          an estimate of the memory of each rank, before a cluster is used
+loop            train(): steps, validation, checkpoints, graceful exit
+checkpoint      written in the background, restored in any topology
+metrics         log lines, events, sinks
+health          hangs, stragglers, non-finite losses, divergent replicas
+tokenize        text to token files
+inference       generate, embed, evaluate
+huggingface     import and export
+custom          run(): custom scripts
+integrations    other systems that start a training process
 """
 
 from __future__ import annotations
@@ -16,36 +23,55 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swarmtrain.trainer import runtime
-    from swarmtrain.trainer.data.samples import Samples, open_data
-    from swarmtrain.trainer.loop import Result, train
+    from swarmtrain.trainer.custom import Run, build_linear_scaling_warmup, instantiate, run
+    from swarmtrain.trainer.data.samples import TokenDataset, open_data
+    from swarmtrain.trainer.loop import TrainingResult, train
     from swarmtrain.trainer.model.transformer import Transformer
     from swarmtrain.trainer.optim import Optimizer
-    from swarmtrain.trainer.own import Run, make, ramp, run
     from swarmtrain.trainer.parallel import parallelize
+    from swarmtrain.trainer.runtime import Runtime, read_config, read_options, start_runtime
 
-__all__ = ["Optimizer", "Result", "Run", "Samples", "Transformer", "make", "open_data", "parallelize", "ramp", "run", "runtime", "train"]
+__all__ = [
+    "Optimizer",
+    "Run",
+    "Runtime",
+    "TokenDataset",
+    "TrainingResult",
+    "Transformer",
+    "build_linear_scaling_warmup",
+    "instantiate",
+    "open_data",
+    "parallelize",
+    "read_config",
+    "read_options",
+    "run",
+    "start_runtime",
+    "train",
+]
 
-# Imported when asked for: what prepares data needs none of them, nor torch, which takes seconds.
-_PLACES = {
+# Imported on first use: tokenizing data needs neither these modules nor torch, whose import takes seconds.
+_MODULE_BY_NAME = {
     "Optimizer": "optim",
-    "Result": "loop",
-    "Run": "own",
-    "Samples": "data.samples",
+    "Run": "custom",
+    "Runtime": "runtime",
+    "TokenDataset": "data.samples",
+    "TrainingResult": "loop",
     "Transformer": "model.transformer",
-    "make": "own",
+    "build_linear_scaling_warmup": "custom",
+    "instantiate": "custom",
     "open_data": "data.samples",
     "parallelize": "parallel",
-    "ramp": "own",
-    "run": "own",
+    "read_config": "runtime",
+    "read_options": "runtime",
+    "run": "custom",
+    "start_runtime": "runtime",
     "train": "loop",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_PLACES.get(name, name)}")
-    value: object = getattr(module, name) if name in _PLACES else module
+    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULE_BY_NAME[name]}"), name)
     globals()[name] = value
     return value

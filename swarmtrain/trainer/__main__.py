@@ -1,12 +1,12 @@
-"""Verbs that need torch, or numpy: `python -m swarmtrain.trainer VERB`.
+"""Commands that need torch or numpy: `python -m swarmtrain.trainer COMMAND`.
 
-bench       how fast a config trains here, for people; also under torchrun
-data        token files: what `swarmtrain data` starts
+bench       benchmark a config on this machine, interactively; also under torchrun
+data        token files: run by `swarmtrain data`
 export, sample, embed, evaluate
-            what our own commands of these names start, once a rank: they read what is asked from standard input as JSON, and have
-            the terminal
-memory      for our own command line, which never imports torch: reads its question from standard input as JSON, and answers on
-            standard output as JSON, {"error": …} where it cannot
+            run by the `swarmtrain` commands of these names, once per rank: they read their request from standard input as JSON, and
+            have the terminal
+memory      run by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
+            the response to standard output as JSON, {"error": …} on failure
 """
 
 from __future__ import annotations
@@ -19,53 +19,57 @@ from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.errors import EXIT_OK, EXIT_USAGE, SwarmtrainError
-from swarmtrain.trainer.ending import verb
+from swarmtrain.trainer.cli_exit import handle_cli_errors
 
 
-def memory(question: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config needs on each kind of rank, and, if that is more than `room` bytes, what changes would need."""
-    from swarmtrain.trainer.memory import alternatives, needs
+def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the memory that a config needs on each kind of rank and, if that exceeds `available_bytes`, the peak after each suggested
+    change.
+    """
+    from swarmtrain.trainer.memory import estimate_memory, suggest_memory_savings
 
-    config, size, room = Config.from_json(question["config"]), question["ranks"], question["room"]
-    found = needs(config, size)
-    answer: dict[str, Any] = {"ranks": [need.to_dict() for need in found], "alternatives": []}
-    if room is not None and max(need.peak for need in found) > room:
-        for changes, changed in alternatives(config, size):
-            answer["alternatives"].append({"changes": changes, "peak": max(need.peak for need in changed)})
-    return answer
+    config, world_size, available_bytes = Config.from_json(request["config"]), request["ranks"], request["available_bytes"]
+    estimates = estimate_memory(config, world_size)
+    response: dict[str, Any] = {"ranks": [estimate.to_dict() for estimate in estimates], "alternatives": []}
+    if available_bytes is not None and max(estimate.peak for estimate in estimates) > available_bytes:
+        for changes, changed_estimates in suggest_memory_savings(config, world_size):
+            response["alternatives"].append({"changes": changes, "peak": max(estimate.peak for estimate in changed_estimates)})
+    return response
 
 
-_COMMANDS = {
+_COMMAND_MODULES = {
     "export": "swarmtrain.trainer.huggingface.command",
-    "sample": "swarmtrain.trainer.use.sample",
-    "embed": "swarmtrain.trainer.use.embed",
-    "evaluate": "swarmtrain.trainer.use.evaluate",
+    "sample": "swarmtrain.trainer.inference.sample",
+    "embed": "swarmtrain.trainer.inference.embed",
+    "evaluate": "swarmtrain.trainer.inference.evaluate",
 }
-VERBS = {"memory": memory}
+REQUEST_HANDLERS = {"memory": estimate_memory}
 
 
-@verb
+@handle_cli_errors
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line asks for, and return the exit code."""
-    name, rest = (argv[0], argv[1:]) if argv else ("", argv)
-    if name == "bench":
+    """Run the command in `argv`, and return the exit code."""
+    verb_name, arguments = (argv[0], argv[1:]) if argv else ("", argv)
+    if verb_name == "bench":
         from swarmtrain.trainer import bench
 
-        return bench.main(rest)
-    if name == "data":
-        from swarmtrain.trainer.prepare import command
+        return bench.main(arguments)
+    if verb_name == "data":
+        from swarmtrain.trainer.tokenize import command
 
-        return command.main(rest)
-    if name in _COMMANDS and not rest:
-        return int(importlib.import_module(_COMMANDS[name]).main(json.load(sys.stdin)))
-    if name not in VERBS or rest:
-        sys.stderr.write(f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join((*VERBS, *_COMMANDS))} < question.json\n")
+        return command.main(arguments)
+    if verb_name in _COMMAND_MODULES and not arguments:
+        return int(importlib.import_module(_COMMAND_MODULES[verb_name]).main(json.load(sys.stdin)))
+    if verb_name not in REQUEST_HANDLERS or arguments:
+        sys.stderr.write(
+            f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join((*REQUEST_HANDLERS, *_COMMAND_MODULES))} < question.json\n"
+        )
         return EXIT_USAGE
     try:
-        answer = VERBS[name](json.load(sys.stdin))
+        response = REQUEST_HANDLERS[verb_name](json.load(sys.stdin))
     except SwarmtrainError as error:
-        answer = {"error": {"message": error.message, "place": error.place, "hint": error.hint}}
-    sys.stdout.write(json.dumps(answer))
+        response = {"error": {"message": error.message, "place": error.place, "hint": error.hint}}
+    sys.stdout.write(json.dumps(response))
     return EXIT_OK
 
 

@@ -1,9 +1,9 @@
-"""How fast a config trains here: some steps and nothing else, no log, no checkpoint, no evaluation.
+"""Benchmark a config on this machine: some steps and nothing else, no log, no checkpoint, no evaluation.
 
     python -m swarmtrain.trainer bench examples/quickstart.yml -o topology.micro_batch_size=4 --steps 20
     torchrun --nproc-per-node 8 -m swarmtrain.trainer bench CONFIG
 
-Data that is not there is made up, since its tokens do not matter to how long a step takes.
+Missing data is replaced by random tokens, since their values do not affect the duration of a step.
 """
 
 from __future__ import annotations
@@ -26,133 +26,150 @@ import numpy as np
 import torch
 
 from swarmtrain.config import Config
-from swarmtrain.trainer import agreement
-from swarmtrain.trainer.attended import Attended
+from swarmtrain.trainer import collectives
 from swarmtrain.trainer.data import memory_map
-from swarmtrain.trainer.data.samples import Samples, open_data
-from swarmtrain.trainer.guard import Patience, StopFlag
+from swarmtrain.trainer.data.samples import TokenDataset, open_data
+from swarmtrain.trainer.health.step_timer import OTHER
+from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
+from swarmtrain.trainer.instrumentation import StepInstruments
 from swarmtrain.trainer.metrics import flops
-from swarmtrain.trainer.metrics.room import used_memory
+from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel, parallelize
-from swarmtrain.trainer.parts import OTHER
-from swarmtrain.trainer.runtime import Runtime, read_config, start
-from swarmtrain.trainer.step import make_step
+from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
+from swarmtrain.trainer.step import train_step
 
-_STEPS, _WARMUP = 20, 3
-_DOCUMENTS = 64
-_FAST, _SLOW = 0, 8  # of nine cuts into tenths
+_DEFAULT_STEPS, _DEFAULT_WARMUP_STEPS = 20, 3
+_DOCUMENT_COUNT = 64
+_P10_INDEX, _P90_INDEX = 0, 8  # indices into the nine deciles
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what the command line asks for, on all ranks together; rank 0 prints. Raises SwarmtrainError."""
+    """Run the benchmark that `argv` describes, on all ranks together; rank 0 prints the results. Raises SwarmtrainError."""
     parser = argparse.ArgumentParser(prog="python -m swarmtrain.trainer bench", description="How fast a config trains here.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("-o", dest="override", metavar="KEY=VALUE", action="append", default=[], help="change a value of the config")
-    parser.add_argument("--steps", type=_count, default=_STEPS, help=f"steps that are measured ({_STEPS})")
-    parser.add_argument("--warmup", type=int, default=_WARMUP, help=f"steps before them ({_WARMUP})")
+    parser.add_argument("--steps", type=_parse_positive_int, default=_DEFAULT_STEPS, help=f"steps that are measured ({_DEFAULT_STEPS})")
+    parser.add_argument("--warmup", type=int, default=_DEFAULT_WARMUP_STEPS, help=f"steps before them ({_DEFAULT_WARMUP_STEPS})")
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
-    asked = parser.parse_args(argv)
-    config = read_config([asked.config, *asked.override, "trainer.tensor_statistics_recorder_config=null"])
-    with start(config) as here, _data(here) as (data, made_up):
-        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), here)
-        facts = measure(here, model, Optimizer(model, config), data, steps=asked.steps, warmup=asked.warmup)
-        if here.first:
-            sys.stdout.write(f"{json.dumps(facts) if asked.json else _table(facts, made_up=made_up)}\n")
+    args = parser.parse_args(argv)
+    config = read_config([args.config, *args.override, "trainer.tensor_statistics_recorder_config=null"])
+    with start_runtime(config) as runtime, _open_or_generate_data(runtime) as (data, is_synthetic):
+        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
+        results = run_benchmark(runtime, model, Optimizer(model, config), data, steps=args.steps, warmup=args.warmup)
+        if runtime.is_rank_zero:
+            sys.stdout.write(f"{json.dumps(results) if args.json else _format_table(results, is_synthetic=is_synthetic)}\n")
     return 0
 
 
-def measure(here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Return what `steps` steps come to, after `warmup` others: seconds, tokens a second, bytes. Called by all ranks together."""
-    config, seconds, taken, tokens = here.config, [], [], 0
-    with StopFlag() as stop, Attended(here, model, optimizer, Patience(model.mesh.groups)) as attended:
-        parts = attended.measures(data, 0)
+def run_benchmark(
+    runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, *, steps: int, warmup: int
+) -> dict[str, Any]:
+    """Return the results of `steps` steps, after `warmup` unmeasured ones: seconds, tokens per second, bytes.
+
+    Called by all ranks together.
+    """
+    config, step_seconds, phase_seconds, tokens = runtime.config, [], [], 0
+    with StopFlag() as stop, StepInstruments(runtime, model, optimizer, CollectiveTimeout(model.mesh.process_groups)) as instruments:
+        timer = instruments.start(data, 0)
         for number in range(1, warmup + steps + 1):
-            position = (number - 1) * config.topology.global_batch
-            begun = time.perf_counter()
-            with attended.step(number):
-                made = make_step(here, model, optimizer, data, position=position, number=number, stop=stop, parts=parts)
+            position = (number - 1) * config.topology.samples_per_step
+            start_time = time.perf_counter()
+            with instruments.instrument_step(number):
+                result = train_step(runtime, model, optimizer, data, position=position, number=number, stop=stop, timer=timer)
             if number > warmup:
-                seconds.append(time.perf_counter() - begun)
-                taken.append(attended.taken)
-                tokens += made.tokens
-    speed, work = tokens / sum(seconds), flops.per_token(config.transformer_architecture, model.size)
-    cuts = quantiles(seconds, n=10, method="inclusive") if steps > 1 else seconds * 9
-    facts: dict[str, Any] = {
-        "ranks": here.size,
-        "parameters": model.size,
+                step_seconds.append(time.perf_counter() - start_time)
+                phase_seconds.append(instruments.phase_seconds)
+                tokens += result.loss_tokens
+    tokens_per_second, flops_per_token = (
+        tokens / sum(step_seconds),
+        flops.compute_flops_per_token(config.transformer_architecture, model.parameter_count),
+    )
+    deciles = quantiles(step_seconds, n=10, method="inclusive") if steps > 1 else step_seconds * 9
+    results: dict[str, Any] = {
+        "ranks": runtime.world_size,
+        "parameters": model.parameter_count,
         "steps": steps,
-        "step_seconds": {"median": median(seconds), "p10": cuts[_FAST], "p90": cuts[_SLOW]},
-        "parts": {name: median(each.get(name, 0.0) for each in taken) for name in dict.fromkeys(part for each in taken for part in each)},
-        "tokens_per_second": speed,
-        "tokens_per_second_per_device": speed / here.size,
-        "tflops_per_device": speed * work / here.size / 1e12,
-        "memory": used_memory(here.device),
+        "step_seconds": {"median": median(step_seconds), "p10": deciles[_P10_INDEX], "p90": deciles[_P90_INDEX]},
+        "phases": {
+            name: median(each.get(name, 0.0) for each in phase_seconds)
+            for name in dict.fromkeys(part for each in phase_seconds for part in each)
+        },
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_per_device": tokens_per_second / runtime.world_size,
+        "tflops_per_device": tokens_per_second * flops_per_token / runtime.world_size / 1e12,
+        "memory": read_memory_usage(runtime.device),
     }
-    if here.device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(here.device)
-        if peak := flops.peak(facts["device"], config.transformer_architecture.precision):
-            facts["mfu"] = speed * work / here.size / peak
-    return facts
+    if runtime.device.type == "cuda":
+        results["device"] = torch.cuda.get_device_name(runtime.device)
+        if peak := flops.find_peak_flops(results["device"], config.transformer_architecture.precision):
+            results["mfu"] = tokens_per_second * flops_per_token / runtime.world_size / peak
+    return results
 
 
 @contextmanager
-def _data(here: Runtime) -> Iterator[tuple[Samples, bool]]:
-    """Give the config's training data, or, where it is not there on every node, tokens of no meaning; and whether it is these."""
-    given = here.config.data
-    prefixes = [*given.data_prefixes, *chain(*given.beside())]
-    if all(agreement.gather(bool(prefixes) and all(map(memory_map.exists, prefixes)))):
-        yield open_data(here.config)[0], False
+def _open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, bool]]:
+    """Yield the config's training data, or random tokens if it is missing on any node; and whether the data is synthetic."""
+    data_config = runtime.config.data
+    prefixes = [*data_config.data_prefixes, *chain(*data_config.collect_companion_prefixes())]
+    if all(collectives.all_gather_objects(bool(prefixes) and all(map(memory_map.has_token_files, prefixes)))):
+        yield open_data(runtime.config)[0], False
         return
-    folder = Path(tempfile.gettempdir()) / agreement.by_first_rank(lambda: f"swarmtrain-bench-{secrets.token_hex(8)}")
+    folder = Path(tempfile.gettempdir()) / collectives.run_on_rank_zero(lambda: f"swarmtrain-bench-{secrets.token_hex(8)}")
     prefix = folder / "tokens"
     try:
-        with here.local_first():
-            if not here.local_rank:
+        with runtime.local_rank_zero_first():
+            if not runtime.local_rank:
                 folder.mkdir(mode=0o700)
-                _write(prefix, here.config)
-        made_up = type(given)(
+                _write_random_tokens(prefix, runtime.config)
+        synthetic_config = type(data_config)(
             data_prefixes=(prefix,),
-            rejected_prefixes=(prefix,) if given.rejected_prefixes else (),
-            positive_prefixes=(prefix,) if given.positive_prefixes else (),
-            negative_prefixes=(prefix,) * (given.rows - 2) if given.negative_prefixes else (),
-            packing=given.packing,
+            rejected_prefixes=(prefix,) if data_config.rejected_prefixes else (),
+            positive_prefixes=(prefix,) if data_config.positive_prefixes else (),
+            negative_prefixes=(prefix,) * (data_config.rows_per_sample - 2) if data_config.negative_prefixes else (),
+            packing=data_config.packing,
         )
-        yield open_data(here.config.model_copy(update={"data": made_up}))[0], True
+        yield open_data(runtime.config.model_copy(update={"data": synthetic_config}))[0], True
     finally:
-        if not here.local_rank:
+        if not runtime.local_rank:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(prefix: Path, config: Config) -> None:
-    shape = config.transformer_architecture
-    size = max(1, config.topology.global_batch) * (shape.sequence_length + 1) // _DOCUMENTS + shape.sequence_length + 1
-    documents = np.random.default_rng(config.trainer.seed).integers(shape.vocab_size, size=(_DOCUMENTS, size))
-    memory_map.write(prefix, documents, "uint16" if shape.vocab_size <= np.iinfo(np.uint16).max else "uint32")
+def _write_random_tokens(prefix: Path, config: Config) -> None:
+    architecture = config.transformer_architecture
+    document_length = (
+        max(1, config.topology.samples_per_step) * (architecture.sequence_length + 1) // _DOCUMENT_COUNT + architecture.sequence_length + 1
+    )
+    documents = np.random.default_rng(config.trainer.seed).integers(architecture.vocab_size, size=(_DOCUMENT_COUNT, document_length))
+    memory_map.write_token_files(prefix, documents, "uint16" if architecture.vocab_size <= np.iinfo(np.uint16).max else "uint32")
 
 
-def _table(facts: Mapping[str, Any], *, made_up: bool) -> str:
-    step, device = facts["step_seconds"], f" on {facts['device']}" if "device" in facts else ""
-    used = f", MFU {facts['mfu']:.1%}" if "mfu" in facts else ""
+def _format_table(results: Mapping[str, Any], *, is_synthetic: bool) -> str:
+    step, device = results["step_seconds"], f" on {results['device']}" if "device" in results else ""
+    mfu_text = f", MFU {results['mfu']:.1%}" if "mfu" in results else ""
     rows = [
-        ("ranks", f"{facts['ranks']}{device}"),
-        ("parameters", f"{facts['parameters']:,}"),
-        ("step", f"{_ms(step['median'])}, the median of {facts['steps']}; p10 {_ms(step['p10'])}, p90 {_ms(step['p90'])}"),
-        *((f"  {name}", _ms(seconds)) for name, seconds in facts["parts"].items() if name != OTHER),
-        ("tokens/s", f"{facts['tokens_per_second']:,.0f}, {facts['tokens_per_second_per_device']:,.0f} a device"),
-        ("TFLOPs", f"{facts['tflops_per_device']:.3g} a device{used}"),
-        ("memory", ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in facts["memory"].items())),
-        *([("data", "made up: the config's is not here")] if made_up else []),
+        ("ranks", f"{results['ranks']}{device}"),
+        ("parameters", f"{results['parameters']:,}"),
+        (
+            "step",
+            f"{_format_milliseconds(step['median'])}, the median of {results['steps']}; p10 {_format_milliseconds(step['p10'])}, p90 "
+            f"{_format_milliseconds(step['p90'])}",
+        ),
+        *((f"  {name}", _format_milliseconds(seconds)) for name, seconds in results["phases"].items() if name != OTHER),
+        ("tokens/s", f"{results['tokens_per_second']:,.0f}, {results['tokens_per_second_per_device']:,.0f} a device"),
+        ("TFLOPs", f"{results['tflops_per_device']:.3g} a device{mfu_text}"),
+        ("memory", ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in results["memory"].items())),
+        *([("data", "made up: the config's is not here")] if is_synthetic else []),
     ]
     return "\n".join(f"{name:16}{text}" for name, text in rows)
 
 
-def _ms(seconds: float) -> str:
+def _format_milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
 
 
-def _count(text: str) -> int:
+def _parse_positive_int(text: str) -> int:
     if (count := int(text)) < 1:
         raise argparse.ArgumentTypeError("is at least 1")
     return count

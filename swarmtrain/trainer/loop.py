@@ -7,127 +7,165 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer import agreement, replicas
-from swarmtrain.trainer.attended import Attended
-from swarmtrain.trainer.checkpoint import Checkpoints, survive
-from swarmtrain.trainer.checkpoint.held import Trained
-from swarmtrain.trainer.checkpoint.restore import restore
-from swarmtrain.trainer.checkpoint.rhythm import Rhythm
-from swarmtrain.trainer.data import vocabulary
-from swarmtrain.trainer.data.samples import Samples
-from swarmtrain.trainer.determined import Trial
-from swarmtrain.trainer.guard import Patience, StopFlag
-from swarmtrain.trainer.metrics import Report
-from swarmtrain.trainer.metrics.files import AuditFile
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint import CheckpointManager, just_in_time
+from swarmtrain.trainer.checkpoint.restore import restore_training_state
+from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
+from swarmtrain.trainer.checkpoint.scheduler import CheckpointScheduler
+from swarmtrain.trainer.checkpoint.state import TrainingState
+from swarmtrain.trainer.data import vocabulary_check
+from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.health import replica_check
+from swarmtrain.trainer.health.non_finite_policy import NonFinitePolicy
+from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION
+from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
+from swarmtrain.trainer.inference.training_samples import TrainingSampler
+from swarmtrain.trainer.instrumentation import StepInstruments
+from swarmtrain.trainer.integrations.determined import DeterminedTrial
+from swarmtrain.trainer.metrics import RunReporter
+from swarmtrain.trainer.metrics.audit_log import AuditLog
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parts import CHECKPOINT, EVALUATION, LOGGING
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.saving import Saving
-from swarmtrain.trainer.soundness import Soundness
-from swarmtrain.trainer.step import Step, asked_to_leave, evaluate, make_step
-from swarmtrain.trainer.use.meanwhile import Sampling
+from swarmtrain.trainer.step import StepResult, evaluate_model, is_stop_requested, train_step
 
 
 @dataclass(frozen=True)
-class Result:
-    """How a finished run ended: held-out losses in nats per token, None without held-out data."""
+class TrainingResult:
+    """How a finished run ended: validation losses in nats per token, None without validation data."""
 
     step: int
-    loss_before: float | None
-    loss_after: float | None
+    initial_validation_loss: float | None
+    final_validation_loss: float | None
 
 
 def train(
-    here: Runtime, model: ParallelModel, optimizer: Optimizer, data: Samples, held_out: Samples | None, *, facts: Mapping[str, Any]
-) -> Result:
-    """Train to the config's last step, from the newest checkpoint on. Called by all ranks together.
+    runtime: Runtime,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    data: TokenDataset,
+    validation_data: TokenDataset | None,
+    *,
+    extra_metrics: Mapping[str, Any],
+) -> TrainingResult:
+    """Train to the config's last step, resuming from the newest checkpoint. Called by all ranks together.
 
-    `facts` join the event that says that the run is finished. When any rank has been asked to leave (SIGTERM, or a trial's
-    master), all save the same step and raise SystemExit(EXIT_PLANNED); with 0 if the master has been told that there is more
-    to train. When a rank dies, the others save the last step that is whole among them.
-    Raises TrainingError if the run cannot go on, CheckpointError if it cannot be saved or taken up again.
+    `extra_metrics` are added to the event that reports the end of the run. If a stop is requested on any rank (SIGTERM, or a trial's
+    master), all ranks save the same step and raise SystemExit(EXIT_PLANNED); the exit code is 0 if the master has been notified that
+    there is more to train. If a rank dies, the surviving ranks save the last step that is complete among them.
+    Raises TrainingError if the run cannot continue, CheckpointError if it cannot be saved or resumed.
     """
-    config, last = here.config.trainer, here.config.trainer.train_iterations
-    patience, trial = Patience(model.mesh.groups), Trial(here)
-    with Report(here, trial) as report, StopFlag(trial.asks) as stop, Attended(here, model, optimizer, patience) as attended:
-        _check_same_data(here, data, held_out)
-        trained = Trained(model, optimizer, apart=not config.save_frozen_parameters)
-        checkpoints = Checkpoints(here, trained, data.fingerprint, report.note)
-        progress, path = restore(here, checkpoints, trained, data.fingerprint, report.note)
-        _begin(here, data, held_out, lambda: report.begins(progress.step, path, checkpoints.token, model))
-        saving = Saving(checkpoints, Rhythm(config, len(data), here.config.topology.global_batch), patience, report)
-        soundness, sampling = Soundness(here), Sampling(here, model)
-        parts = attended.measures(data, progress.step)
-        audit = AuditFile(here.config.logger.audit_dir, checkpoints.token, here.rank)
-        made: Step | None = None
-        loss = None
-        with survive.outlived(here, model, optimizer, checkpoints, come=lambda: progress, saved=lambda step: report.catches_up(step, made)):
-            if asked_to_leave(stop):
-                saving.leave(progress)
+    config, last_step = runtime.config.trainer, runtime.config.trainer.train_iterations
+    collective_timeout, trial = CollectiveTimeout(model.mesh.process_groups), DeterminedTrial(runtime)
+    with (
+        RunReporter(runtime, trial) as reporter,
+        StopFlag(trial.should_preempt) as stop,
+        StepInstruments(runtime, model, optimizer, collective_timeout) as instruments,
+    ):
+        _check_same_data(runtime, data, validation_data)
+        training_state = TrainingState(model, optimizer, trainable_only=not config.save_frozen_parameters)
+        checkpoint_manager = CheckpointManager(runtime, training_state, data.fingerprint, reporter.report_warning)
+        progress, resumed_from = restore_training_state(
+            runtime, checkpoint_manager, training_state, data.fingerprint, reporter.report_warning
+        )
+        _check_vocabulary_and_report_start(
+            runtime, data, validation_data, lambda: reporter.report_start(progress.step, resumed_from, checkpoint_manager.generation, model)
+        )
+        checkpoint_scheduler = CheckpointScheduler(
+            checkpoint_manager, SaveInterval(config, len(data), runtime.config.topology.samples_per_step), collective_timeout, reporter
+        )
+        non_finite_policy, sampling = NonFinitePolicy(runtime), TrainingSampler(runtime, model)
+        timer = instruments.start(data, progress.step)
+        audit_log = AuditLog(runtime.config.logger.audit_dir, checkpoint_manager.generation, runtime.rank)
+        result: StepResult | None = None
+        validation_loss = None
+        with just_in_time.saving_on_peer_failure(
+            runtime,
+            model,
+            optimizer,
+            checkpoint_manager,
+            get_progress=lambda: progress,
+            on_saved=lambda step: reporter.write_missing_step(step, result),
+        ):
+            if is_stop_requested(stop):
+                checkpoint_scheduler.save_and_exit(progress)
             while True:
-                done = progress.step >= last
-                if held_out and (done or progress.loss_before is None or _due(progress.step, config.eval_interval)):
-                    with parts.of(EVALUATION):
-                        measured = evaluate(here, model, held_out, None if done else stop)
-                    if measured is None:
-                        saving.leave(progress)
-                    loss = measured.loss
-                    progress = progress.measured(loss)
-                    report.evaluated(progress.step, measured)
-                report.sampled(progress.step, sampling.samples(progress.step, parts, done=done))
-                if done:
+                is_done = progress.step >= last_step
+                if validation_data and (
+                    is_done or progress.initial_validation_loss is None or _is_due(progress.step, config.eval_interval)
+                ):
+                    with timer.phase(VALIDATION):
+                        validation = evaluate_model(runtime, model, validation_data, None if is_done else stop)
+                    if validation is None:
+                        checkpoint_scheduler.save_and_exit(progress)
+                    validation_loss = validation.loss
+                    progress = progress.with_validation_loss(validation_loss)
+                    reporter.report_validation(progress.step, validation)
+                reporter.report_samples(progress.step, sampling.generate_samples(progress.step, timer, is_last=is_done))
+                if is_done:
                     break
-                with parts.of(CHECKPOINT):
-                    saving.save_if_due(progress, wished=made is not None and made.to_be_saved)
-                progress = soundness.past(progress)
-                position, number, wish = progress.consumed_samples, progress.step + 1, here.first and saving.wished
-                with attended.step(number):
-                    made = make_step(
-                        here,
+                with timer.phase(CHECKPOINT):
+                    checkpoint_scheduler.save_if_due(progress, save_requested=result is not None and result.save_requested)
+                progress = non_finite_policy.skip_excluded_batches(progress)
+                position, number, request_save = (
+                    progress.consumed_samples,
+                    progress.step + 1,
+                    runtime.is_rank_zero and checkpoint_scheduler.is_due_by_clock,
+                )
+                with instruments.instrument_step(number):
+                    result = train_step(
+                        runtime,
                         model,
                         optimizer,
                         data,
                         position=position,
                         number=number,
                         stop=stop,
-                        save=wish,
-                        parts=parts,
-                        passed=attended.passed,
+                        request_save=request_save,
+                        timer=timer,
+                        after_backward=instruments.after_backward,
                     )
-                    soundness.judge(made, position, data)
-                audit.write(made)  # what survivors save has been recorded
-                progress = progress.after(number, position + here.config.topology.global_batch)
-                with parts.of(LOGGING):
-                    report.step(made, attended.taken)
-                report.compared(attended.compared())
-                saving.tell()
-                if _due(number, config.check_replicas_interval):
-                    replicas.check(here, model, optimizer, number)
-                if made.asked_to_leave and number < last:
-                    saving.leave(progress)
-            saving.stand(progress)
-        report.finished(progress.step, {"loss_before": progress.loss_before, "loss_after": loss, **facts})
-        return Result(progress.step, progress.loss_before, loss)
+                    non_finite_policy.apply_policy(result, position, data)
+                audit_log.write(result)  # recorded before surviving ranks can save this step
+                progress = progress.advance_to(number, position + runtime.config.topology.samples_per_step)
+                with timer.phase(LOGGING):
+                    reporter.report_step(result, instruments.phase_seconds)
+                reporter.report_rank_timings(instruments.gather_rank_timings())
+                checkpoint_scheduler.report_saved()
+                if _is_due(number, config.check_replicas_interval):
+                    replica_check.check_replicas_match(runtime, model, optimizer, number)
+                if result.stop_requested and number < last_step:
+                    checkpoint_scheduler.save_and_exit(progress)
+            checkpoint_scheduler.save_and_wait(progress)
+        reporter.report_finished(
+            progress.step,
+            {"initial_validation_loss": progress.initial_validation_loss, "final_validation_loss": validation_loss, **extra_metrics},
+        )
+        return TrainingResult(progress.step, progress.initial_validation_loss, validation_loss)
 
 
-def _begin(here: Runtime, data: Samples, held_out: Samples | None, tell: Callable[[], None]) -> None:
-    """Look through the data, now that it is known whose they are, and tell that it begins. Raises DataError, TrainingError."""
-    vocabulary.look_through(here, [*data.files, *(held_out.files if held_out else ())])
-    tell()
+def _check_vocabulary_and_report_start(
+    runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None, report_start: Callable[[], None]
+) -> None:
+    """Scan the data for tokens outside the vocabulary, then report the start. Raises DataError, TrainingError.
+
+    Done after restoring, which checks that the data belongs to the run.
+    """
+    vocabulary_check.scan_token_files(runtime, [*data.all_token_files, *(validation_data.all_token_files if validation_data else ())])
+    report_start()
 
 
-def _due(step: int, interval: int | None) -> bool:
+def _is_due(step: int, interval: int | None) -> bool:
     return step > 0 and interval is not None and step % interval == 0
 
 
-def _check_same_data(here: Runtime, data: Samples, held_out: Samples | None) -> None:
+def _check_same_data(runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None) -> None:
     """Raise TrainingError if ranks have different data."""
-    prints = agreement.gather((data.fingerprint, held_out.fingerprint if held_out else "", here.node))
-    for rank, (*others, node) in enumerate(prints):
-        if others != list(prints[0][:-1]):
+    fingerprints = collectives.all_gather_objects((data.fingerprint, validation_data.fingerprint if validation_data else "", runtime.node))
+    for rank, (*rank_fingerprints, node) in enumerate(fingerprints):
+        if rank_fingerprints != list(fingerprints[0][:-1]):
             raise TrainingError(
-                f"rank {rank} on {node} has other data than rank 0 on {prints[0][-1]}",
+                f"rank {rank} on {node} has other data than rank 0 on {fingerprints[0][-1]}",
                 place="config data",
                 hint="prepare it from the same source on every node",
             )

@@ -1,4 +1,4 @@
-"""One optimizer step, and one held-out loss: what ranks exchange about their passes, and what comes of it."""
+"""One optimizer step, and one validation loss: what ranks exchange about their micro batches, and the results."""
 
 from __future__ import annotations
 
@@ -8,167 +8,188 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmtrain.trainer import agreement, checks
-from swarmtrain.trainer.data.samples import Samples
-from swarmtrain.trainer.guard import StopFlag
-from swarmtrain.trainer.optim import Optimizer, Update
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.forward_backward import MicroBatches, run_forward_backward, run_validation_forward
+from swarmtrain.trainer.health import gradient_checks
+from swarmtrain.trainer.health.step_timer import COMMUNICATION, DATA, LOGGING, OPTIMIZER, OTHER, StepTimer
+from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parts import COMMUNICATION, DATA, LOGGING, OPTIMIZER, OTHER, Parts
-from swarmtrain.trainer.passes import Dealt, held_out_passes, passes
 from swarmtrain.trainer.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """What held-out data have come to, the same on every rank."""
+class ValidationResult:
+    """The result of an evaluation on validation data, the same on every rank."""
 
     loss: float
-    """Mean over what counted, tokens, pairs or queries, in nats."""
+    """Mean over loss tokens, pairs or queries, in nats."""
     accuracy: float | None
-    """See Step.accuracy."""
+    """See StepResult.accuracy."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one optimizer step has come to, the same on every rank but for `samples`."""
+class StepResult:
+    """The result of one optimizer step, the same on every rank except for `sample_ids`."""
 
     number: int
     """The first is 1."""
-    samples: tuple[int, ...]
-    """Ids of the samples that this rank's replica had."""
-    tokens: int
-    """Tokens that counted, all replicas together."""
+    sample_ids: tuple[int, ...]
+    """Ids of the samples of this rank's replica."""
+    loss_tokens: int
+    """Loss tokens of all replicas together."""
     loss: float
-    """Mean over these tokens, in nats."""
+    """Mean over loss tokens, pairs or queries, in nats."""
     accuracy: float | None
-    """The part of pairs, or of queries, whose right answer is the likeliest; None if the loss is no choice."""
-    highest_loss: float
-    """That of the replica whose tokens have the highest, in nats."""
-    update: Update
-    """What was made of the gradients."""
-    asked_to_leave: bool
-    """True if any rank has been."""
-    to_be_saved: bool = False
-    """True if any rank wished so."""
-    unsound: str = ""
-    """What of it was no number, if anything was: then it was skipped."""
+    """The fraction of pairs, or of queries, whose correct answer is the most likely; None unless the loss is preference or contrastive."""
+    max_replica_loss: float
+    """The mean loss of the replica with the highest, in nats."""
+    update: OptimizerUpdate
+    """What the optimizer did with the gradients."""
+    stop_requested: bool
+    """True if a stop was requested on any rank."""
+    save_requested: bool = False
+    """True if any rank requested a checkpoint."""
+    non_finite_reason: str = ""
+    """What was NaN/Inf, if anything was: the step was skipped then."""
 
     @property
-    def skipped(self) -> bool:
-        """True if nothing was changed: gradients overflowed at the loss scale, or something was no number."""
+    def is_skipped(self) -> bool:
+        """True if nothing was changed: gradients overflowed at the loss scale, or something was NaN/Inf."""
         return self.update.skipped
 
 
-def make_step(
-    here: Runtime,
+def train_step(
+    runtime: Runtime,
     model: ParallelModel,
     optimizer: Optimizer,
-    data: Samples,
+    data: TokenDataset,
     *,
     position: int,
     number: int,
     stop: StopFlag,
-    save: bool = False,
-    parts: Parts | None = None,
-    passed: Callable[[], None] | None = None,
-) -> Step:
-    """Make optimizer step `number` with the global batch that begins at `position`. `save`: this rank wishes it to be saved.
+    request_save: bool = False,
+    timer: StepTimer | None = None,
+    after_backward: Callable[[], None] | None = None,
+) -> StepResult:
+    """Run optimizer step `number` on the global batch that begins at `position`. `request_save`: this rank requests a checkpoint.
 
-    A step whose loss or gradient is no number changes nothing. `parts` is told what begins, and `passed` is
+    A step with a NaN/Inf loss or gradient changes nothing. `timer` is notified at the start of each phase, and `after_backward` is
     called when the gradients are summed.
     """
-    topology, mesh = here.config.topology, model.mesh
-    parts = parts or Parts(here.device)
-    parts.begins(DATA)
-    batch, following = (data.batch(first, topology.global_batch) for first in (position, position + topology.global_batch))
-    mine, ahead = (each.dealt(mesh.shares, mesh.data_rank, topology.micro_batch) for each in (batch, following))
-    for _, ids in ahead:
-        data.expect(ids)  # read from the disk while this step is computed
-    counted = max(1, batch.counted)  # none, if the loss mask has none in these samples
-    sums = passes(here, model, data, mine, number=number, scaled=lambda loss: optimizer.scaled(loss / counted), parts=parts)
-    if passed:
-        with parts.of(LOGGING):
-            passed()
-    parts.begins(OPTIMIZER)
-    update = optimizer.prepare(number, *sums)
-    # The last thing for which ranks need each other comes before the first that is changed: who gets through it completes
-    # the step, and a peer that dies before leaves the last step whole.
-    parts.begins(COMMUNICATION)
-    loss_sum, right = update.beside
-    means = _in_its_place(model, data, mine, loss_sum)
-    (loss_sum, right, *means), (asked, to_be_saved) = _exchange(model, [loss_sum, right, *means], stop.raised, save)
-    mean = loss_sum / counted
-    parts.begins(OPTIMIZER)
-    unsound = "" if update.skipped else _unsound(mean, update)
-    if unsound:
-        update = optimizer.skip()
-    parts.begins(OPTIMIZER)
+    topology, mesh = runtime.config.topology, model.mesh
+    timer = timer or StepTimer(runtime.device)
+    timer.start_phase(DATA)
+    batch, next_batch = (data.build_batch(first, topology.samples_per_step) for first in (position, position + topology.samples_per_step))
+    local_micro_batches, next_micro_batches = (
+        each.select_micro_batches(mesh.micro_batches_per_replica, mesh.data_rank, topology.samples_per_micro_batch)
+        for each in (batch, next_batch)
+    )
+    for _, ids in next_micro_batches:
+        data.prefetch_samples(ids)  # read from the disk while this step is computed
+    loss_token_count = max(1, batch.loss_denominator)  # 0 if the loss mask excludes all tokens of these samples
+    local_sums = run_forward_backward(
+        runtime,
+        model,
+        data,
+        local_micro_batches,
+        number=number,
+        scale_loss=lambda loss: optimizer.scale_loss(loss / loss_token_count),
+        timer=timer,
+    )
+    if after_backward:
+        with timer.phase(LOGGING):
+            after_backward()
+    timer.start_phase(OPTIMIZER)
+    update = optimizer.prepare_step(number, *local_sums)
+    # The last collective comes before the first update: a rank that gets past it completes the step, and a peer that dies
+    # before it leaves the previous step intact.
+    timer.start_phase(COMMUNICATION)
+    loss_sum, correct = update.extra_scalars
+    replica_means = _build_replica_means(model, data, local_micro_batches, loss_sum)
+    (loss_sum, correct, *replica_means), (stop_requested, save_requested) = _reduce_over_ranks(
+        model, [loss_sum, correct, *replica_means], stop.is_set, request_save
+    )
+    loss_mean = loss_sum / loss_token_count
+    timer.start_phase(OPTIMIZER)
+    non_finite_reason = "" if update.skipped else _describe_non_finite(loss_mean, update)
+    if non_finite_reason:
+        update = optimizer.skip_step()
+    timer.start_phase(OPTIMIZER)
     optimizer.step(number)
-    parts.begins(OTHER)
-    samples = tuple(int(sample) for _, ids in mine for sample in ids)
-    return Step(
+    timer.start_phase(OTHER)
+    sample_ids = tuple(int(sample) for _, ids in local_micro_batches for sample in ids)
+    return StepResult(
         number,
-        samples,
-        batch.tokens,
-        mean,
-        _accuracy(here, right / counted),
-        max(means),
+        sample_ids,
+        batch.loss_tokens,
+        loss_mean,
+        _get_accuracy(runtime, correct / loss_token_count),
+        max(replica_means),
         update,
-        asked_to_leave=asked,
-        to_be_saved=to_be_saved,
-        unsound=unsound,
+        stop_requested=stop_requested,
+        save_requested=save_requested,
+        non_finite_reason=non_finite_reason,
     )
 
 
 @torch.no_grad()
-def evaluate(here: Runtime, model: ParallelModel, data: Samples, stop: StopFlag | None) -> HeldOut | None:
-    """Return what the first `eval_iterations` global batches of `data` come to.
+def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, stop: StopFlag | None) -> ValidationResult | None:
+    """Return the result of evaluating the first `eval_iterations` global batches of `data`.
 
-    None if `stop` is given and any rank has been asked to leave meanwhile.
+    None if `stop` is given and a stop was requested on any rank meanwhile.
     """
-    topology, mesh = here.config.topology, model.mesh
-    loss, right, counted = 0.0, 0.0, 0
-    count = min(topology.global_batch * here.config.trainer.eval_iterations, len(data))
-    for position in range(0, count, topology.global_batch):
-        batch = data.batch(position, topology.global_batch)
-        model.local.eval()
-        sums = held_out_passes(here, model, data, batch.dealt(mesh.shares, mesh.data_rank, topology.micro_batch))
-        model.local.train()
-        (loss_sum, more), (asked,) = _exchange(model, [float(each) for each in sums], stop is not None and stop.raised)
-        if asked:
+    topology, mesh = runtime.config.topology, model.mesh
+    loss, correct, loss_token_count = 0.0, 0.0, 0
+    sample_count = min(topology.samples_per_step * runtime.config.trainer.eval_iterations, len(data))
+    for position in range(0, sample_count, topology.samples_per_step):
+        batch = data.build_batch(position, topology.samples_per_step)
+        model.local_model.eval()
+        local_sums = run_validation_forward(
+            runtime,
+            model,
+            data,
+            batch.select_micro_batches(mesh.micro_batches_per_replica, mesh.data_rank, topology.samples_per_micro_batch),
+        )
+        model.local_model.train()
+        (loss_sum, batch_correct), (stop_requested,) = _reduce_over_ranks(
+            model, [float(each) for each in local_sums], stop is not None and stop.is_set
+        )
+        if stop_requested:
             return None
-        loss, right, counted = loss + loss_sum, right + more, counted + batch.counted
-    counted = max(1, counted)
-    return HeldOut(loss / counted, _accuracy(here, right / counted))
+        loss, correct, loss_token_count = loss + loss_sum, correct + batch_correct, loss_token_count + batch.loss_denominator
+    loss_token_count = max(1, loss_token_count)
+    return ValidationResult(loss / loss_token_count, _get_accuracy(runtime, correct / loss_token_count))
 
 
-def asked_to_leave(stop: StopFlag) -> bool:
-    """Return, on every rank alike, whether any rank has been asked to leave."""
-    return agreement.totals([stop.raised])[0] > 0
+def is_stop_requested(stop: StopFlag) -> bool:
+    """Return, on every rank alike, whether a stop was requested on any rank."""
+    return collectives.all_reduce_sum([stop.is_set])[0] > 0
 
 
-def _accuracy(here: Runtime, right: float) -> float | None:
-    chooses = here.config.trainer.preference_config or here.config.trainer.contrastive_config
-    return right if chooses else None
+def _get_accuracy(runtime: Runtime, correct_fraction: float) -> float | None:
+    has_accuracy = runtime.config.trainer.preference_config or runtime.config.trainer.contrastive_config
+    return correct_fraction if has_accuracy else None
 
 
-def _unsound(loss: float, update: Update) -> str:
-    """Say what of a step is no number, if anything is. Called by all ranks together, which all know the same."""
+def _describe_non_finite(loss: float, update: OptimizerUpdate) -> str:
+    """Describe what of a step is NaN/Inf; empty if nothing is. All ranks return the same. Called by all ranks together."""
     if math.isfinite(loss) and math.isfinite(update.gradient_norm):
         return ""
-    return f"the loss is {loss:.4f}; {checks.told(update.non_finite)}"
+    return f"the loss is {loss:.4f}; {gradient_checks.describe_non_finite(update.non_finite_counts)}"
 
 
-def _exchange(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
-    """Return the sums of `values` over replicas, and which of `flags` any rank has raised."""
-    counts = model.mesh.has_loss  # ranks that share layers have the same loss, and stages before the last have none
-    sums = agreement.totals([*(value * counts for value in values), *flags])
+def _reduce_over_ranks(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
+    """Return the sums of `values` over replicas, and which of `flags` are set on any rank."""
+    has_loss = model.mesh.has_loss  # tensor-parallel ranks have the same loss, and only the last pipeline stage has one
+    sums = collectives.all_reduce_sum([*(value * has_loss for value in values), *flags])
     return sums[: len(values)], [flag > 0 for flag in sums[len(values) :]]
 
 
-def _in_its_place(model: ParallelModel, data: Samples, mine: Dealt, loss: float) -> list[float]:
-    """Return for each replica a number: of this rank's the mean of its `loss`, a sum, and zero of the others."""
-    found = [0.0] * model.mesh.data_size
-    if counted := sum(data.counted(ids) for _, ids in mine):
-        found[model.mesh.data_rank] = loss / counted
-    return found
+def _build_replica_means(model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches, loss_sum: float) -> list[float]:
+    """Return one number per replica: this rank's mean loss, from its `loss_sum`, and zero for the others."""
+    means = [0.0] * model.mesh.data_size
+    if loss_token_count := sum(data.compute_loss_denominator(ids) for _, ids in micro_batches):
+        means[model.mesh.data_rank] = loss_sum / loss_token_count
+    return means

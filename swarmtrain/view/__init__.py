@@ -1,1 +1,1 @@
-"""What people see: progress, a run's status, and the stream of its output. stdout is data, stderr is talk."""
+"""Output for users: progress, a run's status, and the stream of its output. stdout is for data, stderr for messages."""

@@ -1,4 +1,4 @@
-"""Talk to a person on stderr: lines of progress with a spinner on a terminal, plain lines elsewhere, errors with hints."""
+"""Messages on stderr: progress with a spinner on a terminal and as plain lines elsewhere, and errors with hints."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from typing import TYPE_CHECKING
 from swarmtrain.errors import SwarmtrainError
 
 if TYPE_CHECKING:
-    from swarmtrain.launchers.base import Finding, Say
+    from swarmtrain.launchers.base import Finding, ProgressReporter
 
-_RED, _DIM, _OFF = "\033[31m", "\033[2m", "\033[0m"
+_RED, _DIM, _RESET = "\033[31m", "\033[2m", "\033[0m"
 
 
-def say(line: str) -> None:
-    """Print a line of talk. Where nobody listens any more, because the terminal was closed, what is going on goes on."""
+def print_message(line: str) -> None:
+    """Print a message. If the terminal was closed, ignore the error, so that the current operation continues."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201  # this is the place that prints
 
 
-def coloured(stream: int = 2) -> bool:
-    """Return whether the stream with this file descriptor shows colours: a terminal, and NO_COLOR unset."""
+def has_color_support(stream: int = 2) -> bool:
+    """Return whether the stream with this file descriptor supports colors: it is a terminal, and NO_COLOR is unset."""
     return os.isatty(stream) and "NO_COLOR" not in os.environ
 
 
 @contextmanager
-def progress(title: str, *, interrupted: str = "") -> Iterator[Say]:
-    """Give a `say` for what goes on under `title`. On a terminal the newest line spins until the next one.
+def show_progress(title: str, *, interrupt_hint: str = "") -> Iterator[ProgressReporter]:
+    """Yield a progress reporter for the operation `title`. On a terminal, the newest line spins until the next one.
 
-    `interrupted` is what a person who presses Ctrl-C meanwhile is told.
+    `interrupt_hint` is printed if the user presses Ctrl-C meanwhile.
     """
     try:
-        if coloured():
-            with _spinner(title) as step:
-                yield step
+        if has_color_support():
+            with _show_spinner(title) as report_progress:
+                yield report_progress
         else:
-            say(title)
-            yield lambda line: say(f"  {line}")
+            print_message(title)
+            yield lambda line: print_message(f"  {line}")
     except KeyboardInterrupt:
-        if interrupted:
-            say(f"interrupted: {interrupted}")
+        if interrupt_hint:
+            print_message(f"interrupted: {interrupt_hint}")
         raise
 
 
 @contextmanager
-def _spinner(title: str) -> Iterator[Say]:
+def _show_spinner(title: str) -> Iterator[ProgressReporter]:
     from rich.console import Console
     from rich.markup import escape
 
@@ -56,36 +56,36 @@ def _spinner(title: str) -> Iterator[Say]:
     with console.status(escape(title)) as status:
         console.print(escape(title))
 
-        def step(line: str) -> None:
+        def report_progress(line: str) -> None:
             with contextlib.suppress(OSError):
                 console.print(f"  {escape(line)}")
                 status.update(escape(line))
 
-        yield step
+        yield report_progress
 
 
-def confirm(question: str) -> bool | None:
-    """Ask a person, who answers no by saying nothing; None if there is no terminal to ask at."""
+def ask_confirmation(question: str) -> bool | None:
+    """Ask a yes/no question; an empty answer means no. Return None if there is no terminal to ask on."""
     if not (os.isatty(0) and os.isatty(2)):
         return None
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201  # see say
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201  # see print_message
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def show_error(error: SwarmtrainError) -> None:
-    """Print `error: …` and `hint: …`; a ConfigError prints a pair for each problem."""
-    for text, hint in error.told:
-        _show(text, hint)
+    """Print `error: …` and `hint: …`; for a ConfigError, a pair for each problem."""
+    for text, hint in error.messages_with_hints:
+        _print_labeled(text, hint)
 
 
 def show_finding(finding: Finding) -> None:
-    """Print what a launcher's check found."""
+    """Print a finding of a launcher's check."""
     text = f"{finding.place}: {finding.message}"
-    _show(text, finding.hint, word="error" if finding.fatal else "warning")
+    _print_labeled(text, finding.hint, label="error" if finding.fatal else "warning")
 
 
-def _show(text: str, hint: str | None, *, word: str = "error") -> None:
-    red, dim, off = (_RED, _DIM, _OFF) if coloured() else ("", "", "")
-    say(f"{red}{word}:{off} {text}")
+def _print_labeled(text: str, hint: str | None, *, label: str = "error") -> None:
+    red, dim, reset = (_RED, _DIM, _RESET) if has_color_support() else ("", "", "")
+    print_message(f"{red}{label}:{reset} {text}")
     if hint:
-        say(f"{dim}hint:{off} {hint}")
+        print_message(f"{dim}hint:{reset} {hint}")

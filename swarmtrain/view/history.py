@@ -1,4 +1,4 @@
-"""Events → what befell a run, line by line with times; and the runs that are known here. Values that print themselves."""
+"""Events → the history of a run, line by line with times; and the list of known runs. Both format themselves as text."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swarmtrain import wire
-from swarmtrain.view.status import progress_line, status
-from swarmtrain.view.stream import event_line
-from swarmtrain.view.times import clock, counted, duration
-from swarmtrain.view.worlds import worlds
-from swarmtrain.wire import EXIT_PLANNED, Event
+from swarmtrain import protocol
+from swarmtrain.protocol import EXIT_PLANNED, Event
+from swarmtrain.view.formatting import format_count, format_duration, format_time
+from swarmtrain.view.status import build_status, format_progress
+from swarmtrain.view.update_printer import format_event
+from swarmtrain.view.worlds import list_worlds
 
-_ASKED = {"up": "brought up from here", "stop": "stopped from here", "down": "taken down from here"}
+_REQUEST_TEXTS = {"up": "brought up from here", "stop": "stopped from here", "down": "taken down from here"}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One thing that happened: when (seconds since the epoch), of which kind (see swarmtrain.wire), in words, and the event's data."""
+class HistoryEntry:
+    """One thing that happened: its time (seconds since the epoch), its kind (see swarmtrain.protocol), a text, and the event's data."""
 
     time: float
     kind: str
@@ -27,103 +27,108 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class History:
-    """What befell a run, oldest first."""
+class RunHistory:
+    """The history of a run, oldest entry first."""
 
     run: str
-    entries: tuple[Entry, ...]
+    entries: tuple[HistoryEntry, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a script needs, for --json."""
+        """Return the JSON form, for `--json`."""
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(f"{clock(entry.time)}  {entry.text}" for entry in self.entries)
+        return "\n".join(f"{format_time(entry.time)}  {entry.text}" for entry in self.entries)
 
 
 @dataclass(frozen=True)
-class Known:
-    """A run that is there, or was. `state` as in a status, or down; times are seconds since the epoch."""
+class RunSummary:
+    """An existing or past run. `state` is as in a status, or down; times are seconds since the epoch."""
 
     run: str
     state: str
     started: float | None
     seconds: float | None
     step: int | None
-    why: str
+    reason: str
     last: float | None
 
 
 @dataclass(frozen=True)
-class Runs:
-    """The runs known here, the newest last."""
+class RunList:
+    """The runs that are known on this machine, newest last."""
 
-    runs: tuple[Known, ...]
+    runs: tuple[RunSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a script needs, for --json."""
+        """Return the JSON form, for `--json`."""
         return asdict(self)
 
     def __str__(self) -> str:
         rows = [("RUN", "STARTED", "FOR", "STEP", "STATE", "")]
-        for each in self.runs:
-            started = clock(each.started) if each.started is not None else ""
-            length = duration(each.seconds) if each.seconds is not None else ""
-            rows.append((each.run, started, length, "" if each.step is None else str(each.step), each.state, each.why))
+        for summary in self.runs:
+            started = format_time(summary.started) if summary.started is not None else ""
+            length = format_duration(summary.seconds) if summary.seconds is not None else ""
+            rows.append((summary.run, started, length, "" if summary.step is None else str(summary.step), summary.state, summary.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return "\n".join(
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows
         )
 
 
-def history(run: str, events: Sequence[Event]) -> History:
-    """Return what befell `run`: all events but what its nodes used, and of its progress what was said last before something else."""
-    why = {world.time: world for world in worlds(events)}
-    entries: list[Entry] = []
-    for event, after in zip(events, [*events[1:], None], strict=False):
-        if event.kind == wire.PROGRESS and after is not None and after.kind in (wire.PROGRESS, wire.USAGE):
+def build_history(run: str, events: Sequence[Event]) -> RunHistory:
+    """Return the history of `run`: all events except resource usage, and of successive progress events only the last one."""
+    worlds_by_time = {world.time: world for world in list_worlds(events)}
+    entries: list[HistoryEntry] = []
+    for event, next_event in zip(events, [*events[1:], None], strict=False):
+        if (
+            event.kind == protocol.EVENT_PROGRESS
+            and next_event is not None
+            and next_event.kind in (protocol.EVENT_PROGRESS, protocol.EVENT_USAGE)
+        ):
             continue
-        text = _line(event)
-        if event.kind == wire.WORLD:
-            text = f"world {why[event.time].number}: {text}{f', since {why[event.time].why}' if why[event.time].why else ''}"
+        text = _format_event(event)
+        if event.kind == protocol.EVENT_WORLD_FORMED:
+            world = worlds_by_time[event.time]
+            text = f"world {world.number}: {text}{f', since {world.reason}' if world.reason else ''}"
         if text:
-            entries.append(Entry(event.time, event.kind, text, event.data))
-    return History(run, tuple(entries))
+            entries.append(HistoryEntry(event.time, event.kind, text, event.data))
+    return RunHistory(run, tuple(entries))
 
 
-def known(run: str, events: Sequence[Event], state: str | None, now: float) -> Known:
-    """Return what is to be said of a run in a list; `state` None for one that is down, and whose last time that was."""
-    found = status(run, events, (), now)
-    last = events[-1].time if events else None
-    over = found.ended is not None or state is None
-    ended = found.ended or last
-    seconds = None if found.started is None or ended is None else (ended if over else now) - found.started
-    how = found.state if found.ended else state or "down"
-    return Known(run, how, found.started, seconds, found.progress.get("step"), found.why, last)
+def summarize_run(run: str, events: Sequence[Event], state: str | None, now: float) -> RunSummary:
+    """Return the list entry of a run. `state` is None for a run that is down; its last event then counts as its end."""
+    run_status = build_status(run, events, (), now)
+    last_time = events[-1].time if events else None
+    has_ended = run_status.ended is not None or state is None
+    ended = run_status.ended or last_time
+    seconds = None if run_status.started is None or ended is None else (ended if has_ended else now) - run_status.started
+    final_state = run_status.state if run_status.ended else state or "down"
+    return RunSummary(run, final_state, run_status.started, seconds, run_status.progress.get("step"), run_status.reason, last_time)
 
 
-def runs(found: Iterable[Known]) -> Runs:
-    """Return the list of these, the newest last."""
-    return Runs(tuple(sorted(found, key=lambda each: (each.started or 0.0, each.run))))
+def build_run_list(summaries: Iterable[RunSummary]) -> RunList:
+    """Return the list of these runs, newest last."""
+    return RunList(tuple(sorted(summaries, key=lambda each: (each.started or 0.0, each.run))))
 
 
-def _line(event: Event) -> str:
-    """Return an event as a line, also where the stream of a run that is followed has no use for it."""
+def _format_event(event: Event) -> str:
+    """Return an event as a line, including events that are not shown while a run is followed."""
     data = event.data
-    if event.kind == wire.BOARD_UP:
-        return "its notice board is up"
-    if event.kind == wire.PROGRESS:
-        return f"step {progress_line(data)}"
-    if event.kind == wire.LEFT:
-        return _left(data)
-    if event.kind == wire.ASKED:
-        nodes = f", with {counted(data['nodes'], 'node')}" if "nodes" in data else ""
+    if event.kind == protocol.EVENT_COORDINATOR_STARTED:
+        return "its coordinator is up"
+    if event.kind == protocol.EVENT_PROGRESS:
+        return f"step {format_progress(data)}"
+    if event.kind == protocol.EVENT_NODE_LEFT:
+        return _format_node_exit(data)
+    if event.kind == protocol.EVENT_OPERATION:
+        nodes = f", with {format_count(data['nodes'], 'node')}" if "nodes" in data else ""
         code = f", the code being {data['code']}" if "code" in data else ""
-        return f"{_ASKED.get(str(data.get('what')), str(data.get('what')))}{nodes}{code}"
-    return event_line(event) or ""
+        return f"{_REQUEST_TEXTS.get(str(data.get('operation')), str(data.get('operation')))}{nodes}{code}"
+    return format_event(event) or ""
 
 
-def _left(data: Mapping[str, Any]) -> str:
+def _format_node_exit(data: Mapping[str, Any]) -> str:
     code = data.get("exit_code")
-    how = {None: "fell silent", 0: "has ended", EXIT_PLANNED: "has left, as it was told to"}.get(code, f"left with exit code {code}")
-    return f"{data.get('node')} {how}"
+    description = {None: "fell silent", 0: "has ended", EXIT_PLANNED: "has exited, as requested"}.get(code, f"left with exit code {code}")
+    return f"{data.get('node')} {description}"

@@ -1,4 +1,4 @@
-"""The output of a run's nodes as one stream: what of it is shown, and where it comes from when the run is down."""
+"""The output of a run's nodes as one stream: which lines are shown, and where they come from if the run is down."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from swarmtrain.errors import EngineError, RunNotFound, StateError, SwarmtrainError
-from swarmtrain.launchers import find_run, kept
+from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError, SwarmtrainError
+from swarmtrain.launchers import find_run
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.kept import directory
-from swarmtrain.view.console import say
-from swarmtrain.view.stream import show_line
-from swarmtrain.wire import RENDEZVOUS
+from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import resolve_run_directory
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.view.console import print_message
+from swarmtrain.view.update_printer import print_log_line
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which lines are shown; `tail` bounds those of each node before the others choose among them."""
+class LogFilter:
+    """Selects the lines that are shown; `tail` limits those of each node before `rank` and `pattern` select among them."""
 
     tail: int | None = None
     since: float | None = None
@@ -30,47 +31,51 @@ class Choice:
         return self.rank in (None, line.rank) and (self.pattern is None or self.pattern.search(line.text) is not None)
 
 
-def pattern(text: str | None) -> re.Pattern[str] | None:
-    """Return the regular expression. Raises SwarmtrainError if it is none."""
+def compile_pattern(text: str | None) -> re.Pattern[str] | None:
+    """Return the compiled regular expression. Raises SwarmtrainError if it is invalid."""
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
         raise SwarmtrainError(
-            f"`{text}` is no regular expression: {error}", place="--grep", hint="put a \\ before each of ( [ * + ?"
+            f"`{text}` is not a regular expression: {error}", place="--grep", hint="put a \\ before each of ( [ * + ?"
         ) from None
 
 
-def show_logs(run: str | None, choice: Choice, *, follow: bool) -> None:
-    """Print the lines of `choice`, and go on as long as the run does if `follow`. Raises SwarmtrainError.
+def print_logs(run: str | None, log_filter: LogFilter, *, follow: bool) -> None:
+    """Print the lines that `log_filter` selects; with `follow`, continue until the run ends. Raises SwarmtrainError.
 
-    Of a run that is down, what was kept on this machine is printed.
+    For a run that is down, the output stored on this machine is printed.
     """
-    for line in _lines(run, choice, follow=follow):
-        if line in choice:
-            show_line(line)
+    for line in _read_lines(run, log_filter, follow=follow):
+        if line in log_filter:
+            print_log_line(line)
 
 
-def _lines(run: str | None, choice: Choice, *, follow: bool) -> Iterator[LogLine]:
+def _read_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iterator[LogLine]:
     try:
-        place, found = find_run(run)
-    except (RunNotFound, EngineError, StateError) as error:
-        if run is None or not kept.has_lines(run):
+        launcher, run_name = find_run(run)
+    except (RunNotFound, EngineError, StateDirectoryError) as error:
+        if run is None or not history_store.has_logs(run):
             raise
-        why = f"{run} is down" if isinstance(error, RunNotFound) else str(error)
-        say(f"{why}; this is what was kept of its output in {directory(run)}")
-        return _kept(run, choice)
-    nodes = [task.node for task in place.tasks(found) if task.node != RENDEZVOUS]
-    if choice.node is not None and choice.node not in nodes:
-        raise SwarmtrainError(f"it has no such node; there is: {', '.join(nodes)}", place=f"run {found}", hint=f"swarmtrain status {found}")
-    return place.logs(found, follow=follow, tail=choice.tail, since=choice.since, node=choice.node, say=say)
+        reason = f"{run} is down" if isinstance(error, RunNotFound) else str(error)
+        print_message(f"{reason}; this is what was kept of its output in {resolve_run_directory(run)}")
+        return _read_stored_lines(run, log_filter)
+    nodes = [task.node for task in launcher.list_tasks(run_name) if task.node != RENDEZVOUS_SERVICE]
+    if log_filter.node is not None and log_filter.node not in nodes:
+        raise SwarmtrainError(
+            f"it has no such node; there is: {', '.join(nodes)}", place=f"run {run_name}", hint=f"swarmtrain status {run_name}"
+        )
+    return launcher.stream_logs(
+        run_name, follow=follow, tail=log_filter.tail, since=log_filter.since, node=log_filter.node, report_progress=print_message
+    )
 
 
-def _kept(run: str, choice: Choice) -> Iterator[LogLine]:
-    lines = (line for line in kept.lines(run, node=choice.node) if line.time >= (choice.since or 0.0))
-    if choice.tail is None:
+def _read_stored_lines(run: str, log_filter: LogFilter) -> Iterator[LogLine]:
+    lines = (line for line in history_store.load_log_lines(run, node=log_filter.node) if line.time >= (log_filter.since or 0.0))
+    if log_filter.tail is None:
         yield from lines
         return
-    last: dict[str, deque[LogLine]] = {}
+    last_lines: dict[str, deque[LogLine]] = {}
     for line in lines:
-        last.setdefault(line.node, deque(maxlen=choice.tail)).append(line)
-    yield from sorted((line for each in last.values() for line in each), key=lambda line: line.time)
+        last_lines.setdefault(line.node, deque(maxlen=log_filter.tail)).append(line)
+    yield from sorted((line for node_lines in last_lines.values() for line in node_lines), key=lambda line: line.time)

@@ -1,4 +1,4 @@
-"""The memory that a config needs: asked of the trainer, and told as a table."""
+"""The memory that a config needs: estimated by the trainer, formatted as a table."""
 
 from __future__ import annotations
 
@@ -9,92 +9,110 @@ from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.launchers import verbs
+from swarmtrain.launchers.common import trainer_subprocess
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
-_SPARE = 0.9
-"""The part of a device's memory that tensors can fill: the rest is CUDA's own, NCCL's, and lost between pieces."""
+_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_USABLE_FRACTION = 0.9
+"""The fraction of a device's memory that tensors can use: the rest is for CUDA and NCCL, and lost to fragmentation."""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What each kind of rank needs, what the device has, and what would need less; in bytes."""
+class MemoryEstimate:
+    """The memory that each kind of rank needs, the device's memory, and alternatives that need less; in bytes."""
 
     world_size: int
     ranks: Sequence[Mapping[str, Any]]
-    device: int | None
+    device_memory: int | None
     alternatives: Sequence[Mapping[str, Any]]
 
     @property
-    def worst(self) -> Mapping[str, Any]:
-        """The rank that needs most."""
+    def worst_rank(self) -> Mapping[str, Any]:
+        """The rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: int(rank["peak"]))
 
     @property
     def fits(self) -> bool:
-        """True if the worst rank fits, or there is nothing to compare it with."""
-        return self.device is None or int(self.worst["peak"]) <= _SPARE * self.device
+        """True if the worst rank fits, or if the device's memory is unknown."""
+        return self.device_memory is None or int(self.worst_rank["peak"]) <= _USABLE_FRACTION * self.device_memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a script needs, for --json."""
-        told = [{**change, "fits": self.device is None or change["peak"] <= _SPARE * self.device} for change in self.alternatives]
+        """Return the JSON form, for `--json`."""
+        alternatives = [
+            {**change, "fits": self.device_memory is None or change["peak"] <= _USABLE_FRACTION * self.device_memory}
+            for change in self.alternatives
+        ]
         return {
             "world_size": self.world_size,
             "ranks": list(self.ranks),
-            "worst": self.worst["rank"],
-            "device_memory": self.device,
+            "worst": self.worst_rank["rank"],
+            "device_memory": self.device_memory,
             "fits": self.fits,
-            "alternatives": told,
+            "alternatives": alternatives,
         }
 
     def __str__(self) -> str:
-        kinds = list(dict.fromkeys(kind for rank in self.ranks for kind in rank["parts"]))
-        shown = [kind for kind in kinds if any(rank["parts"].get(kind, 0) >= 2**15 for rank in self.ranks)]
-        rows = [("", *(_named(rank, len(self.ranks)) for rank in self.ranks))]
-        rows += [(kind, *(_told(rank["parts"].get(kind, 0)) for rank in self.ranks)) for kind in shown]
-        rows += [("peak of a step", *(_told(rank["peak"]) for rank in self.ranks))]
-        rows += [("while it starts", *(_told(rank["start"]) for rank in self.ranks))]
-        lines = [f"memory of each rank, in a world of {self.world_size}", *_table(rows)]
-        return "\n".join([*lines, *self._verdict()])
-
-    def _verdict(self) -> list[str]:
-        if self.device is None:
-            return []
-        need, room = int(self.worst["peak"]), int(_SPARE * self.device)
-        device = f"a device of {_told(self.device)}, of which tensors can fill {_told(room)}"
-        if self.fits:
-            return [f"fits {device}"]
-        lines = [f"does not fit {device}: {_told(need - room)} too much"]
-        lesser = [change for change in self.alternatives if change["peak"] < need]
-        rows = [
-            (" ".join(f"-o {part}" for part in change["changes"]), _told(change["peak"]), "fits" if change["peak"] <= room else "")
-            for change in sorted(lesser, key=lambda change: int(change["peak"]))
+        categories = list(dict.fromkeys(category for rank in self.ranks for category in rank["memory_by_category"]))
+        shown_categories = [
+            category for category in categories if any(rank["memory_by_category"].get(category, 0) >= 2**15 for rank in self.ranks)
         ]
-        return [*lines, "it would need", *_table(rows)] if rows else [*lines, "nothing that was tried needs less"]
+        rows = [("", *(_label_rank(rank, len(self.ranks)) for rank in self.ranks))]
+        rows += [
+            (category, *(_format_size(rank["memory_by_category"].get(category, 0)) for rank in self.ranks)) for category in shown_categories
+        ]
+        rows += [("peak of a step", *(_format_size(rank["peak"]) for rank in self.ranks))]
+        rows += [("while it starts", *(_format_size(rank["startup_peak"]) for rank in self.ranks))]
+        lines = [f"memory of each rank, in a world of {self.world_size}", *_format_table(rows)]
+        return "\n".join([*lines, *self._format_fit()])
+
+    def _format_fit(self) -> list[str]:
+        if self.device_memory is None:
+            return []
+        needed_bytes, usable_bytes = int(self.worst_rank["peak"]), int(_USABLE_FRACTION * self.device_memory)
+        device_text = f"a device of {_format_size(self.device_memory)}, of which tensors can fill {_format_size(usable_bytes)}"
+        if self.fits:
+            return [f"fits {device_text}"]
+        lines = [f"does not fit {device_text}: {_format_size(needed_bytes - usable_bytes)} too much"]
+        smaller = [change for change in self.alternatives if change["peak"] < needed_bytes]
+        rows = [
+            (
+                " ".join(f"-o {override}" for override in change["changes"]),
+                _format_size(change["peak"]),
+                "fits" if change["peak"] <= usable_bytes else "",
+            )
+            for change in sorted(smaller, key=lambda change: int(change["peak"]))
+        ]
+        return [*lines, "it would need", *_format_table(rows)] if rows else [*lines, "nothing that was tried needs less"]
 
 
-def ask(config: Config, ranks: int, device: int | None) -> Memory:
-    """Return what `config` needs in a world of `ranks`. Raises SwarmtrainError if torch is not here, or cannot tell."""
-    question = {"config": config.to_json(), "ranks": ranks, "room": None if device is None else int(_SPARE * device)}
-    answer = verbs.ask("memory", question)
-    return Memory(ranks, answer["ranks"], device, answer["alternatives"])
+def estimate_memory(config: Config, ranks: int, device_memory: int | None) -> MemoryEstimate:
+    """Return the memory that `config` needs in a world of `ranks` ranks.
+
+    Raises SwarmtrainError if torch is not installed here, or cannot make the estimate.
+    """
+    request = {
+        "config": config.to_json(),
+        "ranks": ranks,
+        "available_bytes": None if device_memory is None else int(_USABLE_FRACTION * device_memory),
+    }
+    response = trainer_subprocess.query_trainer("memory", request)
+    return MemoryEstimate(ranks, response["ranks"], device_memory, response["alternatives"])
 
 
-def size(text: str, option: str = "--device-memory") -> int:
-    """Return the bytes in 80GiB, 80G, 512M, as `option` was given. Raises SwarmtrainError."""
-    match = _SIZE.fullmatch(text.strip())
+def parse_size(text: str, option: str = "--device-memory") -> int:
+    """Return the bytes of 80GiB, 80G or 512M, the value of `option`. Raises SwarmtrainError."""
+    match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
-        raise SwarmtrainError(f"{text!r} is no size", place=option, hint="write 80GiB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+        raise SwarmtrainError(f"{text!r} is not a size", place=option, hint="write 80GiB or 512MiB")
+    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
-def _named(rank: Mapping[str, Any], of: int) -> str:
+def _label_rank(rank: Mapping[str, Any], rank_count: int) -> str:
     stages = rank["stages"]
-    return "every rank" if of == 1 else f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    return "every rank" if rank_count == 1 else f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  " + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
@@ -103,6 +121,6 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _told(size: float) -> str:
-    unit, word = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
-    return f"{size / unit:,.1f} {word}"
+def _format_size(size: float) -> str:
+    unit, unit_name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+    return f"{size / unit:,.1f} {unit_name}"

@@ -1,4 +1,4 @@
-"""Events and task states → how a run stands, as a value that prints itself."""
+"""Events and task states → the status of a run, which formats itself as text."""
 
 from __future__ import annotations
 
@@ -6,196 +6,218 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from swarmtrain import wire
+from swarmtrain import protocol
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.view.times import ago, clock, counted, duration, gibibytes
-from swarmtrain.view.worlds import LeftOut, Restart, World, left_out, restarts, worlds
-from swarmtrain.wire import Event
+from swarmtrain.protocol import Event
+from swarmtrain.view.formatting import format_age, format_count, format_duration, format_memory_usage, format_time
+from swarmtrain.view.worlds import NodeRestarts, QuarantinedNode, WorldInfo, count_restarts, find_quarantined_nodes, list_worlds
 
-_STALE = 120.0
-"""Seconds after which what a node used is of no more interest."""
+_STALE_SECONDS = 120.0
+"""Seconds after which a node's usage is outdated."""
 
 
 @dataclass(frozen=True)
-class Status:
-    """How a run stands at `time`. `state`: starting, training, done, failed or stopped.
+class RunStatus:
+    """The status of a run at `time`. `state` is starting, training, done, failed or stopped.
 
-    What comes from an event has its `time` in it; times are seconds since the epoch, memory is in bytes.
+    Fields that come from an event include its `time`; times are seconds since the epoch, memory is in bytes.
     """
 
     run: str
     state: str
     time: float
     started: float | None = None
-    """When its notice board was first up."""
+    """When its coordinator first started."""
     ended: float | None = None
-    """When it got its verdict."""
-    why: str = ""
+    """When it got its outcome."""
+    reason: str = ""
     hint: str = ""
     exit_code: int | None = None
     world: dict[str, Any] = field(default_factory=dict)
-    worlds: tuple[World, ...] = ()
+    worlds: tuple[WorldInfo, ...] = ()
     progress: dict[str, Any] = field(default_factory=dict)
-    evaluation: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     straggler: dict[str, Any] = field(default_factory=dict)
     """The rank that the others of this world wait for; empty if there is none."""
     failures: int = 0
-    restarts: dict[str, Restart] = field(default_factory=dict)
+    restarts: dict[str, NodeRestarts] = field(default_factory=dict)
     """By node."""
-    left_out: dict[str, LeftOut] = field(default_factory=dict)
-    """By node: those that sit out, since they failed again and again."""
+    quarantined: dict[str, QuarantinedNode] = field(default_factory=dict)
+    """By node: the nodes that are quarantined, since they failed repeatedly."""
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By node: cpu of cpus, memory of memory_limit, gpus."""
     tasks: tuple[TaskState, ...] = ()
 
     @property
     def seconds(self) -> float | None:
-        """How long it has run, or ran."""
+        """How long it has been running, or ran."""
         return None if self.started is None else (self.ended or self.time) - self.started
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a script needs, for --json."""
+        """Return the JSON form, for `--json`."""
         return {**asdict(self), "seconds": self.seconds}
 
     def __str__(self) -> str:
-        facts = [("hint", self.hint), ("world", self._world()), ("step", progress_line(self.progress) if self.progress else "")]
-        facts += [
-            ("held out", self._held_out()),
-            ("checkpoint", self._checkpoint()),
-            ("slowest", self._slowest()),
-            ("failures", f"{self.failures} so far" * (self.failures > 0)),
-            *(("left out", f"{task.node}: {remedy(self.run, task.host)}") for task in self.tasks if task.node in self.left_out),
+        labeled_lines = [
+            ("hint", self.hint),
+            ("world", self._format_world()),
+            ("step", format_progress(self.progress) if self.progress else ""),
         ]
-        lines = [self._title(), *(f"  {name:12}{text}" for name, text in facts if text)]
-        return "\n".join([*lines, *_table(self._rows())])
+        labeled_lines += [
+            ("validation", self._format_validation()),
+            ("checkpoint", self._format_checkpoint()),
+            ("slowest", self._format_straggler()),
+            ("failures", f"{self.failures} so far" * (self.failures > 0)),
+            *(
+                ("left out", f"{task.node}: {suggest_quarantine_remedy(self.run, task.host)}")
+                for task in self.tasks
+                if task.node in self.quarantined
+            ),
+        ]
+        lines = [self._format_title(), *(f"  {name:12}{text}" for name, text in labeled_lines if text)]
+        return "\n".join([*lines, *_format_table(self._build_rows())])
 
-    def _title(self) -> str:
-        since = f" for {duration(self.seconds)}" if self.seconds is not None and self.state in ("starting", "training") else ""
-        took = f" after {duration(self.seconds)}" if self.seconds is not None and self.ended else ""
-        return f"run {self.run}: {self.state}{since}{took}{f', {self.why}' if self.why else ''}"
+    def _format_title(self) -> str:
+        running_time = (
+            f" for {format_duration(self.seconds)}" if self.seconds is not None and self.state in ("starting", "training") else ""
+        )
+        total_time = f" after {format_duration(self.seconds)}" if self.seconds is not None and self.ended else ""
+        return f"run {self.run}: {self.state}{running_time}{total_time}{f', {self.reason}' if self.reason else ''}"
 
-    def _world(self) -> str:
+    def _format_world(self) -> str:
         if not self.world:
             return ""
-        line = f"{counted(self.world.get('world_size'), 'rank')} on {counted(self.world.get('nodes'), 'node')}"
+        line = f"{format_count(self.world.get('world_size'), 'rank')} on {format_count(self.world.get('nodes'), 'node')}"
         if len(self.worlds) < 2:
             return line
         newest = self.worlds[-1]
-        return f"{line}, world {newest.number} since {duration(self.time - newest.time)}{f': {newest.why}' if newest.why else ''}"
+        return (
+            f"{line}, world {newest.number} since {format_duration(self.time - newest.time)}{f': {newest.reason}' if newest.reason else ''}"
+        )
 
-    def _held_out(self) -> str:
-        found = self.evaluation
-        return f"loss {found.get('loss', float('nan')):.4f} at step {found.get('step')}" if found else ""
+    def _format_validation(self) -> str:
+        evaluation = self.validation
+        return f"loss {evaluation.get('loss', float('nan')):.4f} at step {evaluation.get('step')}" if evaluation else ""
 
-    def _checkpoint(self) -> str:
-        found = self.checkpoint
-        return f"step {found.get('step')} in {found.get('path')}, {ago(self.time, found['time'])}" if found else ""
+    def _format_checkpoint(self) -> str:
+        checkpoint = self.checkpoint
+        return (
+            f"step {checkpoint.get('step')} in {checkpoint.get('path')}, {format_age(self.time, checkpoint['time'])}" if checkpoint else ""
+        )
 
-    def _slowest(self) -> str:
-        found = self.straggler
-        host = next((task.host for task in self.tasks if task.node == found.get("node")), "")
-        return f"{found['message']}{f' ({host})' if host else ''}, since {duration(self.time - found['time'])}" if found else ""
+    def _format_straggler(self) -> str:
+        straggler = self.straggler
+        host = next((task.host for task in self.tasks if task.node == straggler.get("node")), "")
+        return (
+            f"{straggler['message']}{f' ({host})' if host else ''}, since {format_duration(self.time - straggler['time'])}"
+            if straggler
+            else ""
+        )
 
-    def _rows(self) -> list[list[str]]:
-        """Return the table of nodes; a column that is empty but for its head is left out."""
+    def _build_rows(self) -> list[list[str]]:
+        """Return the table of nodes; columns that are empty except for their header are dropped."""
         rows = [["NODE", "HOST", "STATE", "CPU", "MEMORY", "GPU", "GPU MEMORY", "RESTARTS", ""]]
         for task in self.tasks:
-            used, again = self.usage.get(task.node, {}) if task.state == "running" else {}, self.restarts.get(task.node)
-            out = self.left_out.get(task.node)
-            why = (
+            usage, restarts = self.usage.get(task.node, {}) if task.state == "running" else {}, self.restarts.get(task.node)
+            quarantine = self.quarantined.get(task.node)
+            remark = (
                 task.reason
-                or (f"left out until {clock(out.until)[11:16]}: {out.why}" if out else "")
-                or (f"{again.why}, {ago(self.time, again.time)}" if again else "")
+                or (f"left out until {format_time(quarantine.until)[11:16]}: {quarantine.reason}" if quarantine else "")
+                or (f"{restarts.reason}, {format_age(self.time, restarts.time)}" if restarts else "")
             )
-            why = "; ".join(filter(None, (why, f"has {', '.join(task.gpus)}" if task.gpus else "")))
-            rows.append([task.node, task.host, task.state, *_used(used), str(again.count) if again else "", why])
+            remark = "; ".join(filter(None, (remark, f"has {', '.join(task.gpus)}" if task.gpus else "")))
+            rows.append([task.node, task.host, task.state, *_format_usage(usage), str(restarts.count) if restarts else "", remark])
         empty = {column for column in range(3, 8) if not any(row[column] for row in rows[1:])}
         return [[cell for column, cell in enumerate(row) if column not in empty] for row in rows]
 
 
-def status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: float) -> Status:
-    """Return how `run` stands at `now`, from the board's events (oldest first) and its services' states."""
-    last = _last(events)
-    verdict = last.get(wire.VERDICT)
-    usage, straggler = last.get(wire.USAGE, {}), last.get(wire.STRAGGLER, {})
-    fresh = now - usage.get("time", 0.0) < _STALE and not verdict
-    return Status(
+def build_status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: float) -> RunStatus:
+    """Return the status of `run` at `now`, from the coordinator's events (oldest first) and the states of its tasks."""
+    latest = _collect_latest_events(events)
+    outcome = latest.get(protocol.EVENT_OUTCOME)
+    usage, straggler = latest.get(protocol.EVENT_USAGE, {}), latest.get(protocol.EVENT_STRAGGLER, {})
+    is_usage_fresh = now - usage.get("time", 0.0) < _STALE_SECONDS and not outcome
+    return RunStatus(
         run=run,
-        state=_state(verdict, last, tasks),
+        state=_derive_state(outcome, latest, tasks),
         time=now,
-        started=next((event.time for event in events if event.kind == wire.BOARD_UP), None),
-        ended=verdict["time"] if verdict else None,
-        why=str(verdict.get("why", "")) if verdict else "",
-        hint=str(verdict.get("hint", "")) if verdict else "",
-        exit_code=verdict.get("exit_code") if verdict else None,
-        world=last.get(wire.WORLD, {}),
-        worlds=tuple(worlds(events)),
-        progress=last.get(wire.PROGRESS, {}),
-        evaluation=last.get(wire.EVALUATION, {}),
-        checkpoint=last.get(wire.CHECKPOINT, {}),
-        straggler=straggler if straggler.get("rank") is not None and not verdict else {},
-        failures=sum(event.kind == wire.FAILURE for event in events),
-        restarts=restarts(events),
-        left_out=left_out(events),
-        usage=usage.get("nodes", {}) if fresh else {},
+        started=next((event.time for event in events if event.kind == protocol.EVENT_COORDINATOR_STARTED), None),
+        ended=outcome["time"] if outcome else None,
+        reason=str(outcome.get("reason", "")) if outcome else "",
+        hint=str(outcome.get("hint", "")) if outcome else "",
+        exit_code=outcome.get("exit_code") if outcome else None,
+        world=latest.get(protocol.EVENT_WORLD_FORMED, {}),
+        worlds=tuple(list_worlds(events)),
+        progress=latest.get(protocol.EVENT_PROGRESS, {}),
+        validation=latest.get(protocol.EVENT_EVALUATION, {}),
+        checkpoint=latest.get(protocol.EVENT_CHECKPOINT, {}),
+        straggler=straggler if straggler.get("rank") is not None and not outcome else {},
+        failures=sum(event.kind == protocol.EVENT_FAILURE for event in events),
+        restarts=count_restarts(events),
+        quarantined=find_quarantined_nodes(events),
+        usage=usage.get("nodes", {}) if is_usage_fresh else {},
         tasks=tuple(tasks),
     )
 
 
-def progress_line(data: Mapping[str, Any]) -> str:
+def format_progress(data: Mapping[str, Any]) -> str:
     """Return a progress event's data as a line: step, loss, speed and time left."""
-    parts = [f"{data.get('step')}/{data['steps']}" if "steps" in data else f"{data.get('step')}"]
+    segments = [f"{data.get('step')}/{data['steps']}" if "steps" in data else f"{data.get('step')}"]
     if (loss := data.get("loss")) is not None:
-        parts.append(f"loss {loss:.4f}")
+        segments.append(f"loss {loss:.4f}")
     if (speed := data.get("tokens_per_second")) is not None:
-        parts.append(f"{speed:,.0f} tokens/s")
-    if (left := data.get("eta_seconds")) is not None:
-        parts.append(f"{duration(left)} left")
-    return ", ".join(parts)
+        segments.append(f"{speed:,.0f} tokens/s")
+    if (seconds_left := data.get("eta_seconds")) is not None:
+        segments.append(f"{format_duration(seconds_left)} left")
+    return ", ".join(segments)
 
 
-def remedy(run: str, host: str) -> str:
-    """Return what can be done about a node that is left out."""
-    drain = f"`docker node update --availability drain {host}` keeps a swarm off its machine; " if host else ""
-    return f"{drain}`swarmtrain stop {run}`, then deploy, gives it a chance at once"
+def suggest_quarantine_remedy(run: str, host: str) -> str:
+    """Return what can be done about a quarantined node."""
+    drain_hint = f"`docker node update --availability drain {host}` keeps a swarm off its machine; " if host else ""
+    return f"{drain_hint}`swarmtrain stop {run}`, then deploy, gives it a chance at once"
 
 
-def _last(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
-    """Return the newest event of each kind, with its time; a board that was started after a verdict has none.
+def _collect_latest_events(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
+    """Return the newest event of each kind, with its time.
 
-    Which rank others wait for is a matter of one world.
+    A coordinator that starts again after an outcome clears it. A straggler belongs to one world.
     """
-    last: dict[str, dict[str, Any]] = {}
+    latest: dict[str, dict[str, Any]] = {}
     for event in events:
-        if event.kind == wire.BOARD_UP:
-            last.pop(wire.VERDICT, None)
-        if event.kind == wire.WORLD:
-            last.pop(wire.STRAGGLER, None)
-        last[event.kind] = {**event.data, "time": event.time}
-    return last
+        if event.kind == protocol.EVENT_COORDINATOR_STARTED:
+            latest.pop(protocol.EVENT_OUTCOME, None)
+        if event.kind == protocol.EVENT_WORLD_FORMED:
+            latest.pop(protocol.EVENT_STRAGGLER, None)
+        latest[event.kind] = {**event.data, "time": event.time}
+    return latest
 
 
-def _used(used: Mapping[str, Any]) -> list[str]:
+def _format_usage(usage: Mapping[str, Any]) -> list[str]:
     """Return the cells CPU, MEMORY, GPU and GPU MEMORY of a node."""
-    if not used:
+    if not usage:
         return ["", "", "", ""]
-    gpus = used.get("gpus") or []
-    busy = f"{sum(gpu['use'] for gpu in gpus) / len(gpus):.0f} %" + (f" of {len(gpus)}" if len(gpus) > 1 else "") if gpus else ""
-    memory = gibibytes(sum(gpu["memory"] for gpu in gpus), sum(gpu["memory_total"] for gpu in gpus)) if gpus else ""
-    return [f"{used['cpu']:.1f}/{used['cpus']:g}", gibibytes(used["memory"], used["memory_limit"]), busy, memory]
+    gpus = usage.get("gpus") or []
+    utilization = (
+        f"{sum(gpu['utilization'] for gpu in gpus) / len(gpus):.0f} %" + (f" of {len(gpus)}" if len(gpus) > 1 else "") if gpus else ""
+    )
+    memory = format_memory_usage(sum(gpu["memory"] for gpu in gpus), sum(gpu["memory_total"] for gpu in gpus)) if gpus else ""
+    return [f"{usage['cpu']:.1f}/{usage['cpus']:g}", format_memory_usage(usage["memory"], usage["memory_limit"]), utilization, memory]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     cells = [[*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]] for row in rows]
     return ["  " + "  ".join(row).rstrip() for row in cells]
 
 
-def _state(verdict: Mapping[str, Any] | None, last: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:
-    if verdict:
-        return str(verdict["status"])
-    nodes = [task for task in tasks if task.node != wire.RENDEZVOUS]
+def _derive_state(outcome: Mapping[str, Any] | None, latest: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:
+    if outcome:
+        return str(outcome["status"])
+    nodes = [task for task in tasks if task.node != protocol.RENDEZVOUS_SERVICE]
     if nodes and all(task.state in ("stopped", "shutdown") for task in nodes):
         return "stopped"
-    return "training" if wire.PROGRESS in last or wire.WORLD in last else "starting"  # a script of one's own may tell no steps
+    return (
+        "training" if protocol.EVENT_PROGRESS in latest or protocol.EVENT_WORLD_FORMED in latest else "starting"
+    )  # a custom script may report no steps

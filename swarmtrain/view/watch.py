@@ -1,4 +1,4 @@
-"""A status that is looked at again and again: one screen with a bar on a terminal, the changes one below the other elsewhere."""
+"""A status that is refreshed periodically: one screen with a bar on a terminal, the changes one below the other elsewhere."""
 
 from __future__ import annotations
 
@@ -10,106 +10,106 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from swarmtrain.errors import EngineError, RunNotFound
-from swarmtrain.view.bar import bar
-from swarmtrain.view.status import Status
-from swarmtrain.view.times import duration
+from swarmtrain.view.formatting import format_duration
+from swarmtrain.view.progress_bar import render_progress_bar
+from swarmtrain.view.status import RunStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_EVERY = 2.0
-_SILENCE = 5.0
+_REFRESH_SECONDS = 2.0
+_STALE_SECONDS = 5.0
 
 
-class Looker(threading.Thread):
-    """Calls `look` every `every` seconds, until it is closed or `look` raises something else than EngineError.
+class StatusRefresher(threading.Thread):
+    """Calls `load_status` every `interval` seconds, until it is closed or `load_status` raises something other than EngineError.
 
-    It is a thread, since a manager that hangs must not hold up the screen.
+    It is a thread, so that a hanging manager does not block the screen.
     """
 
-    def __init__(self, look: Callable[[], Status], every: float = _EVERY) -> None:
+    def __init__(self, load_status: Callable[[], RunStatus], interval: float = _REFRESH_SECONDS) -> None:
         super().__init__(name="status", daemon=True)
-        self._look, self._every = look, every
-        self.seen: Status | None = None
-        self.at = time.monotonic()
-        self.lost: EngineError | None = None
+        self._load_status, self._interval = load_status, interval
+        self.latest_status: RunStatus | None = None
+        self.refreshed_at = time.monotonic()
+        self.connection_error: EngineError | None = None
         self.error: Exception | None = None
-        self.news = threading.Event()
+        self.changed = threading.Event()
         self._closing = threading.Event()
 
     def run(self) -> None:
-        """Look, and look again."""
+        """Refresh the status periodically."""
         while self.error is None and not self._closing.is_set():
             try:
-                self.seen = self._look()
-                self.at, self.lost = time.monotonic(), None
+                self.latest_status = self._load_status()
+                self.refreshed_at, self.connection_error = time.monotonic(), None
             except EngineError as error:
-                self.lost = error
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is raised where somebody sees it
+                self.connection_error = error
+            except Exception as error:  # noqa: BLE001  # any error is raised again in the main thread
                 self.error = error
-            self.news.set()
-            self._closing.wait(self._every)
+            self.changed.set()
+            self._closing.wait(self._interval)
 
     def close(self) -> None:
-        """End the thread after its next look."""
+        """Stop the thread after its current refresh."""
         self._closing.set()
 
-    def screen(self) -> str:
-        """Return what is to be shown: the status, and since when there has been no newer one."""
-        silence = time.monotonic() - self.at
-        shown = str(self.seen) if self.seen else "no status yet"
-        if self.lost is None and silence < _SILENCE:
-            return shown
-        why = f": {self.lost}" if self.lost else ""
-        return f"{shown}\n\nno newer status for {duration(silence)}{why}; asked again every {duration(self._every)}"
+    def render_screen(self) -> str:
+        """Return the text to show: the status and, if it is outdated, since when."""
+        age = time.monotonic() - self.refreshed_at
+        screen_text = str(self.latest_status) if self.latest_status else "no status yet"
+        if self.connection_error is None and age < _STALE_SECONDS:
+            return screen_text
+        reason = f": {self.connection_error}" if self.connection_error else ""
+        return f"{screen_text}\n\nno newer status for {format_duration(age)}{reason}; asked again every {format_duration(self._interval)}"
 
 
-def watch(look: Callable[[], Status], *, every: float = _EVERY) -> Status | None:
-    """Show what `look` returns until the run has its verdict, and return that; None if the run is taken down meanwhile.
+def watch_status(load_status: Callable[[], RunStatus], *, interval: float = _REFRESH_SECONDS) -> RunStatus | None:
+    """Show the status until the run has its outcome, and return it; None if the run is taken down meanwhile.
 
-    Raises SwarmtrainError if there is nothing to look at from the beginning.
+    Raises SwarmtrainError if no status can be loaded at the beginning.
     """
-    looker = Looker(look, every)
-    looker.start()
+    refresher = StatusRefresher(load_status, interval)
+    refresher.start()
     try:
-        return _watch(looker)
+        return _watch_until_end(refresher)
     finally:
-        looker.close()
+        refresher.close()
 
 
-def _watch(looker: Looker) -> Status | None:
-    looker.news.wait()
-    if looker.seen is None and (looker.error or looker.lost):
-        raise looker.error or looker.lost  # type: ignore[misc]  # one of them is an error
-    with _shown() as show:
+def _watch_until_end(refresher: StatusRefresher) -> RunStatus | None:
+    refresher.changed.wait()
+    if refresher.latest_status is None and (refresher.error or refresher.connection_error):
+        raise refresher.error or refresher.connection_error  # type: ignore[misc]  # one of them is an error
+    with _open_screen() as show_screen:
         while True:
-            show(looker.screen(), looker.seen)
-            if isinstance(looker.error, RunNotFound):
+            show_screen(refresher.render_screen(), refresher.latest_status)
+            if isinstance(refresher.error, RunNotFound):
                 return None
-            if looker.error:
-                raise looker.error
-            if looker.seen and looker.seen.ended and looker.lost is None:
-                return looker.seen
-            looker.news.wait(1.0)
-            looker.news.clear()
+            if refresher.error:
+                raise refresher.error
+            if refresher.latest_status and refresher.latest_status.ended and refresher.connection_error is None:
+                return refresher.latest_status
+            refresher.changed.wait(1.0)
+            refresher.changed.clear()
 
 
-Show = Callable[[str, Status | None], None]
+ShowScreen = Callable[[str, RunStatus | None], None]
 
 
 @contextmanager
-def _shown() -> Iterator[Show]:
-    """Give what puts a text on the screen in place of the one before; where there is none, it is printed if it is another."""
+def _open_screen() -> Iterator[ShowScreen]:
+    """Yield a function that replaces the text on the screen; without a terminal, it prints the text if it has changed."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.live import Live
 
         with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop") as live:
-            yield lambda text, seen: live.update(_with_bar(text, seen), refresh=True)
+            yield lambda text, seen: live.update(_render_with_bar(text, seen), refresh=True)
         return
     last = ""
 
-    def print_new(text: str, _: Status | None) -> None:
+    def print_new(text: str, _: RunStatus | None) -> None:
         nonlocal last
         if text != last:
             print(f"{text}\n", flush=True)  # noqa: T201  # this is the place that prints
@@ -118,13 +118,13 @@ def _shown() -> Iterator[Show]:
     yield print_new
 
 
-def _with_bar(text: str, seen: Status | None) -> RenderableType:
-    """Return the text with a bar below its first line: how much of the steps is done, and how long the rest takes."""
+def _render_with_bar(text: str, status: RunStatus | None) -> RenderableType:
+    """Return the text with a bar below its first line: the completed steps and the time left."""
     from rich.console import Group
     from rich.text import Text
 
-    title, _, rest = text.partition("\n")
-    shown = bar(seen.progress, training=seen.state == "training") if seen else None
-    if shown is None:
+    title, _, remaining_text = text.partition("\n")
+    progress_bar = render_progress_bar(status.progress, training=status.state == "training") if status else None
+    if progress_bar is None:
         return Text(text, no_wrap=True, overflow="ellipsis")
-    return Group(Text(title, no_wrap=True, overflow="ellipsis"), shown, Text(rest, no_wrap=True, overflow="ellipsis"))
+    return Group(Text(title, no_wrap=True, overflow="ellipsis"), progress_bar, Text(remaining_text, no_wrap=True, overflow="ellipsis"))

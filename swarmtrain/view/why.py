@@ -1,4 +1,4 @@
-"""Events, task states and lines → why a run died: who was first, what killed it, what the others did, what to do. One screen."""
+"""Events, task states and lines → why a run failed: which rank was first, the cause, what the others did, the fix. One screen."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swarmtrain import wire
+from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.view.failures import Evidence, Known, recognise, signal_name
-from swarmtrain.view.status import progress_line, remedy
-from swarmtrain.view.times import clock, duration
-from swarmtrain.view.worlds import failure_line, left_out, worlds
-from swarmtrain.wire import Event, collateral
+from swarmtrain.protocol import Event, is_collateral_failure
+from swarmtrain.view.failures import FailureEvidence, FailureSignature, get_signal_name, identify_failure
+from swarmtrain.view.formatting import format_duration, format_time
+from swarmtrain.view.status import format_progress, suggest_quarantine_remedy
+from swarmtrain.view.worlds import find_quarantined_nodes, format_failure, list_worlds
 
-BEFORE = 60.0
-"""Seconds before a death in which what was printed may tell of it."""
-_AFTER = 2.0
-_LAST = 8
-_FRAMES = 16
-_WIDTH = 160
+LINES_BEFORE_SECONDS = 60.0
+"""Seconds before a failure in which the output may explain it."""
+_LINES_AFTER_SECONDS = 2.0
+_MAX_LINES = 8
+_MAX_TRACEBACK_LINES = 16
+_MAX_LINE_WIDTH = 160
 
 
 @dataclass(frozen=True)
-class Other:
-    """What another node did when the first one died: its last line before, and its own failure if it had one."""
+class PeerNode:
+    """What another node did when the first one failed: its last line before, and its own failure, if any."""
 
     node: str
     state: str
@@ -34,12 +34,12 @@ class Other:
 
 
 @dataclass(frozen=True)
-class Why:
-    """Why a run died, or had to start its ranks anew the last time. `time` is in seconds since the epoch."""
+class FailureDiagnosis:
+    """Why a run failed, or last had to restart its ranks. `time` is in seconds since the epoch."""
 
     run: str
-    verdict: str
-    """What the board said at the end; empty if the run goes on."""
+    outcome: str
+    """The outcome that the coordinator reported; empty if the run continues."""
     node: str
     rank: int | None
     host: str
@@ -47,161 +47,184 @@ class Why:
     world: int
     progress: str
     error: str
-    exit: str
-    known: str
-    means: str
+    exit_status: str
+    signature: str
+    meaning: str
     fix: str
-    left_out: str
-    """Until when its node is, and what can be done about that; empty if it is not."""
+    quarantine: str
+    """Until when the node is quarantined, and what can be done about it; empty if it is not."""
     traceback: str
     lines: tuple[str, ...]
-    others: tuple[Other, ...]
+    peers: tuple[PeerNode, ...]
 
     @property
-    def who(self) -> str:
+    def rank_label(self) -> str:
         return f"{self.node} rank {self.rank}" if self.rank is not None else self.node
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a script needs, for --json."""
+        """Return the JSON form, for `--json`."""
         return asdict(self)
 
     def __str__(self) -> str:
-        where = (
-            f"{self.who}{f' on {self.host}' if self.host else ''}, at {clock(self.time)}{f', in world {self.world}' if self.world else ''}"
+        location = (
+            f"{self.rank_label}{f' on {self.host}' if self.host else ''}, "
+            f"at {format_time(self.time)}{f', in world {self.world}' if self.world else ''}"
         )
-        facts = [
-            ("first", where),
+        labeled_lines = [
+            ("first", location),
             ("step", self.progress),
             ("error", self.error),
-            ("exit", self.exit),
-            ("means", self.means),
+            ("exit", self.exit_status),
+            ("means", self.meaning),
             ("fix", self.fix),
-            ("now", self.left_out),
+            ("now", self.quarantine),
         ]
-        lines = [f"run {self.run}: {self.verdict or 'goes on after a failure'}", *(f"  {name:8}{text}" for name, text in facts if text)]
-        lines += _block("traceback", self.traceback.splitlines()[-_FRAMES:])
-        lines += _block(f"last lines of {self.who}", self.lines)
-        lines += _block("meanwhile", [_other(other) for other in self.others])
+        lines = [
+            f"run {self.run}: {self.outcome or 'resumed after a failure'}",
+            *(f"  {name:8}{text}" for name, text in labeled_lines if text),
+        ]
+        lines += _format_block("traceback", self.traceback.splitlines()[-_MAX_TRACEBACK_LINES:])
+        lines += _format_block(f"last lines of {self.rank_label}", self.lines)
+        lines += _format_block("meanwhile", [_format_peer(other) for other in self.peers])
         return "\n".join(lines)
 
 
-def first_failure(events: Sequence[Event]) -> Event | None:
-    """Return the failure by which the last world that failed began to: one that has its own reason, if any has."""
-    groups: list[list[Event]] = [[]]
+def find_first_failure(events: Sequence[Event]) -> Event | None:
+    """Return the first failure in the last world that had any: the first that is not collateral, if there is one."""
+    failures_by_world: list[list[Event]] = [[]]
     for event in events:
-        if event.kind == wire.WORLD:
-            groups.append([])
-        elif event.kind == wire.FAILURE:
-            groups[-1].append(event)
-    last = next((group for group in reversed(groups) if group), [])
-    return next((event for event in last if not collateral(event.data)), last[0] if last else None)
+        if event.kind == protocol.EVENT_WORLD_FORMED:
+            failures_by_world.append([])
+        elif event.kind == protocol.EVENT_FAILURE:
+            failures_by_world[-1].append(event)
+    newest_failures = next((world_failures for world_failures in reversed(failures_by_world) if world_failures), [])
+    return next(
+        (event for event in newest_failures if not is_collateral_failure(event.data)), newest_failures[0] if newest_failures else None
+    )
 
 
-def why(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine]) -> Why | None:
-    """Return why `run` died; None if nothing of it has failed. `events` and `lines` are in the order of time."""
-    first = first_failure(events) or _lost(events) or _refused(tasks, events)
+def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine]) -> FailureDiagnosis | None:
+    """Return why `run` failed; None if nothing has failed. `events` and `lines` are in chronological order."""
+    first = find_first_failure(events) or _find_lost_node(events) or _find_failed_start(tasks, events)
     if first is None:
         return None
     data = first.data
     node, rank = str(data.get("node", "")), data.get("rank")
-    # Lines of a file that some other program wrote have no time: they may be of any.
-    said = [line for line in lines if not line.time or first.time - BEFORE < line.time < first.time + _AFTER]
-    own = [line.text for line in said if line.node == node and rank in (None, line.rank)]
+    # Lines of a file that another program wrote have no time, so they may be relevant.
+    recent_lines = [
+        line for line in lines if not line.time or first.time - LINES_BEFORE_SECONDS < line.time < first.time + _LINES_AFTER_SECONDS
+    ]
+    own_lines = [line.text for line in recent_lines if line.node == node and rank in (None, line.rank)]
     host = next((task.host for task in tasks if task.node == node), "")
-    out = left_out(events).get(node)
+    quarantine = find_quarantined_nodes(events).get(node)
     reasons = [task.reason for task in tasks if task.node == node and task.reason]
-    known = recognise(Evidence(data, "\n".join([*own[-_LAST:], *reasons])))
-    before = [event for event in events if event.time <= first.time]
-    made = next((event.data for event in reversed(before) if event.kind == wire.PROGRESS), None)
-    verdict = next((event.data for event in reversed(events) if event.kind in (wire.VERDICT, wire.BOARD_UP)), {})
-    return Why(
+    signature = identify_failure(FailureEvidence(data, "\n".join([*own_lines[-_MAX_LINES:], *reasons])))
+    earlier_events = [event for event in events if event.time <= first.time]
+    progress = next((event.data for event in reversed(earlier_events) if event.kind == protocol.EVENT_PROGRESS), None)
+    outcome = next(
+        (event.data for event in reversed(events) if event.kind in (protocol.EVENT_OUTCOME, protocol.EVENT_COORDINATOR_STARTED)), {}
+    )
+    return FailureDiagnosis(
         run=run,
-        verdict=f"{verdict['status']}, {verdict['why']}" if "status" in verdict else "",
+        outcome=f"{outcome['status']}, {outcome['reason']}" if "status" in outcome else "",
         node=node,
         rank=rank,
         host=host,
         time=first.time,
-        world=len(worlds(before)),
-        progress=progress_line(made) if made else "",
+        world=len(list_worlds(earlier_events)),
+        progress=format_progress(progress) if progress else "",
         error=str(data.get("error", "")),
-        exit=_exit(data),
-        known=known.name if known else "",
-        means=known.means if known else "",
-        fix=_fix(data, known),
-        left_out=f"{node} is left out until {clock(out.until)[11:16]}. {remedy(run, host)}" if out else "",
+        exit_status=_format_exit(data),
+        signature=signature.name if signature else "",
+        meaning=signature.meaning if signature else "",
+        fix=_choose_fix(data, signature),
+        quarantine=f"{node} is left out until {format_time(quarantine.until)[11:16]}. {suggest_quarantine_remedy(run, host)}"
+        if quarantine
+        else "",
         traceback=str(data.get("traceback", "")),
-        lines=tuple(_without(own, str(data.get("traceback", "")))[-_LAST:]),
-        others=_others(node, first, events, tasks, said),
+        lines=tuple(_drop_traceback_lines(own_lines, str(data.get("traceback", "")))[-_MAX_LINES:]),
+        peers=_collect_peers(node, first, events, tasks, recent_lines),
     )
 
 
-def _fix(data: dict[str, Any], known: Known | None) -> str:
-    """Return the next step: whoever failed may know it better than a table."""
-    return str(data.get("hint") or (known.fix if known else ""))
+def _choose_fix(data: dict[str, Any], signature: FailureSignature | None) -> str:
+    """Return the next step: the process that failed may know it better than the table."""
+    return str(data.get("hint") or (signature.fix if signature else ""))
 
 
-def _exit(data: dict[str, Any]) -> str:
-    """Return how the process ended, as a number and in words."""
+def _format_exit(data: dict[str, Any]) -> str:
+    """Return how the process exited, as a number and in words."""
     code = data.get("exit_code")
     if name := data.get("signal"):
         number = getattr(signal, str(name), None)
         return f"killed by {name}{f', {128 + number} to a shell' if number else ''}"
     if not isinstance(code, int):
         return ""
-    name = signal_name(code - 128) if code > 128 else ""
+    name = get_signal_name(code - 128) if code > 128 else ""
     return f"exit code {code}{f', which is {name}' if name else ''}"
 
 
-def _lost(events: Sequence[Event]) -> Event | None:
-    """Return that a node fell silent, as the failure that nobody could tell of, if the run was given up for it."""
-    verdict = next((event for event in reversed(events) if event.kind == wire.VERDICT), None)
-    if verdict is None or verdict.data.get("status") == "done":
+def _find_lost_node(events: Sequence[Event]) -> Event | None:
+    """Return a failure event for a run that ended without a reported failure.
+
+    It is that of the last node that fell silent, else the coordinator's own outcome. None if the run has not ended, or is done.
+    """
+    outcome = next((event for event in reversed(events) if event.kind == protocol.EVENT_OUTCOME), None)
+    if outcome is None or outcome.data.get("status") == "done":
         return None
-    silent = [event for event in events if event.kind == wire.LEFT and event.data.get("exit_code") is None]
-    if not silent:
+    silent_exits = [event for event in events if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") is None]
+    if not silent_exits:
         return Event(
-            wire.FAILURE,
-            {"node": wire.RENDEZVOUS, "error": verdict.data.get("why"), "exit_code": verdict.data.get("exit_code")},
-            verdict.time,
+            protocol.EVENT_FAILURE,
+            {"node": protocol.RENDEZVOUS_SERVICE, "error": outcome.data.get("reason"), "exit_code": outcome.data.get("exit_code")},
+            outcome.time,
         )
-    node = silent[-1].data.get("node")
-    return Event(wire.FAILURE, {"node": node, "error": f"{node} fell silent: {verdict.data.get('why')}"}, silent[-1].time)
+    node = silent_exits[-1].data.get("node")
+    return Event(
+        protocol.EVENT_FAILURE, {"node": node, "error": f"{node} fell silent: {outcome.data.get('reason')}"}, silent_exits[-1].time
+    )
 
 
-def _refused(tasks: Sequence[TaskState], events: Sequence[Event]) -> Event | None:
-    """Return that a container could not be started, or ended before anybody in it could say why."""
-    bad = [task for task in tasks if task.reason and task.state not in ("running", "complete", "stopped", "shutdown")]
-    if not bad:
+def _find_failed_start(tasks: Sequence[TaskState], events: Sequence[Event]) -> Event | None:
+    """Return a failure event for a container that could not be started, or ended before a process in it could report why."""
+    failed_tasks = [task for task in tasks if task.reason and task.state not in ("running", "complete", "stopped", "shutdown")]
+    if not failed_tasks:
         return None
-    data = {"node": bad[0].node, "error": bad[0].reason, "exit_code": bad[0].exit_code}
-    return Event(wire.FAILURE, data, events[-1].time if events else 0.0)
+    data = {"node": failed_tasks[0].node, "error": failed_tasks[0].reason, "exit_code": failed_tasks[0].exit_code}
+    return Event(protocol.EVENT_FAILURE, data, events[-1].time if events else 0.0)
 
 
-def _others(node: str, first: Event, events: Sequence[Event], tasks: Sequence[TaskState], said: Sequence[LogLine]) -> tuple[Other, ...]:
-    found = []
+def _collect_peers(
+    node: str, first: Event, events: Sequence[Event], tasks: Sequence[TaskState], recent_lines: Sequence[LogLine]
+) -> tuple[PeerNode, ...]:
+    peers = []
     for task in tasks:
-        if task.node in (node, wire.RENDEZVOUS):
+        if task.node in (node, protocol.RENDEZVOUS_SERVICE):
             continue
-        failed = next(
-            (event for event in events if event.kind == wire.FAILURE and event.data.get("node") == task.node and event.time >= first.time),
+        failure = next(
+            (
+                event
+                for event in events
+                if event.kind == protocol.EVENT_FAILURE and event.data.get("node") == task.node and event.time >= first.time
+            ),
             None,
         )
-        later = f"{failure_line(failed.data)}, {duration(failed.time - first.time)} later" if failed else ""
-        last = next((line for line in reversed(said) if line.node == task.node and line.time <= first.time), None)
-        when = f", {duration(first.time - last.time)} before" if last and last.time else ""
-        found.append(Other(task.node, task.state, later, f"{last.text}{when}" if last else ""))
-    return tuple(found)
+        failure_text = f"{format_failure(failure.data)}, {format_duration(failure.time - first.time)} later" if failure else ""
+        last_line = next((line for line in reversed(recent_lines) if line.node == task.node and line.time <= first.time), None)
+        age_text = f", {format_duration(first.time - last_line.time)} before" if last_line and last_line.time else ""
+        peers.append(PeerNode(task.node, task.state, failure_text, f"{last_line.text}{age_text}" if last_line else ""))
+    return tuple(peers)
 
 
-def _other(other: Other) -> str:
-    return f"{other.node} ({other.state}): {'; '.join(part for part in (other.last, other.failure) if part) or 'said nothing'}"
+def _format_peer(peer: PeerNode) -> str:
+    return f"{peer.node} ({peer.state}): {'; '.join(part for part in (peer.last, peer.failure) if part) or 'said nothing'}"
 
 
-def _without(lines: Sequence[str], trace: str) -> list[str]:
-    """Return the lines that are not those of the traceback, which is shown already."""
-    shown = {line.strip() for line in trace.splitlines()}
-    return [line for line in lines if line.strip() and line.strip() not in shown]
+def _drop_traceback_lines(lines: Sequence[str], traceback: str) -> list[str]:
+    """Return the lines that are not part of the traceback, which is shown already."""
+    traceback_lines = {line.strip() for line in traceback.splitlines()}
+    return [line for line in lines if line.strip() and line.strip() not in traceback_lines]
 
 
-def _block(title: str, lines: Sequence[str]) -> list[str]:
-    return [f"  {title}:", *(f"    {line[:_WIDTH]}" for line in lines)] if lines else []
+def _format_block(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"  {title}:", *(f"    {line[:_MAX_LINE_WIDTH]}" for line in lines)] if lines else []

@@ -1,4 +1,4 @@
-"""Events → the worlds of a run: which nodes trained together from when, and why each one came after the last."""
+"""Events → the worlds of a run: which nodes trained together from when, and why each new world was formed."""
 
 from __future__ import annotations
 
@@ -6,129 +6,137 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarmtrain import wire
-from swarmtrain.wire import EXIT_PLANNED, Event, collateral
+from swarmtrain import protocol
+from swarmtrain.protocol import EXIT_PLANNED, Event, is_collateral_failure
 
 
 @dataclass(frozen=True)
-class World:
-    """One world. `number` counts from 1; `why` is empty for the first."""
+class WorldInfo:
+    """One world. `number` counts from 1; `reason` is empty for the first."""
 
     number: int
     time: float
     nodes: int
     ranks: int
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class Restart:
-    """That ranks of a node were started again: how often, when the last time, and why then."""
+class NodeRestarts:
+    """Restarts of the ranks of a node: how many, and the time and reason of the last one."""
 
     count: int
     time: float
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """That a node sits out, since it failed again and again. `until` is in seconds since the epoch."""
+class QuarantinedNode:
+    """A node that is quarantined, since it failed repeatedly. `until` is in seconds since the epoch."""
 
     until: float
-    why: str
+    reason: str
 
 
-def worlds(events: Iterable[Event]) -> list[World]:
+def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
     """Return the worlds that have formed, in order."""
-    found: list[World] = []
-    between: list[Event] = []
-    before: set[str] = set()
+    formed_worlds: list[WorldInfo] = []
+    events_between: list[Event] = []
+    previous_members: set[str] = set()
     for event in events:
-        if event.kind == wire.WORLD:
+        if event.kind == protocol.EVENT_WORLD_FORMED:
             nodes, ranks = int(event.data.get("nodes", 0)), int(event.data.get("world_size", 0))
             members = set(event.data.get("ranks") or ())
-            why = why_anew(between) or _difference(before, members) if found else ""
-            found.append(World(len(found) + 1, event.time, nodes, ranks, why))
-            between, before = [], members
-        elif event.kind in _REASONS:
-            between.append(event)
-    return found
+            cause = explain_new_world(events_between) or _describe_new_members(previous_members, members) if formed_worlds else ""
+            formed_worlds.append(WorldInfo(len(formed_worlds) + 1, event.time, nodes, ranks, cause))
+            events_between, previous_members = [], members
+        elif event.kind in _CAUSE_KINDS:
+            events_between.append(event)
+    return formed_worlds
 
 
-def why_anew(between: Sequence[Event]) -> str:
-    """Return what among the events since the last world is the reason for a new one; nothing if none tells."""
-    ranked = sorted(between, key=_weight)
-    return next((text for event in ranked if (text := reason(event))), "")
+def explain_new_world(events_between: Sequence[Event]) -> str:
+    """Return which of the events since the last world is the reason for a new one; empty if none is."""
+    ranked = sorted(events_between, key=_rank_cause)
+    return next((text for event in ranked if (text := describe_cause(event))), "")
 
 
-def reason(event: Event) -> str:
-    """Return what an event says of why ranks are started anew; nothing if it is no reason for that."""
+def describe_cause(event: Event) -> str:
+    """Return the reason that an event gives for restarting ranks; empty if it gives none."""
     node = str(event.data.get("node", "a node"))
-    if event.kind == wire.FAILURE:
-        return failure_line(event.data)
-    if event.kind == wire.LEFT and event.data.get("exit_code") is None:
+    if event.kind == protocol.EVENT_FAILURE:
+        return format_failure(event.data)
+    if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") is None:
         return f"{node} fell silent"
-    if event.kind == wire.LEFT and event.data.get("exit_code") == EXIT_PLANNED:
-        return f"{node} was told to leave"
-    if event.kind == wire.LEFT and event.data.get("exit_code"):
+    if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
+        return f"{node} was asked to stop"
+    if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code"):
         return f"{node} left with exit code {event.data['exit_code']}"
-    if event.kind == wire.BOARD_UP:
-        return "the notice board was started again"
-    return f"{node} came" if event.kind in (wire.JOINED, wire.LET_IN) else ""
+    if event.kind == protocol.EVENT_COORDINATOR_STARTED:
+        return "the coordinator was restarted"
+    return f"{node} came" if event.kind in (protocol.EVENT_NODE_JOINED, protocol.EVENT_NODE_RELEASED) else ""
 
 
-def failure_line(data: Mapping[str, Any]) -> str:
+def format_failure(data: Mapping[str, Any]) -> str:
     """Return a failure's data as `node1 rank 3 failed: its reason`."""
-    who = f"{data.get('node')} rank {data['rank']}" if data.get("rank") is not None else f"{data.get('node')}"
-    how = data.get("signal") or f"exit code {data.get('exit_code')}"
-    return f"{who} failed: {data.get('error') or how}"
+    rank_label = f"{data.get('node')} rank {data['rank']}" if data.get("rank") is not None else f"{data.get('node')}"
+    exit_text = data.get("signal") or f"exit code {data.get('exit_code')}"
+    return f"{rank_label} failed: {data.get('error') or exit_text}"
 
 
-def restarts(events: Iterable[Event]) -> dict[str, Restart]:
-    """Return, by node, how often something there made ranks start again, and why the last time."""
-    found: dict[str, Restart] = {}
-    here: set[str] = set()
+def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
+    """Return, by node, how often it caused ranks to restart, and the last reason."""
+    restarts_by_node: dict[str, NodeRestarts] = {}
+    joined_nodes: set[str] = set()
     for event in events:
         node = str(event.data.get("node", ""))
-        why = ""
-        if event.kind == wire.JOINED:
-            why = "its container was started again" if node in here else ""
-            here.add(node)
-        elif event.kind == wire.LEFT and event.data.get("exit_code") == EXIT_PLANNED:
-            here.discard(node)  # what comes back then was asked to
-        elif event.kind == wire.FAILURE and not collateral(event.data):
-            why = str(event.data.get("error") or event.data.get("signal") or f"exit code {event.data.get('exit_code')}")
-        if why:
-            found[node] = Restart(found[node].count + 1 if node in found else 1, event.time, why)
-    return found
+        cause = ""
+        if event.kind == protocol.EVENT_NODE_JOINED:
+            cause = "its container was started again" if node in joined_nodes else ""
+            joined_nodes.add(node)
+        elif event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
+            joined_nodes.discard(node)  # a node that exited gracefully has not been restarted when it comes back
+        elif event.kind == protocol.EVENT_FAILURE and not is_collateral_failure(event.data):
+            cause = str(event.data.get("error") or event.data.get("signal") or f"exit code {event.data.get('exit_code')}")
+        if cause:
+            restarts_by_node[node] = NodeRestarts(restarts_by_node[node].count + 1 if node in restarts_by_node else 1, event.time, cause)
+    return restarts_by_node
 
 
-def left_out(events: Iterable[Event]) -> dict[str, LeftOut]:
-    """Return, by node, which sit out."""
-    found: dict[str, LeftOut] = {}
+def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode]:
+    """Return the quarantined nodes, by name."""
+    quarantined: dict[str, QuarantinedNode] = {}
     for event in events:
-        if event.kind == wire.LEFT_OUT:
-            found[str(event.data["node"])] = LeftOut(event.time + float(event.data["seconds"]), str(event.data["why"]))
-        elif event.kind == wire.LET_IN or (event.kind == wire.LEFT and event.data.get("exit_code") == EXIT_PLANNED):
-            found.pop(str(event.data["node"]), None)
-        elif event.kind in (wire.BOARD_UP, wire.VERDICT):
-            found.clear()
-    return found
+        if event.kind == protocol.EVENT_NODE_QUARANTINED:
+            quarantined[str(event.data["node"])] = QuarantinedNode(event.time + float(event.data["seconds"]), str(event.data["reason"]))
+        elif event.kind == protocol.EVENT_NODE_RELEASED or (
+            event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED
+        ):
+            quarantined.pop(str(event.data["node"]), None)
+        elif event.kind in (protocol.EVENT_COORDINATOR_STARTED, protocol.EVENT_OUTCOME):
+            quarantined.clear()
+    return quarantined
 
 
-def _difference(before: set[str], members: set[str]) -> str:
-    """Return which nodes are new in a world; one may have come before the last world, and too late for it."""
-    new = ", ".join(sorted(members - before)) if before else ""
+def _describe_new_members(previous_members: set[str], members: set[str]) -> str:
+    """Return which nodes are new in a world. A node may have joined before the previous world, but too late for it."""
+    new = ", ".join(sorted(members - previous_members)) if previous_members else ""
     return f"{new} came" if new else ""
 
 
-_REASONS = {wire.FAILURE, wire.LEFT, wire.BOARD_UP, wire.JOINED, wire.LET_IN}
+_CAUSE_KINDS = {
+    protocol.EVENT_FAILURE,
+    protocol.EVENT_NODE_LEFT,
+    protocol.EVENT_COORDINATOR_STARTED,
+    protocol.EVENT_NODE_JOINED,
+    protocol.EVENT_NODE_RELEASED,
+}
 
 
-def _weight(event: Event) -> int:
-    """Return how far down in the list of reasons this one stands."""
-    if event.kind == wire.FAILURE:
-        return 3 if collateral(event.data) else 0
-    if event.kind == wire.LEFT:
+def _rank_cause(event: Event) -> int:
+    """Return the rank of an event among the possible causes; the lowest is chosen."""
+    if event.kind == protocol.EVENT_FAILURE:
+        return 3 if is_collateral_failure(event.data) else 0
+    if event.kind == protocol.EVENT_NODE_LEFT:
         return 1
-    return 2 if event.kind == wire.BOARD_UP else 4
+    return 2 if event.kind == protocol.EVENT_COORDINATOR_STARTED else 4

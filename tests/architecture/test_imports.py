@@ -1,4 +1,4 @@
-"""The architecture is a test: imports go one way, and light commands stay light."""
+"""The architecture is a test: imports go in one direction, and light commands load few modules."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def test_imports_go_one_way() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def modules_after(*argv: str, cwd: Path) -> set[str]:
-    """Run `swarmtrain ARGV` in a fresh interpreter and return the names of all modules it loaded."""
+def list_loaded_modules(*argv: str, cwd: Path) -> set[str]:
+    """Run `swarmtrain ARGV` in a new interpreter and return the names of all modules that it loaded."""
     program = f"""
 import sys, json
 sys.argv = {["swarmtrain", *argv]!r}
-from swarmtrain.__main__ import command
+from swarmtrain.__main__ import run_program
 try:
-    assert command() == 0
+    assert run_program() == 0
 finally:
     print("\\n" + json.dumps(sorted(sys.modules)))
 """
-    alone = {"PYTHONPATH": str(ROOT), "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False, env=alone)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    result = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,14 @@ finally:
 def test_light_commands_load_nothing_heavy(argv: list[str], heavy: set[str], tmp_path: Path) -> None:
     (tmp_path / "training_code.py").write_text("pass\n")
     (tmp_path / "config.yml").write_text("runner: {hosts: [a, b]}\n")
-    assert modules_after(*argv, cwd=tmp_path) & heavy == set()
+    assert list_loaded_modules(*argv, cwd=tmp_path) & heavy == set()
 
 
 def test_the_entrypoint_needs_the_standard_library_alone() -> None:
-    program = "import sys, json, swarmtrain.entrypoint.supervisor, swarmtrain.entrypoint.rendezvous; print(json.dumps(sorted(sys.modules)))"
+    program = (
+        "import sys, json, swarmtrain.entrypoint.supervisor.node_supervisor, "
+        "swarmtrain.entrypoint.coordinator.server; print(json.dumps(sorted(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "pydantic", "yaml", "typer"} & set(json.loads(done.stdout))
@@ -69,11 +72,11 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_every_field_of_the_config_is_read_somewhere() -> None:
-    """A field that nothing reads is a promise that nothing keeps."""
+    """A field that nothing reads would have no effect."""
     from pydantic import BaseModel
 
     from swarmtrain.config import Config
-    from swarmtrain.config.training_groups import TrainingGroupConfig
+    from swarmtrain.config.schema.training_groups import TrainingGroupConfig
 
     def leaves(model: type[BaseModel]) -> set[str]:
         names: set[str] = set()
@@ -84,6 +87,6 @@ def test_every_field_of_the_config_is_read_somewhere() -> None:
 
     code = [path for path in [*(ROOT / "swarmtrain").rglob("*.py"), ROOT / "training_code.py", ROOT / "datautils.py"] if path.exists()]
     source = "\n".join(path.read_text() for path in code)
-    # Derived sizes are read through the properties that TopologyConfig gives them.
+    # Derived sizes are read through properties of TopologyConfig.
     unread = {name for name in leaves(Config) | leaves(TrainingGroupConfig) if f".{name}" not in source}
     assert unread == set()

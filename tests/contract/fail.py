@@ -1,4 +1,4 @@
-"""Its second rank fails, the others would go on for a long time."""
+"""Rank 1 fails; the others would run for a long time."""
 
 import os
 import sys

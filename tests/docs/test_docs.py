@@ -1,4 +1,4 @@
-"""Docs are tested: links lead somewhere, every command is in the reference and has help, decisions are listed."""
+"""The docs are tested: links have targets, every command is in the reference and has help, decisions are listed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from swarmtrain.cli import build
+from swarmtrain.cli import build_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 
-def commands() -> Iterator[tuple[str, object]]:
-    """Yield every command's words and the command itself."""
-    waiting: list[tuple[str, object]] = [("swarmtrain", typer.main.get_command(build()))]
-    while waiting:
-        name, command = waiting.pop()
+def iterate_commands() -> Iterator[tuple[str, object]]:
+    """Yield each command's name and the command itself."""
+    pending: list[tuple[str, object]] = [("swarmtrain", typer.main.get_command(build_app()))]
+    while pending:
+        name, command = pending.pop()
         if isinstance(command, TyperGroup):
-            waiting += [(f"{name} {word}", found) for word, found in command.commands.items()]
+            pending += [(f"{name} {word}", found) for word, found in command.commands.items()]
         else:
             yield name, command
 
@@ -36,12 +36,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_every_command_is_in_the_reference() -> None:
     reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
-    assert [name for name, _ in commands() if f"`{name}" not in reference] == []
+    assert [name for name, _ in iterate_commands() if f"`{name}" not in reference] == []
 
 
 def test_every_command_and_every_option_has_help() -> None:
     silent = []
-    for name, command in commands():
+    for name, command in iterate_commands():
         if not getattr(command, "help", None):
             silent.append(name)
         params = [item for item in getattr(command, "params", []) if item.name != "help"]
@@ -56,7 +56,7 @@ def test_every_decision_is_listed() -> None:
 
 
 def test_commands_in_the_docs_exist() -> None:
-    known = {name for name, _ in commands()}
+    known = {name for name, _ in iterate_commands()}
     used = {
         line.strip().lstrip("$ ")
         for page in PAGES

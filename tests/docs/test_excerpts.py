@@ -1,4 +1,4 @@
-"""What pages show and no test of tests/howto types: excerpts of configs load, and the README's errors are those that are printed."""
+"""Parts of pages that no test of tests/howto types: excerpts of configs load, and the README shows the errors that are really printed."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import pytest
 import yaml
 
 from swarmtrain.config import Config
-from swarmtrain.config.load import load
+from swarmtrain.config.loading import load_config
 from swarmtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-# These hold configs that are wrong, and stack files.
-_OTHERS = {"errors.md", "stack-file.md"}
+# These have invalid configs, and stack files.
+_EXCLUDED_PAGES = {"errors.md", "stack-file.md"}
 _BLOCK = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 
 
-def excerpts() -> Iterator[tuple[str, str]]:
-    """Yield page and text of every YAML block whose keys are all sections of a config."""
+def iterate_excerpts() -> Iterator[tuple[str, str]]:
+    """Yield the page and text of every YAML block that has a section of a config."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for text in _BLOCK.findall(page.read_text()):
-            keys = set(yaml.safe_load(text)) if page.name not in _OTHERS else set()
+            keys = set(yaml.safe_load(text)) if page.name not in _EXCLUDED_PAGES else set()
             if keys & set(Config.model_fields):
                 yield str(page.relative_to(ROOT)), text
 
 
 def test_excerpts_of_configs_are_valid(tmp_path: Path) -> None:
-    found = list(excerpts())
+    found = list(iterate_excerpts())
     assert len(found) > 15
     for page, text in found:
         path = tmp_path / "config.yml"
         path.write_text(text.replace("PINNED", "registry.lab:5000/swarmtrain:1"))
         try:
-            load(path, [])
+            load_config(path, [])
         except ConfigError as error:
             pytest.fail(f"{page}: {error}\n{text}")
 

@@ -1,7 +1,7 @@
 """docs/reference/guarantees.md: every row names tests, and pytest collects each of them.
 
-To let pytest collect these files takes 20 s of CPU time, since they import torch and transformers. So the files are parsed, by
-pytest's own rules, and one test compares these with pytest on a file that has everything that is not collected.
+Collecting these files with pytest takes 20 s of CPU time, since they import torch and transformers. So they are parsed, with pytest's
+rules, and one test compares the result with pytest's on a file that has every kind of code that is not collected.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ class TestOff:
 """
 
 
-def rows() -> list[str]:
-    """Return the rows of all tables of the page, without their heads."""
+def read_rows() -> list[str]:
+    """Return the rows of all tables on the page, without their headers."""
     lines = PAGE.read_text().splitlines()
     return [line for line in lines if line.startswith("|") and not line.startswith(("| Claim ", "| --- "))]
 
 
-def named() -> list[str]:
-    """Return the ids of tests on the page, in their order."""
+def read_test_ids() -> list[str]:
+    """Return the test ids on the page, in order."""
     return _ID.findall(PAGE.read_text())
 
 
-def collectable(text: str) -> set[str]:
-    """Return the names of tests, as after `FILE::`, that pytest collects in a file with this text: functions, and methods of classes."""
+def collect_test_names(text: str) -> set[str]:
+    """Return the names of the tests that pytest collects in a file with this text, as after `FILE::`: functions and methods of classes."""
     found = set()
-    for name, node in _defined(ast.parse(text).body).items():
+    for name, node in _map_definitions(ast.parse(text).body).items():
         if isinstance(node, ast.ClassDef) and name.startswith("Test"):
-            methods = _defined(node.body)
-            if "__init__" not in methods and not _is_off(node.body):
+            methods = _map_definitions(node.body)
+            if "__init__" not in methods and not _is_collection_disabled(node.body):
                 found |= {f"{name}::{method}" for method, each in methods.items() if _is_test(method, each)}
         elif _is_test(name, node):
             found.add(name)
     return found
 
 
-def _defined(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return by name what a module or class defines. What is conditional or imported does not count; a later definition replaces."""
+def _map_definitions(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return name → definition in a module or class. Conditional definitions and imports are ignored; the last definition counts."""
     defined: dict[str, ast.stmt] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -82,8 +82,8 @@ def _defined(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     return defined
 
 
-def _is_off(body: list[ast.stmt]) -> bool:
-    node = _defined(body).get("__test__")
+def _is_collection_disabled(body: list[ast.stmt]) -> bool:
+    node = _map_definitions(body).get("__test__")
     return isinstance(node, ast.Assign) and ast.unparse(node.value) == "False"
 
 
@@ -96,21 +96,21 @@ def _is_test(name: str, node: ast.stmt) -> bool:
 
 
 def test_every_row_names_a_test() -> None:
-    assert len(rows()) > 50
-    assert [row for row in rows() if not _ID.findall(row)] == []
-    assert len(re.findall(r"tests/\w+/test_\w+", PAGE.read_text().partition("## ")[2])) == len(named()), "a path without a test"
+    assert len(read_rows()) > 50
+    assert [row for row in read_rows() if not _ID.findall(row)] == []
+    assert len(re.findall(r"tests/\w+/test_\w+", PAGE.read_text().partition("## ")[2])) == len(read_test_ids()), "a path without a test"
 
 
 def test_pytest_collects_every_test_that_is_named() -> None:
-    files = {path: ROOT / path for path in {each.partition("::")[0] for each in named()}}
+    files = {path: ROOT / path for path in {each.partition("::")[0] for each in read_test_ids()}}
     assert [path for path, file in files.items() if not file.exists() or not re.fullmatch(r"test_\w+\.py", file.name)] == []
-    known = {f"{path}::{name}" for path, file in files.items() for name in collectable(file.read_text())}
-    assert [each for each in named() if each not in known] == []
+    known = {f"{path}::{name}" for path, file in files.items() for name in collect_test_names(file.read_text())}
+    assert [each for each in read_test_ids() if each not in known] == []
 
 
 def test_no_named_file_is_left_out_of_collection() -> None:
-    """By what collectable() does not know of."""
-    texts = [(ROOT / each.partition("::")[0]).read_text() for each in named()]
+    """For reasons that collect_test_names() does not handle."""
+    texts = [(ROOT / each.partition("::")[0]).read_text() for each in read_test_ids()]
     conftests = [path.read_text() for path in (ROOT / "tests").rglob("conftest.py")]
     assert [text for text in texts if re.search(r"allow_module_level|^__test__|^pytestmark = .*skip", text, re.MULTILINE)] == []
     assert [text for text in conftests if re.search(r"collect_ignore|pytest_ignore_collect", text)] == []
@@ -122,4 +122,4 @@ def test_pytest_collects_by_the_same_rules(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
     found = {line.partition("::")[2].partition("[")[0] for line in done.stdout.splitlines() if line.startswith("test_sample.py::")}
-    assert found == collectable(_SAMPLE) == {"test_one", "test_asynchronous", "test_with_parameters", "TestClass::test_method"}
+    assert found == collect_test_names(_SAMPLE) == {"test_one", "test_asynchronous", "test_with_parameters", "TestClass::test_method"}

@@ -1,4 +1,4 @@
-"""docs/reference/launchers.md is made of the launchers' contract (tests/contract). REFRESH=1 writes it."""
+"""docs/reference/launchers.md is generated from the launchers' contract (tests/contract). REFRESH=1 writes it."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 import contract
-from features import LAUNCHERS, PAGE, page
+from features import LAUNCHERS, PAGE, render_page
 
 from swarmtrain.launchers import _REGISTRY
 
 TESTS = Path(__file__).parents[1]
 
 
-def classes() -> dict[str, ast.ClassDef]:
-    """Return the classes of tests that run the contract, by the launcher that each is about."""
+def find_contract_classes() -> dict[str, ast.ClassDef]:
+    """Return launcher → the test class that runs the contract for it."""
     found = {}
     for path in (*(TESTS / "contract").glob("test_*.py"), TESTS / "lab" / "test_contract.py"):
-        for each in ast.parse(path.read_text()).body:
-            if isinstance(each, ast.ClassDef) and "Contract" in map(ast.unparse, each.bases):
-                told = {
+        for definition in ast.parse(path.read_text()).body:
+            if isinstance(definition, ast.ClassDef) and "Contract" in map(ast.unparse, definition.bases):
+                assignments = {
                     line.targets[0].id: line.value
-                    for line in each.body
+                    for line in definition.body
                     if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
                 }
-                found[ast.literal_eval(told["kind"])] = each
+                found[ast.literal_eval(assignments["kind"])] = definition
     return found
 
 
 def test_the_page_is_what_the_contract_asserts() -> None:
-    made = page(contract.Contract)
+    made = render_page(contract.Contract)
     if os.environ.get("REFRESH"):
         PAGE.write_text(made)
     assert PAGE.read_text() == made
 
 
 def test_every_launcher_is_under_the_contract() -> None:
-    assert set(classes()) == set(LAUNCHERS)
+    assert set(find_contract_classes()) == set(LAUNCHERS)
     assert {str(kind) for kind in _REGISTRY} == set(LAUNCHERS)
 
 
 def test_what_is_not_run_is_denied() -> None:
-    """A class leaves a test of the contract out by `test_… = None`, and changes none of them."""
+    """A class leaves out a test of the contract with `test_… = None`, and overrides none."""
     tests = {name: test.feature for name, test in vars(contract.Contract).items() if hasattr(test, "feature")}
-    for kind, each in classes().items():
+    for kind, each in find_contract_classes().items():
         own = [line for line in each.body if isinstance(line, ast.FunctionDef) and line.name in tests]
         out = [tests[line.targets[0].id] for line in each.body if isinstance(line, ast.Assign) and line.targets[0].id in tests]
         assert own == []

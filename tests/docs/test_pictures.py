@@ -1,4 +1,4 @@
-"""The docs' pictures: each that a page shows exists, none is left over, and the script that takes them is runnable."""
+"""The docs' pictures: each picture on a page exists, each picture is used, and the script that takes them works."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import subprocess
 import sys
 from pathlib import Path
 
-from swarmtrain.config.load import load
+from swarmtrain.config.loading import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IMAGES = ROOT / "docs" / "images"
-SCRIPT = IMAGES / "take.py"
+SCRIPT = IMAGES / "take_screenshots.py"
 MAX_BYTES = 400_000
-_SHOWN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"[^>]* alt=\"([^\"]*)\"")
+_IMAGE_PATTERN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"[^>]* alt=\"([^\"]*)\"")
 
 
-def shown() -> dict[Path, str]:
-    """Return picture → alternative text, of all pages."""
+def read_alternative_texts() -> dict[Path, str]:
+    """Return picture → alternative text for all pages."""
     return {
         (page.parent / (markdown or tag)).resolve(): text or alternative
         for page in PAGES
-        for text, markdown, tag, alternative in _SHOWN.findall(page.read_text())
+        for text, markdown, tag, alternative in _IMAGE_PATTERN.findall(page.read_text())
     }
 
 
 def test_every_picture_of_a_page_exists_and_has_an_alternative_text() -> None:
-    assert [path for path, text in shown().items() if not path.is_file() or not text] == []
+    assert [path for path, text in read_alternative_texts().items() if not path.is_file() or not text] == []
     images = sum(len(re.findall(r"!\[|<img ", page.read_text())) for page in PAGES)
-    assert images == sum(len(_SHOWN.findall(page.read_text())) for page in PAGES), "an image in a form that this test cannot read"
+    assert images == sum(len(_IMAGE_PATTERN.findall(page.read_text())) for page in PAGES), "an image in a form that this test cannot read"
 
 
 def test_every_picture_is_shown_and_none_is_large() -> None:
     pictures = sorted(IMAGES.glob("*.png"))
     assert pictures
-    assert [path.name for path in pictures if path not in shown()] == []
+    assert [path.name for path in pictures if path not in read_alternative_texts()] == []
     assert [path.name for path in pictures if path.stat().st_size > MAX_BYTES] == []
 
 
 def test_the_script_writes_the_pictures_that_are_shown() -> None:
     written = set(re.findall(r'"([\w-]+\.png)"', SCRIPT.read_text()))
-    assert written == {path.name for path in shown() if path.parent == IMAGES}
+    assert written == {path.name for path in read_alternative_texts() if path.parent == IMAGES}
 
 
 def test_the_script_has_help() -> None:
@@ -53,9 +53,9 @@ def test_the_script_has_help() -> None:
 
 def test_the_settings_of_both_runs_are_those_of_the_config() -> None:
     script = runpy.run_path(str(SCRIPT))
-    for name in ("TRAINING", "LEAKING"):
+    for name in ("TRAINING_SETTINGS", "LEAKING_SETTINGS"):
         overrides = [f"{key}={value}" for key, value in script[name].items()]
-        config = load(ROOT / script["CONFIG"], overrides)
+        config = load_config(ROOT / script["CONFIG"], overrides)
         assert config.trainer.train_iterations == script["STEPS"]
         assert all((ROOT / path).is_file() for path in (config.runner.script, *config.runner.code))
 

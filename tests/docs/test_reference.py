@@ -1,4 +1,4 @@
-"""The reference leaves nothing out: every variable that the code reads or sets, every key that a stack file has."""
+"""The reference is complete: every variable that the code reads or sets, and every key of a stack file."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
-# os.environ["X"], environ.get("X", …), environ.setdefault("X", …), "X" in os.environ, and torch's agent handing on its own.
+# Matches os.environ["X"], environ.get("X", …), environ.setdefault("X", …), "X" in os.environ, and torch's agent passing on its own.
 _READ = re.compile(r'environ(?:\[|\.(?:get|setdefault|pop)\()"([A-Z][A-Z0-9_]+)"|"([A-Z][A-Z0-9_]+)" (?:not )?in (?:os\.)?environ')
 _NAME = re.compile(r"`([A-Z][A-Z0-9_]+)`")
 
 
-def variables_in_the_code() -> set[str]:
+def find_variables_in_code() -> set[str]:
     code = [*(ROOT / "swarmtrain").rglob("*.py"), ROOT / "training_code.py", ROOT / "datautils.py"]
     return {first or second for path in code for first, second in _READ.findall(path.read_text())}
 
 
 def test_the_pattern_finds_what_the_code_reads() -> None:
-    assert {"DOCKER_HOST", "NO_COLOR", "RANK", "XDG_STATE_HOME", "SWARMTRAIN_LAB_DIR"} <= variables_in_the_code()
+    assert {"DOCKER_HOST", "NO_COLOR", "RANK", "XDG_STATE_HOME", "SWARMTRAIN_LAB_DIR"} <= find_variables_in_code()
 
 
 def test_every_variable_is_in_the_reference() -> None:
     told = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
-    assert variables_in_the_code() - told == set()
+    assert find_variables_in_code() - told == set()
 
 
-def test_what_torchs_agent_gives_its_ranks_is_in_the_reference() -> None:
+def test_what_torchs_agent_passes_to_its_ranks_is_in_the_reference() -> None:
     told = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
     agents = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
-    interfaces = set(re.findall(r'"([A-Z]+_SOCKET_IFNAME)"', (ROOT / "swarmtrain" / "entrypoint" / "interface.py").read_text()))
+    interfaces = set(re.findall(r'"([A-Z]+_SOCKET_IFNAME)"', (ROOT / "swarmtrain" / "entrypoint" / "network_interface.py").read_text()))
     assert len(interfaces) == 3
     assert (agents | interfaces) - told == set()
 
 
 def test_every_key_of_the_stack_file_is_explained() -> None:
-    """In the words around the excerpts: an excerpt shows a key and explains nothing."""
+    """In the text outside the excerpts: an excerpt shows a key but does not explain it."""
     page = re.sub(r"```.*?```", "", (REFERENCE / "stack-file.md").read_text(), flags=re.DOTALL)
     told = set(re.findall(r"`([a-z_-]+)(?::[^`]*)?`", page))
     document = yaml.safe_load((ROOT / "compose" / "generated.yml").read_text())
-    assert set(keys(document)) - told == set()
+    assert set(iterate_keys(document)) - told == set()
 
 
-def keys(value: Any, *, names: bool = False) -> Iterator[str]:
-    """Yield the keys that Docker gives a meaning: those of services, networks, configs, labels and variables are names of ours."""
+def iterate_keys(value: Any, *, keys_are_names: bool = False) -> Iterator[str]:
+    """Yield the keys that Docker defines. The keys of services, networks, configs, labels and environment are our own names."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not names:
+            if not keys_are_names:
                 yield key
-            yield from keys(inner, names=not names and key in ("services", "networks", "configs", "labels", "environment"))
+            yield from iterate_keys(
+                inner, keys_are_names=not keys_are_names and key in ("services", "networks", "configs", "labels", "environment")
+            )
     elif isinstance(value, list):
         for inner in value:
-            yield from keys(inner)
+            yield from iterate_keys(inner)

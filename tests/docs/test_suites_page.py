@@ -1,4 +1,4 @@
-"""docs/reference/tests.md says which tests the gate runs, and why the others are left out. REFRESH=1 writes it."""
+"""docs/reference/tests.md lists the tests that the gate runs, and the reasons why others are left out. REFRESH=1 writes it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 from suites import ROOT, SUITES
-from suites_page import PAGE, marked_tests, write_page
+from suites_page import PAGE, find_marked_tests, render_page
 
 
 def test_the_page_is_what_the_suites_are() -> None:
-    text = write_page()
+    text = render_page()
     if os.environ.get("REFRESH"):
         PAGE.write_text(text)
     assert PAGE.read_text() == text
 
 
 def test_every_test_file_is_in_a_suite() -> None:
-    places = [ROOT / place.partition("::")[0] for suite in SUITES.values() for place in suite.places]
+    places = [ROOT / place.partition("::")[0] for suite in SUITES.values() for place in suite.paths]
     left = [path for path in ROOT.rglob("test_*.py") if not any(path.is_relative_to(place) for place in places)]
     assert left == []
 
@@ -39,14 +39,14 @@ def test_every_test_file_is_in_a_suite() -> None:
 def test_markers_are_found_with_their_reasons(tmp_path: Path, mark: str, expected: list[tuple[str, str]]) -> None:
     path = tmp_path / "test_x.py"
     path.write_text(f"import pytest\n{mark}\ndef test_one(): pass\ndef test_two(): pass\n")
-    assert list(marked_tests(path)) == expected
+    assert list(find_marked_tests(path)) == expected
 
 
 def test_a_marker_without_a_reason_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
     path.write_text("import pytest\n@pytest.mark.test_all_only\ndef test_one(): pass\n")
     with pytest.raises(ValueError, match="line 2: a test_all_only marker needs a reason"):
-        list(marked_tests(path))
+        list(find_marked_tests(path))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_a_marker_without_a_reason_is_an_error(tmp_path: Path) -> None:
     [("test", "tests/suites.py"), ("test-all", "tests/suites.py --all"), ("contract", "tests/suites.py --all contract")],
 )
 def test_a_make_target_runs_what_its_help_says(target: str, expected: str) -> None:
-    """`make contract` ran 72 of 125 tests when it lacked `--all`."""
-    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "SUITES")}  # of `make test SUITES=…`
+    """Without `--all`, `make contract` would run only 72 of 125 tests."""
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "SUITES")}  # set by `make test SUITES=…`
     argv = ["make", "--dry-run", target]
     shown = subprocess.run(argv, cwd=ROOT.parent, env=env, capture_output=True, text=True, check=True).stdout
     assert expected in [line.partition("bin/python ")[2].strip() for line in shown.splitlines()]

@@ -1,4 +1,4 @@
-"""Whole runs on this machine: real boards, supervisors, agents and gloo ranks, killed in every way that happens."""
+"""Whole runs on this machine: real coordinators, supervisors, agents and gloo ranks, killed in every way that occurs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from swarmtrain.config import Config
+from swarmtrain.protocol import EXIT_PLANNED
 from swarmtrain.trainer.data import memory_map
-from swarmtrain.wire import EXIT_PLANNED
 
-Gone = Callable[..., None]
+WaitUntilDead = Callable[..., None]
 
 
-def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_verdict(small_run: Any) -> None:
+def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_outcome(small_run: Any) -> None:
     script = (
         "import atexit, os, random, sys, numpy, torch.distributed as dist\n"
         "dist.init_process_group('gloo'); out = [None] * 4\n"
@@ -30,125 +30,125 @@ def test_two_nodes_finish_and_a_script_that_knows_nothing_of_us_gives_the_verdic
         "print('on stderr', file=sys.stderr)\n"
         "dist.destroy_process_group(); sys.exit()\n"
     )
-    small_run.start_board()
+    small_run.start_coordinator()
     for number in (0, 1):
         small_run.start_node(number, script, "--lr", "1 2")
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
 
-    world = small_run.events("world")[-1].data
+    world = small_run.read_events("world")[-1].data
     assert (world["world_size"], world["nodes"]) == (4, 2)
     assert sorted(rank for ranks in world["ranks"].values() for rank in ranks) == [0, 1, 2, 3]
     assert sorted(world["ranks"]) == ["node0", "node1"]
-    assert {event.data["interface"] for event in small_run.events("joined")} == {"lo"}
-    assert [(event.data["status"], event.data["exit_code"]) for event in small_run.events("verdict")] == [("done", 0)]
-    assert sorted((event.data["node"], event.data["exit_code"]) for event in small_run.events("left")) == [("node0", 0), ("node1", 0)]
+    assert {event.data["interface"] for event in small_run.read_events("joined")} == {"lo"}
+    assert [(event.data["status"], event.data["exit_code"]) for event in small_run.read_events("outcome")] == [("done", 0)]
+    assert sorted((event.data["node"], event.data["exit_code"]) for event in small_run.read_events("left")) == [("node0", 0), ("node1", 0)]
     for rank in range(4):
-        assert f"[rank {rank}] world of 4 ['--lr', '1 2'] 4 draws small\n" in small_run.output()
-        assert f"[rank {rank}] on stderr\n" in small_run.output()
-        assert f"[rank {rank}] atexit ran\n" in small_run.output()
+        assert f"[rank {rank}] world of 4 ['--lr', '1 2'] 4 draws small\n" in small_run.read_output()
+        assert f"[rank {rank}] on stderr\n" in small_run.read_output()
+        assert f"[rank {rank}] atexit ran\n" in small_run.read_output()
 
 
-def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any, gone: Gone) -> None:
-    small_run.start_board()
+def test_a_killed_rank_is_named_and_the_run_recovers(small_run: Any, wait_until_dead: WaitUntilDead) -> None:
+    small_run.start_coordinator()
     for number in (0, 1):
-        small_run.train(number)
-    small_run.until("progress")
-    first, second = small_run.ranks(1)
-    # By the time that torch looks, the other one has died of the lost connection; torch tells of the first that is dead.
-    os.kill(small_run.agent(1), signal.SIGSTOP)
+        small_run.start_training_node(number)
+    small_run.wait_for_event("progress")
+    first, second = small_run.find_ranks(1)
+    # When torch polls, the other rank has died of the lost connection; torch reports the first dead rank that it finds.
+    os.kill(small_run.find_agent(1), signal.SIGSTOP)
     os.kill(second, signal.SIGKILL)
-    gone([first, second], 30)
-    os.kill(small_run.agent(1), signal.SIGCONT)
-    failure = small_run.until("failure", where=lambda event: "signal" in event.data).data
+    wait_until_dead([first, second], 30)
+    os.kill(small_run.find_agent(1), signal.SIGCONT)
+    failure = small_run.wait_for_event("failure", condition=lambda event: "signal" in event.data).data
     assert (failure["node"], failure["local_rank"], failure["signal"]) == ("node1", 1, "SIGKILL")
-    assert failure["rank"] == small_run.events("world")[0].data["ranks"]["node1"][1]
-    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
-    assert len(small_run.events("world")) == 2
-    assert small_run.events("verdict")[0].data["status"] == "done"
+    assert failure["rank"] == small_run.read_events("world")[0].data["ranks"]["node1"][1]
+    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert len(small_run.read_events("world")) == 2
+    assert small_run.read_events("outcome")[0].data["status"] == "done"
 
 
-def test_a_killed_agent_takes_its_ranks_along_and_comes_back(small_run: Any, gone: Gone) -> None:
-    """So does the server that it was forked from."""
-    small_run.start_board()
+def test_a_killed_agent_takes_its_ranks_along_and_comes_back(small_run: Any, wait_until_dead: WaitUntilDead) -> None:
+    """The same for the fork server that the agent was forked from."""
+    small_run.start_coordinator()
     for number in (0, 1):
-        small_run.train(number)
-    for worlds, killed in enumerate((small_run.agent, small_run.server), start=1):
-        formed = small_run.until("world", count=worlds)
-        small_run.until("progress", where=lambda event, after=formed.time: event.time > after)
-        family = [small_run.agent(0), *small_run.ranks(0)]
+        small_run.start_training_node(number)
+    for worlds, killed in enumerate((small_run.find_agent, small_run.find_fork_server), start=1):
+        formed = small_run.wait_for_event("world", count=worlds)
+        small_run.wait_for_event("progress", condition=lambda event, after=formed.time: event.time > after)
+        family = [small_run.find_agent(0), *small_run.find_ranks(0)]
         os.kill(killed(0), signal.SIGKILL)
-        gone(family)
-    assert small_run.finish_training(worlds=3) == {"node0": 0, "node1": 0, "board": 0}
-    killed_here = [event for event in small_run.events("failure") if event.data.get("node") == "node0"]
+        wait_until_dead(family)
+    assert small_run.finish_training(worlds=3) == {"node0": 0, "node1": 0, "coordinator": 0}
+    killed_here = [event for event in small_run.read_events("failure") if event.data.get("node") == "node0"]
     assert [event.data.get("signal") for event in killed_here] == ["SIGKILL"] * 2
-    assert small_run.events("verdict")[0].data["status"] == "done"
+    assert small_run.read_events("outcome")[0].data["status"] == "done"
 
 
-def test_a_killed_supervisor_leaves_no_orphan_and_its_successor_joins(small_run: Any, gone: Gone) -> None:
-    small_run.start_board()
+def test_a_killed_supervisor_leaves_no_orphan_and_its_successor_joins(small_run: Any, wait_until_dead: WaitUntilDead) -> None:
+    small_run.start_coordinator()
     for number in (0, 1):
-        small_run.train(number)
-    small_run.until("progress")
-    family = list(small_run.descendants(1))
+        small_run.start_training_node(number)
+    small_run.wait_for_event("progress")
+    family = list(small_run.find_descendants(1))
     small_run.nodes["node1"].kill()
-    gone(family)
-    small_run.train(1)
-    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "board": 0}
+    wait_until_dead(family)
+    small_run.start_training_node(1)
+    assert small_run.finish_training(worlds=2) == {"node0": 0, "node1": 0, "coordinator": 0}
 
 
-def test_the_board_dies_and_the_nodes_meet_again_on_its_successor(small_run: Any) -> None:
-    small_run.start_board()
+def test_the_coordinator_dies_and_the_nodes_reconnect_to_its_successor(small_run: Any) -> None:
+    small_run.start_coordinator()
     for number in (0, 1):
-        small_run.train(number, nodes=(1, 2))
-    small_run.until("progress")
-    small_run.board.kill()
-    small_run.board.wait()
+        small_run.start_training_node(number, node_range=(1, 2))
+    small_run.wait_for_event("progress")
+    small_run.coordinator.kill()
+    small_run.coordinator.wait()
     time.sleep(1.0)
     again = time.time()
-    small_run.start_board()
-    met = small_run.until("world", where=lambda event: event.time > again and event.data["nodes"] == 2)
-    small_run.until("progress", where=lambda event: event.time > met.time)
+    small_run.start_coordinator()
+    met = small_run.wait_for_event("world", condition=lambda event: event.time > again and event.data["nodes"] == 2)
+    small_run.wait_for_event("progress", condition=lambda event: event.time > met.time)
     (small_run.folder / "enough").touch()
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
-    worlds = [event.data for event in small_run.events("world")]
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    worlds = [event.data for event in small_run.read_events("world")]
     assert len({world["world"].partition("/")[0] for world in worlds}) == 2
-    # A successor knows nobody, and of whom it does not hear in its first seconds, on a busy machine, it does not know.
+    # A restarted coordinator knows no nodes; on a busy machine, a node may not report within its first seconds.
     assert [world["nodes"] for world in worlds] in ([2, 2], [2, 1, 2]), "neither begins without the other, or they meet soon after"
-    assert small_run.events("verdict")[0].data["status"] == "done"
+    assert small_run.read_events("outcome")[0].data["status"] == "done"
 
 
-def test_a_node_whose_machine_is_bad_sits_out_and_the_others_finish(small_run: Any) -> None:
-    small_run.start_board()
+def test_a_node_whose_machine_is_bad_is_quarantined_and_the_others_finish(small_run: Any) -> None:
+    small_run.start_coordinator()
     bad = "step % 8 or os.environ['SWARMTRAIN_NODE'] != 'node2' or open('/proc/self/mem').read()"  # [Errno 5] Input/output error
     for number in range(3):
-        small_run.train(number, slots=1, nodes=(2, 3), fault=bad)
-    out = small_run.until("left_out")
+        small_run.start_training_node(number, slots=1, node_range=(2, 3), fault=bad)
+    out = small_run.wait_for_event("quarantined")
     assert out.data["node"] == "node2"
-    smaller = small_run.until("world", where=lambda event: event.time > out.time and event.data["nodes"] == 2)
+    smaller = small_run.wait_for_event("world", condition=lambda event: event.time > out.time and event.data["nodes"] == 2)
     assert sorted(smaller.data["ranks"]) == ["node0", "node1"]
-    begun = small_run.log(2).read_text().count("start at")
-    small_run.until("progress", where=lambda event: event.time > smaller.time + 2)
+    begun = small_run.get_log_path(2).read_text().count("start at")
+    small_run.wait_for_event("progress", condition=lambda event: event.time > smaller.time + 2)
     assert small_run.nodes["node2"].poll() is None, "what Swarm sees is a task that runs"
     (small_run.folder / "enough").touch()
-    assert small_run.finish() == {"node0": 0, "node1": 0, "node2": 0, "board": 0}
-    assert small_run.log(2).read_text().count("start at") == begun, "no rank of it was started meanwhile"
-    assert small_run.events("world")[-1] == smaller
-    assert small_run.events("verdict")[0].data["status"] == "done"
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "node2": 0, "coordinator": 0}
+    assert small_run.get_log_path(2).read_text().count("start at") == begun, "no rank of it was started meanwhile"
+    assert small_run.read_events("world")[-1] == smaller
+    assert small_run.read_events("outcome")[0].data["status"] == "done"
 
 
 def test_a_node_whose_clock_is_an_hour_wrong_is_one_like_any_other(small_run: Any) -> None:
-    """torch's own rendezvous would take the other one for dead."""
+    """torch's own rendezvous would consider the other node dead."""
     libraries = list(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
     if not libraries:
         pytest.skip("needs Debian's package faketime")
-    small_run.start_board()
+    small_run.start_coordinator()
     note = "pathlib.Path(__file__).with_name('clock-' + os.environ['RANK']).write_text(str(time.time()))"
-    small_run.train(0, fault=note)
-    small_run.train(1, fault=note, environment={"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+1h"})
-    assert small_run.finish_training(worlds=1) == {"node0": 0, "node1": 0, "board": 0}
+    small_run.start_training_node(0, fault=note)
+    small_run.start_training_node(1, fault=note, environment={"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+1h"})
+    assert small_run.finish_training(worlds=1) == {"node0": 0, "node1": 0, "coordinator": 0}
     clocks = [float(path.read_text()) for path in small_run.folder.glob("clock-*")]
     assert max(clocks) - min(clocks) > 3000, "its clock is wrong indeed"
-    times = [event.time for event in small_run.events()]
+    times = [event.time for event in small_run.read_events()]
     assert times == sorted(times)
     assert times[-1] - times[0] < 3000
 
@@ -160,36 +160,37 @@ def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
         "if os.environ['RANK'] == '3': raise RuntimeError('the loss is purple')\n"
         "dist.barrier()\n"
     )
-    small_run.start_board(max_restarts=2)
+    small_run.start_coordinator(max_restarts=2)
     for number in (0, 1):
         small_run.start_node(number, script)
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
-    verdict = small_run.events("verdict")[0].data
-    ranks = small_run.events("world")[-1].data["ranks"]
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    verdict = small_run.read_events("outcome")[0].data
+    ranks = small_run.read_events("world")[-1].data["ranks"]
     node = next(name for name in ranks if 3 in ranks[name])
     assert verdict["status"] == "failed"
-    assert verdict["why"].startswith(f"{node} rank 3: RuntimeError: the loss is purple, in script.py line 3;")
+    assert verdict["reason"].startswith(f"{node} rank 3: RuntimeError: the loss is purple, in script.py line 3;")
     assert verdict["exit_code"] == 1
-    causes = [event.data for event in small_run.events("failure") if "purple" in event.data["error"]]
+    causes = [event.data for event in small_run.read_events("failure") if "purple" in event.data["error"]]
     assert len(causes) == 3
     assert causes[0]["traceback"].splitlines()[1].endswith('script.py", line 3, in <module>')
-    assert small_run.output().count("[rank 3] RuntimeError: the loss is purple\n") == 3
-    assert small_run.output().count("Traceback") <= 3 * 2, "the failing rank's, and what its peers saw if they were quicker"
-    # An agent that does not listen is killed after 10 s, long before the node's own grace is over.
-    assert small_run.events("left")[-1].time - small_run.events("verdict")[0].time < 15
+    assert small_run.read_output().count("[rank 3] RuntimeError: the loss is purple\n") == 3
+    assert small_run.read_output().count("Traceback") <= 3 * 2, "the failing rank's, and what its peers saw if they were quicker"
+    # An agent that does not react is killed after 10 s, long before the node's own grace period ends.
+    assert small_run.read_events("left")[-1].time - small_run.read_events("outcome")[0].time < 15
 
 
-# The real trainer, on made-up data. In step 6 rank 1 hangs, once; step 8 raises on rank 1 whenever it is made.
+# The real trainer, on generated data. In step 6 rank 1 hangs once; step 8 always raises on rank 1.
 HANG_AND_FAIL = """
 import os, pathlib, sys, time
 import training_code
-from swarmtrain.trainer import guard, loop, runtime, watchdog
+from swarmtrain.trainer import loop
+from swarmtrain.trainer.health import stop_flag, watchdog
 from swarmtrain.trainer.data import memory_map
 
-guard._LEAST, guard._MOST, watchdog.MARGIN, watchdog.EVERY = 2.0, 2.0, 1.0, 0.2
-made, hung = loop.make_step, pathlib.Path(sys.argv[1])
+stop_flag._MIN_SECONDS, stop_flag._MAX_SECONDS, watchdog.MARGIN_SECONDS, watchdog.POLL_SECONDS = 2.0, 2.0, 1.0, 0.2
+made, hung = loop.train_step, pathlib.Path(sys.argv[1])
 
-def make_step(*args, number, **options):
+def train_step(*args, number, **options):
     if os.environ["RANK"] == "1":
         if number == 6 and not hung.exists():
             hung.touch()
@@ -201,14 +202,14 @@ def make_step(*args, number, **options):
 def lie_down():
     time.sleep(600)
 
-loop.make_step = make_step
+loop.train_step = train_step
 training_code.main()
 """
 
 
-def test_a_rank_that_hangs_says_where_and_a_bug_is_known_when_it_comes_again(small_run: Any) -> None:
+def test_a_rank_that_hangs_prints_where_and_a_bug_is_recognized_the_second_time(small_run: Any) -> None:
     folder = small_run.folder
-    memory_map.write(folder / "train", [np.arange(4000) % 7], "uint8")
+    memory_map.write_token_files(folder / "train", [np.arange(4000) % 7], "uint8")
     config = {
         "topology": {"global_batch_size": 4, "micro_batch_size": 1},
         "trainer": {"train_iterations": 1000, "save_dir": str(folder / "run"), "save_interval": 1},
@@ -216,48 +217,48 @@ def test_a_rank_that_hangs_says_where_and_a_bug_is_known_when_it_comes_again(sma
         "transformer_architecture": {"vocab_size": 8, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 16},
     }
     (folder / "config.json").write_text(Config.from_json(json.dumps(config)).model_dump_json())
-    small_run.start_board(max_restarts=50)
+    small_run.start_coordinator(max_restarts=50)
     for number in (0, 1):
         small_run.start_node(number, HANG_AND_FAIL, str(folder / "hung"), slots=1)
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
 
-    first, *_ = [event.data for event in small_run.events("failure") if "hangs" in event.data["error"]]
+    first, *_ = [event.data for event in small_run.read_events("failure") if "hangs" in event.data["error"]]
     assert first["error"].startswith("hangs in step 6, for ")
-    assert first["error"].endswith("times as long as a step takes: it stands in lie_down, script.py line 20")
-    assert "in make_step" in first["traceback"]
+    assert first["error"].endswith("times as long as a step takes: it is in lie_down, script.py line 21")
+    assert "in train_step" in first["traceback"]
     assert first["rank"] == 1
-    assert "Current thread" in small_run.output()
-    assert "in lie_down" in small_run.output()
+    assert "Current thread" in small_run.read_output()
+    assert "in lie_down" in small_run.read_output()
 
-    same = [event.data for event in small_run.events("failure") if "letters" in event.data["error"]]
+    same = [event.data for event in small_run.read_events("failure") if "letters" in event.data["error"]]
     assert [data["step"] for data in same] == [8, 8]
-    verdict = small_run.events("verdict")[0].data
+    verdict = small_run.read_events("outcome")[0].data
     assert verdict["status"] == "failed"
-    assert verdict["why"].endswith("the same at the same step as the time before: no fault of a machine")
+    assert verdict["reason"].endswith("the same at the same step as the time before: no fault of a machine")
 
 
 def test_a_node_that_can_never_work_ends_the_run_at_once(small_run: Any) -> None:
-    small_run.start_board()
-    small_run.start_node(0, "import this is no python", nodes=(1, 1), slots=1)
-    assert small_run.finish() == {"node0": 0, "board": 0}
-    verdict = small_run.events("verdict")[0].data
-    assert verdict["why"].startswith("node0 rank 0: SyntaxError: invalid syntax, in script.py line 1; this does not get better")
-    assert len(small_run.events("world")) == len(small_run.events("failure")) == 1
+    small_run.start_coordinator()
+    small_run.start_node(0, "import this is no python", node_range=(1, 1), slots=1)
+    assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
+    verdict = small_run.read_events("outcome")[0].data
+    assert verdict["reason"].startswith("node0 rank 0: SyntaxError: invalid syntax, in script.py line 1; this does not get better")
+    assert len(small_run.read_events("world")) == len(small_run.read_events("failure")) == 1
 
 
-def test_who_leaves_by_os_exit_has_finished(small_run: Any) -> None:
-    """torch's agent waits for return values, and would for ever."""
+def test_a_rank_that_exits_by_os_exit_has_finished(small_run: Any) -> None:
+    """torch's agent waits for return values, so without our handling it would wait forever."""
     script = (
         "import atexit, os\natexit.register(print, 'not at os._exit')\n"
         "if os.fork() == 0: os._exit(7)\n"
         "os.wait()\nprint('bye', flush=True)\nos._exit(0)\n"
     )
-    small_run.start_board()
-    small_run.start_node(0, script, nodes=(1, 1), slots=2)
-    assert small_run.finish() == {"node0": 0, "board": 0}
-    assert small_run.events("verdict")[0].data["why"] == "its node has finished"
-    assert small_run.output().count("bye\n") == 2
-    assert "not at os._exit" not in small_run.output()
+    small_run.start_coordinator()
+    small_run.start_node(0, script, node_range=(1, 1), slots=2)
+    assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
+    assert small_run.read_events("outcome")[0].data["reason"] == "its node has finished"
+    assert small_run.read_output().count("bye\n") == 2
+    assert "not at os._exit" not in small_run.read_output()
 
 
 WORLDS_LEFT_EARLY = """
@@ -278,32 +279,32 @@ print("sixty times")
 """
 
 
-def test_a_script_can_leave_its_world_before_its_model_goes(small_run: Any) -> None:
-    """Without what keeps process groups alive gloo's destructor hung in most of such runs, within seconds."""
-    small_run.start_board(min_nodes=1)
-    small_run.start_node(0, WORLDS_LEFT_EARLY, str(small_run.folder), nodes=(1, 1))
-    assert small_run.finish() == {"node0": 0, "board": 0}
-    assert small_run.output().count("sixty times") == 2
+def test_a_script_can_destroy_its_process_group_before_its_model(small_run: Any) -> None:
+    """Unless process groups are kept alive, gloo's destructor hangs in most such runs, within seconds."""
+    small_run.start_coordinator(min_nodes=1)
+    small_run.start_node(0, WORLDS_LEFT_EARLY, str(small_run.folder), node_range=(1, 1))
+    assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
+    assert small_run.read_output().count("sixty times") == 2
 
 
 def test_a_rank_that_has_returned_ends_at_once_whatever_its_script_did_with_sigterm(small_run: Any) -> None:
-    """It waits for its agent to fetch its return value, and torch would wait 16 s for it to end."""
+    """The rank waits for its agent to fetch its return value; torch would wait 16 s for it to exit."""
     script = (
         "import os, signal, sys, time\n"
         "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
         "while os.environ['RANK'] == '1' and not asked: time.sleep(0.05)\n"
         "sys.exit(75 * len(asked))\n"
     )
-    small_run.start_board()
-    small_run.start_node(0, script, nodes=(1, 1), slots=2)
-    small_run.until("returned")
+    small_run.start_coordinator()
+    small_run.start_node(0, script, node_range=(1, 1), slots=2)
+    small_run.wait_for_event("script_returned")
     asked = time.monotonic()
     small_run.nodes["node0"].terminate()
     assert small_run.nodes["node0"].wait(60) == EXIT_PLANNED
     assert time.monotonic() - asked < 12
 
 
-def test_four_ranks_that_fail_alike_say_so_at_length_once(small_run: Any) -> None:
+def test_four_ranks_that_fail_alike_print_their_traceback_once(small_run: Any) -> None:
     script = (
         "import os, pathlib, time\n"
         "here = pathlib.Path(__file__).parent\n"
@@ -311,46 +312,46 @@ def test_four_ranks_that_fail_alike_say_so_at_length_once(small_run: Any) -> Non
         "while len(list(here.glob('rank-*'))) < 4: time.sleep(0.01)\n"
         "import no_such_module\n"
     )
-    small_run.start_board()
+    small_run.start_coordinator()
     for number in (0, 1):
         small_run.start_node(number, script)
-    assert small_run.finish() == {"node0": 0, "node1": 0, "board": 0}
-    verdict = small_run.events("verdict")[0].data
-    assert verdict["why"].endswith("'no_such_module', in script.py line 5; this does not get better by trying again")
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    verdict = small_run.read_events("outcome")[0].data
+    assert verdict["reason"].endswith("'no_such_module', in script.py line 5; this does not get better by trying again")
     assert verdict["hint"].startswith("the image must have it")
-    assert small_run.output().count("Traceback") == 1
-    assert small_run.output().count("ModuleNotFoundError: No module named 'no_such_module'") >= 4
-    assert len(small_run.events("world")) <= 1
+    assert small_run.read_output().count("Traceback") == 1
+    assert small_run.read_output().count("ModuleNotFoundError: No module named 'no_such_module'") >= 4
+    assert len(small_run.read_events("world")) <= 1
 
 
-def test_sigterm_reaches_the_ranks_which_save_and_the_node_asks_to_come_back(small_run: Any, gone: Gone) -> None:
-    small_run.start_board()
+def test_sigterm_reaches_the_ranks_which_save_and_the_node_requests_a_restart(small_run: Any, wait_until_dead: WaitUntilDead) -> None:
+    small_run.start_coordinator()
     for number in (0, 1):
-        small_run.train(number)
-    small_run.until("progress")
-    family = list(small_run.descendants(0)) + list(small_run.descendants(1))
+        small_run.start_training_node(number)
+    small_run.wait_for_event("progress")
+    family = list(small_run.find_descendants(0)) + list(small_run.find_descendants(1))
     for supervisor in small_run.nodes.values():
         supervisor.terminate()
     assert [supervisor.wait(20) for supervisor in small_run.nodes.values()] == [EXIT_PLANNED, EXIT_PLANNED]
-    gone(family)
+    wait_until_dead(family)
     saved = small_run.state.read_text()
-    assert small_run.output().count(f"saved {saved}\n") == 4
-    assert not small_run.events("failure")
-    assert [event.data["exit_code"] for event in small_run.events("left")] == [EXIT_PLANNED, EXIT_PLANNED]
-    small_run.board.terminate()
-    assert small_run.board.wait(10) == 143
+    assert small_run.read_output().count(f"saved {saved}\n") == 4
+    assert not small_run.read_events("failure")
+    assert [event.data["exit_code"] for event in small_run.read_events("left")] == [EXIT_PLANNED, EXIT_PLANNED]
+    small_run.coordinator.terminate()
+    assert small_run.coordinator.wait(10) == 143
 
 
 def test_a_third_node_joins_and_no_step_is_lost(small_run: Any) -> None:
-    small_run.start_board()
+    small_run.start_coordinator()
     for number in (0, 1):
-        small_run.train(number, slots=1, nodes=(1, 3))
-    small_run.until("progress", where=lambda event: event.data["step"] >= 10)
-    small_run.train(2, slots=1, nodes=(1, 3))
-    world = small_run.until("world", where=lambda event: event.data["nodes"] == 3)
+        small_run.start_training_node(number, slots=1, node_range=(1, 3))
+    small_run.wait_for_event("progress", condition=lambda event: event.data["step"] >= 10)
+    small_run.start_training_node(2, slots=1, node_range=(1, 3))
+    world = small_run.wait_for_event("world", condition=lambda event: event.data["nodes"] == 3)
     assert sorted(world.data["ranks"]) == ["node0", "node1", "node2"]
-    assert small_run.finish_training(worlds=len(small_run.events("world"))) == {"node0": 0, "node1": 0, "node2": 0, "board": 0}
-    starts = [line for line in small_run.output().splitlines() if "of world 3" in line]
-    saves = [int(line.split()[-1]) for line in small_run.output().splitlines() if "saved" in line]
+    assert small_run.finish_training(worlds=len(small_run.read_events("world"))) == {"node0": 0, "node1": 0, "node2": 0, "coordinator": 0}
+    starts = [line for line in small_run.read_output().splitlines() if "of world 3" in line]
+    saves = [int(line.split()[-1]) for line in small_run.read_output().splitlines() if "saved" in line]
     assert len(starts) == 3
     assert {f"start at {max(saves)} of world 3"} == {line.partition("] ")[2] for line in starts}

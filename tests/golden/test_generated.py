@@ -1,4 +1,4 @@
-"""compose/generated.yml is what `swarmtrain generate examples/quickstart.yml` writes, and this folder has more such pairs.
+"""compose/generated.yml equals the output of `swarmtrain generate examples/quickstart.yml`; this folder has more such pairs.
 
 REFRESH=1 pytest tests/golden rewrites them all.
 """
@@ -16,20 +16,20 @@ ROOT = Path(__file__).parents[2]
 HOSTS = "runner.hosts=[node0, node1, node2]"
 
 
-def generate(output: Path) -> None:
+def generate_stack(output: Path) -> None:
     argv = [sys.executable, "-m", "swarmtrain", "generate", "examples/quickstart.yml", "-o", HOSTS, "--output", str(output)]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_folder(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_the_committed_stack_file_is_current(tmp_path: Path) -> None:
     if os.environ.get("REFRESH"):
-        generate(ROOT / "compose" / "generated.yml")
-    generate(tmp_path / "generated.yml")
-    assert contents(tmp_path) == contents(ROOT / "compose")
+        generate_stack(ROOT / "compose" / "generated.yml")
+    generate_stack(tmp_path / "generated.yml")
+    assert read_folder(tmp_path) == read_folder(ROOT / "compose")
 
 
 @pytest.mark.parametrize("name", ["everything", "host-network", "one-engine"])
@@ -46,5 +46,5 @@ def test_the_stack_file_of_a_config(name: str, tmp_path: Path) -> None:
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        generate(tmp_path / name / "generated.yml")
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+        generate_stack(tmp_path / name / "generated.yml")
+    assert read_folder(tmp_path / "one") == read_folder(tmp_path / "two")

@@ -1,4 +1,4 @@
-"""The sbatch scripts of two plans, bare and in a container. REFRESH=1 pytest tests/golden rewrites them.
+"""The sbatch scripts of two plans, without and with a container. REFRESH=1 pytest tests/golden rewrites them.
 
 Apptainer is in no package registry: its command line is checked against its documented flags here, and not run.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from swarmtrain.config import Config
-from swarmtrain.launchers import inventory
-from swarmtrain.plan import Cargo, CodeFile, make_plan
-from swarmtrain.render.slurm import Site, digest, script
+from swarmtrain.launchers import read_inventory
+from swarmtrain.plan import Cargo, RunFile, make_plan
+from swarmtrain.render.sbatch_script import JobLayout, compute_job_digest, render_sbatch_script
 
 GOLDEN = Path(__file__).parent / "slurm"
-SITE = Site(PurePosixPath("/home/ada/.local/state/swarmtrain/demo"), "/home/ada/my project", "/home/ada/venv/bin/python")
+SITE = JobLayout(PurePosixPath("/home/ada/.local/state/swarmtrain/demo"), "/home/ada/my project", "/home/ada/venv/bin/python")
 CONFIGS: dict[str, dict[str, Any]] = {
     "bare": {
         "nodes": 4,
@@ -63,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_script_of_a_config(name: str) -> None:
-    made = rendered(name)
+    made = render_demo_script(name)
     golden = GOLDEN / f"{name}.sbatch"
     if os.environ.get("REFRESH"):
         golden.parent.mkdir(exist_ok=True)
@@ -73,9 +73,9 @@ def test_the_script_of_a_config(name: str) -> None:
     assert "hush" not in made
 
 
-def rendered(name: str) -> str:
+def render_demo_script(name: str) -> str:
     config = Config.from_json(json.dumps({"runner": {"runner_type": "slurm", **CONFIGS[name]}, "trainer": {"save_dir": "/scratch/runs"}}))
-    cargo = Cargo((CodeFile.of("training_code.py", b""),), (CodeFile.of("TOKEN", b"hush"),))
-    plan = make_plan(config, inventory(config), cargo, run="demo")
-    # The config's own digest changes with every new key, and says nothing here.
-    return script(plan, SITE).replace(digest(plan), "DIGEST")
+    cargo = Cargo((RunFile.from_content("training_code.py", b""),), (RunFile.from_content("TOKEN", b"hush"),))
+    plan = make_plan(config, read_inventory(config), cargo, run="demo")
+    # The config's digest changes with every new key, and is irrelevant here.
+    return render_sbatch_script(plan, SITE).replace(compute_job_digest(plan), "DIGEST")

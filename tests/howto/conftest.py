@@ -1,6 +1,6 @@
-"""Labs, shells and a checkout for the tests that do what the pages say, all in folders of their own.
+"""Labs, shells and a checkout for the tests that follow the pages, all in folders of their own.
 
-Where this machine can host no lab, or has one of the name that a page uses, the tests skip and say why; with CI=true they fail.
+If this machine cannot host a lab, or has one with the name that a page uses, the tests skip and print why; with CI=true they fail.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 
 import pytest
 from page import ROOT
-from reader import Shell
+from page_runner import Shell
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import DEFAULT_NAME, Lab, fabric
+from swarmtrain.lab import DEFAULT_NAME, Lab, network
 
 OpenShell = Callable[[Path, dict[str, str]], Shell]
 
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The home of a reader who has never used swarmtrain, which the pages of a session share."""
+    """The home directory of a reader who has never used swarmtrain. The pages of a session share it."""
     return tmp_path_factory.mktemp("reader")
 
 
 @pytest.fixture(scope="session")
 def environment(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a shell in which nothing points to any engine, and whose labs are in a directory of their own."""
+    """The environment of a shell in which no variable points to an engine, and whose labs are in a directory of their own."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SWARMTRAIN_", "VIRTUAL_ENV"))},
         "HOME": str(home),
@@ -40,26 +40,26 @@ def environment(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture(scope="session")
-def installed(environment: dict[str, str]) -> dict[str, str]:
-    """That environment, with swarmtrain installed."""
+def installed_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The same environment with swarmtrain on the PATH."""
     return {**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first test that builds the image leaves it for the others."""
+def image_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first test that builds the image stores it for the others."""
     return tmp_path_factory.mktemp("images") / "built"
 
 
 @pytest.fixture(scope="session")
-def new_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Return a function that copies the repository, with the wheels that were downloaded for an image before."""
-    return lambda: _copy(tmp_path_factory.mktemp("checkout") / "swarmtrain")
+def copy_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Return a function that copies the repository, including the wheels that were downloaded for an earlier image."""
+    return lambda: _copy_repository(tmp_path_factory.mktemp("checkout") / "swarmtrain")
 
 
 @pytest.fixture
 def open_shell(tmp_path: Path) -> Iterator[OpenShell]:
-    """Return a function that opens shells, which are closed at the end."""
+    """Return a function that opens shells. They are closed at the end."""
     shells: list[Shell] = []
 
     def make(folder: Path, env: dict[str, str]) -> Shell:
@@ -73,37 +73,37 @@ def open_shell(tmp_path: Path) -> Iterator[OpenShell]:
 
 @pytest.fixture
 def trainer_folder(tmp_path: Path) -> Path:
-    """A folder with what a person who trains copies there."""
-    here = tmp_path / "here"
-    here.mkdir()
+    """A folder with the files that a reader of the training pages copies there."""
+    folder = tmp_path / "here"
+    folder.mkdir()
     for name in ("training_code.py", "datautils.py"):
-        shutil.copy(ROOT / name, here / name)
-    return here
+        shutil.copy(ROOT / name, folder / name)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def labs(environment: dict[str, str]) -> Iterator[Callable[[str], Lab]]:
-    """Return a function that gives the lab of a name, not up yet; what is left of one is removed at the end."""
-    made: list[Lab] = []
+def create_lab(environment: dict[str, str]) -> Iterator[Callable[[str], Lab]]:
+    """Return a function that creates a Lab by name, without starting it. Leftovers of a lab are removed at the end."""
+    labs: list[Lab] = []
     before = os.environ.get("SWARMTRAIN_LAB_DIR")
     os.environ["SWARMTRAIN_LAB_DIR"] = environment["SWARMTRAIN_LAB_DIR"]
 
     def make(name: str) -> Lab:
         lab = Lab(name)
         try:
-            lab.check()
-            if fabric.namespace(name, "fabric") in fabric.namespaces():
+            lab.check_prerequisites()
+            if network.get_namespace(name, "bridge") in network.list_namespaces():
                 raise LabError("it runs already, and is not the tests' to touch", place=f"lab {name}", hint="swarmtrain lab down")
         except LabError as error:
             if os.environ.get("CI") == "true":
                 raise
             pytest.skip(f"this machine cannot do what the page says: {error}")
-        made.append(lab)
+        labs.append(lab)
         return lab
 
     yield make
-    for lab in made:
-        lab.down(say=print)
+    for lab in labs:
+        lab.tear_down(report_progress=print)
     if before is None:
         del os.environ["SWARMTRAIN_LAB_DIR"]
     else:
@@ -111,26 +111,26 @@ def labs(environment: dict[str, str]) -> Iterator[Callable[[str], Lab]]:
 
 
 @pytest.fixture
-def default_lab(labs: Callable[[str], Lab]) -> Iterator[Lab]:
-    """The lab of the name that the pages use, which they bring up themselves."""
-    lab = labs(DEFAULT_NAME)
+def default_lab(create_lab: Callable[[str], Lab]) -> Iterator[Lab]:
+    """The lab with the name that the pages use. The pages start it themselves."""
+    lab = create_lab(DEFAULT_NAME)
     yield lab
-    lab.down(say=print)
+    lab.tear_down(report_progress=print)
 
 
-def _copy(copy: Path) -> Path:
-    listed = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+def _copy_repository(target: Path) -> Path:
+    list_command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(list_command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
     if (ROOT / "build" / "wheels" / ".complete").exists():
-        shutil.copytree(ROOT / "build" / "wheels", copy / "build" / "wheels", copy_function=_link)
-    return copy
+        shutil.copytree(ROOT / "build" / "wheels", target / "build" / "wheels", copy_function=_link_or_copy)
+    return target
 
 
-def _link(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         Path(target).hardlink_to(source)
-    except OSError:  # another disk
+    except OSError:  # on another file system
         shutil.copy2(source, target)

@@ -1,29 +1,29 @@
-"""The tutorial, from an empty home to a lab that is gone again."""
+"""The tutorial, from an empty home directory to a removed lab."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import built
+import image_cache
 import page
 from conftest import OpenShell
-from reader import Reader
+from page_runner import PageRunner
 
 from swarmtrain.lab import Lab
 
 
 def test_the_tutorial(
-    default_lab: Lab, environment: dict[str, str], new_checkout: Callable[[], Path], open_shell: OpenShell, shelf: Path
+    default_lab: Lab, environment: dict[str, str], copy_checkout: Callable[[], Path], open_shell: OpenShell, image_cache_folder: Path
 ) -> None:
-    """Its machine has built the image before, if another suite has: from nothing it is built once."""
-    reader = Reader([open_shell(new_checkout(), environment)])
-    steps = page.read("docs/tutorial/first-run.md")
+    """The machine may have the image from another suite: it is built from scratch only once."""
+    reader = PageRunner([open_shell(copy_checkout(), environment)])
+    steps = page.read_page("docs/tutorial/first-run.md")
     image = next(number for number, step in enumerate(steps) if "image build" in step.text)
-    built.give_registry(built.shared())
-    reader.follow(steps[:image])
-    built.give(default_lab, [node.node for node in default_lab.status()], built.shared())
-    reader.follow(steps[image : image + 1])
-    built.keep(default_lab, "node0", shelf)
-    reader.follow(steps[image + 1 :])
-    assert not default_lab.shared.exists()
+    image_cache.restore_registry(image_cache.find_shared_cache())
+    reader.run_steps(steps[:image])
+    image_cache.restore_images(default_lab, [node.node for node in default_lab.get_status()], image_cache.find_shared_cache())
+    reader.run_steps(steps[image : image + 1])
+    image_cache.save_images(default_lab, "node0", image_cache_folder)
+    reader.run_steps(steps[image + 1 :])
+    assert not default_lab.shared_disk.exists()

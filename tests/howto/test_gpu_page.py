@@ -1,26 +1,32 @@
-"""The page on GPUs, on a lab whose engines declare some."""
+"""The GPU page, on a lab whose engines declare some."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import built
+import image_cache
 import page
 from conftest import OpenShell
-from reader import Reader
+from page_runner import PageRunner
 
-from swarmtrain.lab import REGISTRY, Lab
+from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 
 
-def test_gpus(default_lab: Lab, installed: dict[str, str], new_checkout: Callable[[], Path], open_shell: OpenShell, shelf: Path) -> None:
-    built.give_registry(shelf)
-    checkout = new_checkout()
-    reader = Reader([open_shell(checkout, installed)])
-    steps = page.read("docs/how-to/gpus.md")
+def test_gpus(
+    default_lab: Lab,
+    installed_environment: dict[str, str],
+    copy_checkout: Callable[[], Path],
+    open_shell: OpenShell,
+    image_cache_folder: Path,
+) -> None:
+    image_cache.restore_registry(image_cache_folder)
+    checkout = copy_checkout()
+    reader = PageRunner([open_shell(checkout, installed_environment)])
+    steps = page.read_page("docs/how-to/gpus.md")
     up = next(number for number, step in enumerate(steps) if "lab up" in step.text) + 1
-    reader.follow(steps[:up])
-    if not shelf.exists():  # the tutorial was not followed before
-        reader.follow(page.parse(f"```sh\nswarmtrain image build . --tag {REGISTRY}/swarmtrain:latest --push\n```"))
-    reader.follow(steps[up:])
-    assert not default_lab.shared.exists()
+    reader.run_steps(steps[:up])
+    if not image_cache_folder.exists():  # the tutorial's test did not run before
+        reader.run_steps(page.parse_page(f"```sh\nswarmtrain image build . --tag {REGISTRY_ADDRESS}/swarmtrain:latest --push\n```"))
+    reader.run_steps(steps[up:])
+    assert not default_lab.shared_disk.exists()

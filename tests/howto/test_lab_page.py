@@ -1,4 +1,4 @@
-"""The lab's page, on the lab that it brings up itself."""
+"""The lab page, on the lab that it starts itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import page
 from conftest import OpenShell
-from reader import Reader
+from page_runner import PageRunner
 
 from swarmtrain.lab import Lab
 
 
-def test_the_lab(default_lab: Lab, installed: dict[str, str], new_checkout: Callable[[], Path], open_shell: OpenShell) -> None:
-    Reader([open_shell(new_checkout(), installed)]).follow(page.read("docs/how-to/lab.md"))
-    assert not default_lab.shared.exists()
+def test_the_lab(default_lab: Lab, installed_environment: dict[str, str], copy_checkout: Callable[[], Path], open_shell: OpenShell) -> None:
+    PageRunner([open_shell(copy_checkout(), installed_environment)]).run_steps(page.read_page("docs/how-to/lab.md"))
+    assert not default_lab.shared_disk.exists()

@@ -7,19 +7,19 @@ from pathlib import Path
 import page
 import pytest
 from conftest import OpenShell
-from reader import Reader
+from page_runner import PageRunner
 
 pytest.importorskip("torch")
 
 
-def test_fine_tune(installed: dict[str, str], open_shell: OpenShell, trainer_folder: Path) -> None:
-    Reader([open_shell(trainer_folder, installed)]).follow(page.read("docs/how-to/fine-tune.md"))
+def test_fine_tune(installed_environment: dict[str, str], open_shell: OpenShell, trainer_folder: Path) -> None:
+    PageRunner([open_shell(trainer_folder, installed_environment)]).run_steps(page.read_page("docs/how-to/fine-tune.md"))
     tokens = trainer_folder / "tokens"
     assert (tokens / "chats.mask.bin").stat().st_size == (tokens / "chats.bin").stat().st_size
 
 
-def test_models(installed: dict[str, str], open_shell: OpenShell, trainer_folder: Path, tmp_path: Path) -> None:
-    Reader([open_shell(trainer_folder, installed)]).follow(page.read("docs/how-to/models.md"))
+def test_models(installed_environment: dict[str, str], open_shell: OpenShell, trainer_folder: Path, tmp_path: Path) -> None:
+    PageRunner([open_shell(trainer_folder, installed_environment)]).run_steps(page.read_page("docs/how-to/models.md"))
     shown = (tmp_path / "shells" / "0.txt").read_text()
     assert "UNEXPECTED" not in shown
     assert "MISSING" not in shown

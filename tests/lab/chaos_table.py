@@ -1,6 +1,6 @@
-"""The table of what each fault cost, a row for each and a column for each way to keep the state; in a text that may hold more.
+"""The table of the cost of each fault: a row per fault, a column per way to keep the state. It is part of a Markdown text.
 
-What is not run anew stays in it.
+Rows that are not run again keep their cells.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Iterator, Mapping
 from faults import DISKS, FAULTS, STATES
 
 COLUMNS = [(state, disk) for state in STATES for disk in DISKS]
-_TITLE = "| fault |"
-_HEAD = [
-    f"{_TITLE} {' | '.join(f'{state}, {disk} disk' for state, disk in COLUMNS)} |",
+_HEADER_START = "| fault |"
+_HEADER = [
+    f"{_HEADER_START} {' | '.join(f'{state}, {disk} disk' for state, disk in COLUMNS)} |",
     f"| --- |{' ---: |' * len(COLUMNS)}",
 ]
 Cells = dict[tuple[str, str], str]
 
 
-def cell(lost: int, pause: float) -> str:
-    """Return what the table says of a run that made `lost` steps again, and none for `pause` seconds."""
-    return f"{lost}, {pause:.0f} s"
+def format_cell(lost_steps: int, pause_seconds: float) -> str:
+    """Return the cell of a run that recomputed `lost_steps` steps and completed no step for `pause_seconds`."""
+    return f"{lost_steps}, {pause_seconds:.0f} s"
 
 
-def read(text: str) -> dict[str, Cells]:
-    """Return the cells of the table in `text` by fault, state and disk; none if there is no table."""
+def read_table(text: str) -> dict[str, Cells]:
+    """Return the cells of the table in `text` by fault, state and disk; an empty mapping if there is no table."""
     lines = text.splitlines()
-    start = next((number for number, line in enumerate(lines) if line.startswith(_TITLE)), len(lines))
+    start = next((number for number, line in enumerate(lines) if line.startswith(_HEADER_START)), len(lines))
     found = {}
-    for line in lines[start + len(_HEAD) :]:
+    for line in lines[start + len(_HEADER) :]:
         if not line.startswith("|"):
             break
         name, *cells = [word.strip() for word in line.strip("|").split("|")]
@@ -36,27 +36,27 @@ def read(text: str) -> dict[str, Cells]:
     return found
 
 
-def write(text: str, anew: Mapping[str, Cells]) -> str:
-    """Return `text` with what was run `anew` in its table, which is put at the end where there is none."""
-    known = read(text)
-    cells = {fault.name: known.get(fault.name, {}) | anew.get(fault.name, {}) for fault in FAULTS}
-    table = [*_HEAD, *(_line(name, cells[name]) for name in cells if cells[name])]
+def update_table(text: str, new_cells: Mapping[str, Cells]) -> str:
+    """Return `text` with `new_cells` merged into its table. If there is no table, it is appended."""
+    old_cells = read_table(text)
+    cells = {fault.name: old_cells.get(fault.name, {}) | new_cells.get(fault.name, {}) for fault in FAULTS}
+    table = [*_HEADER, *(_format_row(name, cells[name]) for name in cells if cells[name])]
     lines = text.splitlines()
-    start = next((number for number, line in enumerate(lines) if line.startswith(_TITLE)), len(lines))
+    start = next((number for number, line in enumerate(lines) if line.startswith(_HEADER_START)), len(lines))
     end = next((number for number in range(start, len(lines)) if not lines[number].startswith("|")), len(lines))
     return "\n".join([*lines[:start], *table, *lines[end:], ""])
 
 
-def _line(name: str, cells: Cells) -> str:
+def _format_row(name: str, cells: Cells) -> str:
     return f"| {name} | {' | '.join(cells.get(column, '') for column in COLUMNS)} |"
 
 
-def worse(cells: Mapping[str, Cells]) -> Iterator[str]:
-    """Yield each fault that has no cell, and each cell that lost more than it may."""
+def find_violations(cells: Mapping[str, Cells]) -> Iterator[str]:
+    """Yield each fault without a cell, and each cell with more lost steps than the fault allows."""
     for fault in FAULTS:
         found = cells.get(fault.name, {})
         if not found:
             yield f"{fault.name}: is missing"
-        for (state, disk), said in found.items():
-            if int(said.partition(",")[0]) > fault.may_lose(state):
-                yield f"{fault.name}, {state}, {disk}: {said}"
+        for (state, disk), text in found.items():
+            if int(text.partition(",")[0]) > fault.get_max_lost_steps(state):
+                yield f"{fault.name}, {state}, {disk}: {text}"

@@ -1,54 +1,54 @@
-"""Images that cannot be had, or that a run cannot start in."""
+"""Images that cannot be pulled, or in which a run cannot start."""
 
 from __future__ import annotations
 
 import pytest
-from answers import Answer
-from stand_in import build
+from error_cases import ErrorCase
+from swarm_helpers import build_test_image
 
-from swarmtrain.launchers.engine import Engine
+from swarmtrain.launchers.common.docker_engine import DockerEngine
 
 CHAPTER = "The image"
-pytestmark = pytest.mark.usefixtures("on_the_lab")
+pytestmark = pytest.mark.usefixtures("connect_to_lab")
 
 
-def test_an_image_that_no_registry_has(answer: Answer) -> None:
-    """An image that no registry has
+def test_an_image_that_no_registry_has(error_case: ErrorCase) -> None:
+    """Image not found in the registry
 
-    It was not pushed, or has another tag there.
+    The image was not pushed, or has another tag in the registry.
     """
-    answer.config("runner: {nodes: 1, docker_config: {docker_container: 'registry.lab:5000/swarmtrain:0.7'}}")
-    answer("swarmtrain deploy config.yml", since="^error:")
+    error_case.write_config("runner: {nodes: 1, docker_config: {docker_container: 'registry.lab:5000/swarmtrain:0.7'}}")
+    error_case("swarmtrain deploy config.yml", start_pattern="^error:")
 
 
-def test_a_registry_that_does_not_answer(answer: Answer) -> None:
-    """A registry that does not answer
+def test_a_registry_that_does_not_answer(error_case: ErrorCase) -> None:
+    """Registry cannot be reached
 
-    The engine asks it, not the machine that deploys.
+    The engine connects to the registry, not the machine that deploys.
     """
-    answer.same("dial tcp.*", "dial tcp: …")
-    answer.config("runner: {nodes: 1, docker_config: {docker_container: 'registry.invalid:5000/swarmtrain:0.1'}}")
-    answer("swarmtrain deploy config.yml", since="^error:")
+    error_case.add_replacement("dial tcp.*", "dial tcp: …")
+    error_case.write_config("runner: {nodes: 1, docker_config: {docker_container: 'registry.invalid:5000/swarmtrain:0.1'}}")
+    error_case("swarmtrain deploy config.yml", start_pattern="^error:")
 
 
-def test_an_image_without_swarmtrain(answer: Answer, base: str) -> None:
-    """An image without swarmtrain in it
+def test_an_image_without_swarmtrain(error_case: ErrorCase, base_image: str) -> None:
+    """Image does not contain swarmtrain
 
-    It has Python, and nothing of ours. The deploy is taken back.
+    The image has Python, but not swarmtrain. The deploy is rolled back.
     """
-    answer.config(f"runner: {{nodes: 1, docker_config: {{docker_container: '{base}'}}}}")
-    answer("swarmtrain deploy config.yml", since="^error:", changes="home/state", timeout=120)
+    error_case.write_config(f"runner: {{nodes: 1, docker_config: {{docker_container: '{base_image}'}}}}")
+    error_case("swarmtrain deploy config.yml", start_pattern="^error:", allowed_changes="home/state", timeout=120)
 
 
-def test_an_image_without_python(answer: Answer, engine: Engine) -> None:
-    """An image without Python
+def test_an_image_without_python(error_case: ErrorCase, engine: DockerEngine) -> None:
+    """Image does not contain Python
 
-    Nothing of ours can even say so: it is the engine that speaks.
+    swarmtrain's own code cannot run in such an image, so the engine reports the error.
     """
-    # Whichever of the two services it is first.
-    answer.same(r"; rendezvous on node0: task: non-zero exit \(127\)\n.*", "")
-    answer.same("rendezvous on node0: task", "node0 on node0: task")
-    answer.same(r"tini \(\d+\)", "tini (7)")
-    image = build(engine, "registry.lab:5000/empty:1", {"Dockerfile": "FROM scratch\nCOPY file /file\n", "file": "nothing"})
-    answer.config(f"runner: {{nodes: 1, docker_config: {{docker_container: '{image}'}}}}")
-    answer("swarmtrain deploy config.yml", since="^error:", changes="home/state", timeout=120)
+    # Whichever of the two services fails first.
+    error_case.add_replacement(r"; rendezvous on node0: task: non-zero exit \(127\)\n.*", "")
+    error_case.add_replacement("rendezvous on node0: task", "node0 on node0: task")
+    error_case.add_replacement(r"tini \(\d+\)", "tini (7)")
+    image = build_test_image(engine, "registry.lab:5000/empty:1", {"Dockerfile": "FROM scratch\nCOPY file /file\n", "file": "nothing"})
+    error_case.write_config(f"runner: {{nodes: 1, docker_config: {{docker_container: '{image}'}}}}")
+    error_case("swarmtrain deploy config.yml", start_pattern="^error:", allowed_changes="home/state", timeout=120)

@@ -1,30 +1,30 @@
-"""Mounts that are there, and of no use to the user that trains. Only the node itself can say so, from inside its container."""
+"""Mounts that exist, but that the user of the training process cannot use. Only the node can check that, inside its container."""
 
 from __future__ import annotations
 
 import subprocess
 
 import pytest
-from answers import ROOT, Answer
+from error_cases import ROOT, ErrorCase
 
 from swarmtrain.lab import Lab
 
 CHAPTER = "The nodes"
-pytestmark = [pytest.mark.usefixtures("on_the_lab"), pytest.mark.test_all_only("one mistake per run")]
+pytestmark = [pytest.mark.usefixtures("connect_to_lab"), pytest.mark.test_all_only("one mistake per run")]
 
 
-def on(lab: Lab, node: str, command: str) -> None:
-    subprocess.run([*lab.enter(node), "sh", "-ec", command], check=True)
+def run_on_node(lab: Lab, node: str, command: str) -> None:
+    subprocess.run([*lab.build_enter_command(node), "sh", "-ec", command], check=True)
 
 
-def test_a_mount_that_may_not_be_read(answer: Answer, lab: Lab, image: str) -> None:
-    """A mount that may not be read
+def test_a_mount_that_may_not_be_read(error_case: ErrorCase, lab: Lab, image: str) -> None:
+    """Mount is not readable
 
-    The container's user is not root, and on one node the folder is root's alone. (`chmod 700` on node1 here.)
+    The container's user is not root, and on one node only root can read the folder. (Here `chmod 700` on node1.)
     """
-    on(lab, "node0", "mkdir -p -m 755 /mnt/tokens")
-    on(lab, "node1", "mkdir -p -m 700 /mnt/tokens")
-    answer.config(
+    run_on_node(lab, "node0", "mkdir -p -m 755 /mnt/tokens")
+    run_on_node(lab, "node1", "mkdir -p -m 700 /mnt/tokens")
+    error_case.write_config(
         f"""
         runner:
           nodes: 2
@@ -33,21 +33,21 @@ def test_a_mount_that_may_not_be_read(answer: Answer, lab: Lab, image: str) -> N
             docker_mounts: [[/mnt/tokens, /data]]
         """
     )
-    answer("swarmtrain deploy config.yml", code=3, since="^· node1", changes="home/state")
-    answer("swarmtrain down", code=0, show=False, changes="home/state")
+    error_case("swarmtrain deploy config.yml", code=3, start_pattern="^· node1", allowed_changes="home/state")
+    error_case("swarmtrain down", code=0, show=False, allowed_changes="home/state")
 
 
-def test_a_save_dir_that_one_node_cannot_write(answer: Answer, lab: Lab, image: str) -> None:
-    """A save_dir that one node cannot write
+def test_a_save_dir_that_one_node_cannot_write(error_case: ErrorCase, lab: Lab, image: str) -> None:
+    """save_dir is not writable on one node
 
-    Checkpoints are written by all nodes together, so each of them tries it out before the first step. (A shared disk here, which
-    node1 has mounted read-only.)
+    All nodes write checkpoints together, so each node tests `save_dir` before the first step. (Here it is on a shared disk, which node1 has
+    mounted read-only.)
     """
-    on(lab, "node0", "mkdir -p -m 777 /mnt/runs; mount --bind /mnt/shared /mnt/runs")
-    on(lab, "node1", "mkdir -p -m 777 /mnt/runs; mount --bind /mnt/shared /mnt/runs; mount -o remount,bind,ro /mnt/runs")
+    run_on_node(lab, "node0", "mkdir -p -m 777 /mnt/runs; mount --bind /mnt/shared /mnt/runs")
+    run_on_node(lab, "node1", "mkdir -p -m 777 /mnt/runs; mount --bind /mnt/shared /mnt/runs; mount -o remount,bind,ro /mnt/runs")
     for name in ("training_code.py", "datautils.py"):
-        answer.file(name, (ROOT / name).read_bytes())
-    answer.config(
+        error_case.write_file(name, (ROOT / name).read_bytes())
+    error_case.write_config(
         f"""
         runner:
           nodes: 2
@@ -58,14 +58,14 @@ def test_a_save_dir_that_one_node_cannot_write(answer: Answer, lab: Lab, image: 
         topology: {{global_batch_size: 4, micro_batch_size: 1}}
         trainer: {{train_iterations: 4, save_dir: runs/config, save_interval: 2}}
         transformer_architecture: {{hidden_size: 32, num_layers: 1, num_attention_heads: 2, sequence_length: 16}}
-        data: {{data_prefixes: [data/stdlib-train], validation_data_prefixes: [data/stdlib-heldout]}}
+        data: {{data_prefixes: [data/stdlib-train], validation_data_prefixes: [data/stdlib-validation]}}
         script: {{dataset: python_sources}}
         """
     )
-    answer.same(r"node1 rank \d", "node1 rank 1")  # ranks are dealt by address
+    error_case.add_replacement(r"node1 rank \d", "node1 rank 1")  # ranks are assigned by address
     try:
-        answer("swarmtrain deploy config.yml", code=3, since="^· node1 rank", changes="home/state")
+        error_case("swarmtrain deploy config.yml", code=3, start_pattern="^· node1 rank", allowed_changes="home/state")
     finally:
-        answer("swarmtrain down", code=0, show=False, changes="home/state")
+        error_case("swarmtrain down", code=0, show=False, allowed_changes="home/state")
         for node in ("node0", "node1"):
-            on(lab, node, "umount /mnt/runs")
+            run_on_node(lab, node, "umount /mnt/runs")

@@ -1,4 +1,4 @@
-"""An engine, a swarm, networks and stacks that are not as a run needs them."""
+"""An engine, a swarm, networks and stacks in a state that a run cannot use."""
 
 from __future__ import annotations
 
@@ -7,96 +7,100 @@ import time
 from collections.abc import Callable
 
 import pytest
-from answers import Answer
-from stand_in import docker, say
+from error_cases import ErrorCase
+from swarm_helpers import print_line, run_docker
 
 from swarmtrain.lab import Lab
 
 CHAPTER = "The engine and the swarm"
-pytestmark = pytest.mark.usefixtures("on_the_lab")
+pytestmark = pytest.mark.usefixtures("connect_to_lab")
 
 IMAGE = "docker_config: {docker_container: 'registry.lab:5000/swarmtrain:0.1'}"
 
 
-def test_a_worker(answer: Answer, lab: Lab) -> None:
-    """An engine that is a worker
+def test_a_worker(error_case: ErrorCase, lab: Lab) -> None:
+    """Docker engine is a swarm worker
 
-    It runs containers, and knows nothing of the swarm's services.
+    A worker runs containers, but does not know the swarm's services.
     """
-    answer.config(f"runner: {{nodes: 2, {IMAGE}}}")
-    answer.env["DOCKER_HOST"] = lab.docker_host("node1")
-    answer("swarmtrain plan config.yml")
-    answer("swarmtrain status")
+    error_case.write_config(f"runner: {{nodes: 2, {IMAGE}}}")
+    error_case.env["DOCKER_HOST"] = lab.get_docker_host("node1")
+    error_case("swarmtrain plan config.yml")
+    error_case("swarmtrain status")
 
 
-def test_swarms_that_are_none(answer: Answer, new_lab: Callable[[str], Lab]) -> None:
-    """An engine in no swarm, two machines of one name, and a swarm that has lost its managers
+def test_engines_without_a_usable_swarm(error_case: ErrorCase, create_lab: Callable[[str], Lab]) -> None:
+    """Engine not in a swarm, duplicate host name, or lost quorum
 
-    Three things that happen while a swarm is set up, in the order in which they happen.
+    These three errors happen while a swarm is set up, in this order.
     """
-    bare = new_lab("none")
-    bare.up(2, bare=True, say=say)
-    answer.same(f"{bare.docker_host('node0').rpartition('/node0/')[0]}/node\\d/docker.sock", "unix:///var/run/docker.sock")
-    answer.same("\\b[0-9a-z]{25}\\b", "ID")
-    answer.config(f"runner: {{hosts: [node0], {IMAGE}}}")
-    answer.env["DOCKER_HOST"] = bare.docker_host("node0")
-    answer("swarmtrain deploy config.yml")
+    bare = create_lab("none")
+    bare.bring_up(2, bare=True, report_progress=print_line)
+    error_case.add_replacement(
+        f"{bare.get_docker_host('node0').rpartition('/node0/')[0]}/node\\d/docker.sock", "unix:///var/run/docker.sock"
+    )
+    error_case.add_replacement("\\b[0-9a-z]{25}\\b", "ID")
+    error_case.write_config(f"runner: {{hosts: [node0], {IMAGE}}}")
+    error_case.env["DOCKER_HOST"] = bare.get_docker_host("node0")
+    error_case("swarmtrain deploy config.yml")
 
-    subprocess.run([*bare.enter("node1"), "hostname", "node0"], check=True)
-    addresses = [node.address for node in bare.status()]
-    docker(bare, "swarm", "init", "--advertise-addr", addresses[0])
-    token = docker(bare, "swarm", "join-token", "--quiet", "manager").strip()
-    docker(bare, "swarm", "join", "--advertise-addr", addresses[1], "--token", token, f"{addresses[0]}:2377", node="node1")
-    answer.say("The second machine is a copy of the first, and has its name.")
-    answer("swarmtrain deploy config.yml")
+    subprocess.run([*bare.build_enter_command("node1"), "hostname", "node0"], check=True)
+    addresses = [node.address for node in bare.get_status()]
+    run_docker(bare, "swarm", "init", "--advertise-addr", addresses[0])
+    token = run_docker(bare, "swarm", "join-token", "--quiet", "manager").strip()
+    run_docker(bare, "swarm", "join", "--advertise-addr", addresses[1], "--token", token, f"{addresses[0]}:2377", node="node1")
+    error_case.add_paragraph("The second machine is a copy of the first, and has the same host name.")
+    error_case("swarmtrain deploy config.yml")
 
-    bare.kill("node1", say=say)
+    bare.power_off("node1", report_progress=print_line)
     end = time.monotonic() + 60
-    while subprocess.run(["docker", "-H", bare.docker_host("node0"), "node", "ls"], capture_output=True, check=False).returncode == 0:
+    while subprocess.run(["docker", "-H", bare.get_docker_host("node0"), "node", "ls"], capture_output=True, check=False).returncode == 0:
         assert time.monotonic() < end
         time.sleep(0.5)
-    answer.say("Both were made managers, and one lost its power. More than half of them are needed: make one manager, or three.")
-    answer("swarmtrain deploy config.yml", timeout=120)
-    answer("swarmtrain status", timeout=120)
-    bare.down(say=say)
+    error_case.add_paragraph(
+        "Both machines are managers, and one is powered off. A swarm needs more than half of its managers: use one manager, or three."
+    )
+    error_case("swarmtrain deploy config.yml", timeout=120)
+    error_case("swarmtrain status", timeout=120)
+    bare.tear_down(report_progress=print_line)
 
 
-def test_a_network_with_other_options(answer: Answer, lab: Lab) -> None:
-    """A network with other options
+def test_a_network_with_other_options(error_case: ErrorCase, lab: Lab) -> None:
+    """Network exists with other options
 
-    The run is up, and its config now wants a network that Swarm cannot make of the one that is there.
+    The run is up, and its config now requires other network options. Swarm cannot apply them to the existing network.
     """
-    answer.config(f"runner: {{nodes: 1, {IMAGE}}}")
-    answer("swarmtrain deploy config.yml --detach", code=0, since="^bringing", changes="home/state", show=False)
-    answer("swarmtrain deploy config.yml -o runner.swarm.mtu=1400 -o runner.swarm.encrypted=true", since="^error:")
-    answer("swarmtrain plan config.yml -o runner.swarm.mtu=1400", since="^error:", show=False)
+    error_case.write_config(f"runner: {{nodes: 1, {IMAGE}}}")
+    error_case("swarmtrain deploy config.yml --detach", code=0, start_pattern="^bringing", allowed_changes="home/state", show=False)
+    error_case("swarmtrain deploy config.yml -o runner.swarm.mtu=1400 -o runner.swarm.encrypted=true", start_pattern="^error:")
+    error_case("swarmtrain plan config.yml -o runner.swarm.mtu=1400", start_pattern="^error:", show=False)
 
 
-def test_a_network_that_is_not_there(answer: Answer, lab: Lab) -> None:
-    """A network of your own that is not there
+def test_a_network_that_is_not_there(error_case: ErrorCase, lab: Lab) -> None:
+    """Network does not exist
 
-    `runner.swarm.network` names a network that nobody has made, or one that only this machine has.
+    `runner.swarm.network` names a network that does not exist, or that exists only on this machine.
     """
-    answer.config(f"runner: {{nodes: 1, swarm: {{network: site}}, {IMAGE}}}")
-    answer("swarmtrain deploy config.yml", since="^error:")
-    answer.situation("docker network create site")
+    error_case.write_config(f"runner: {{nodes: 1, swarm: {{network: site}}, {IMAGE}}}")
+    error_case("swarmtrain deploy config.yml", start_pattern="^error:")
+    error_case.run_setup("docker network create site")
     try:
-        answer("swarmtrain deploy config.yml", since="^error:")
+        error_case("swarmtrain deploy config.yml", start_pattern="^error:")
     finally:
-        docker(lab, "network", "rm", "site")
+        run_docker(lab, "network", "rm", "site")
 
 
-def test_a_stack_of_somebody_else(answer: Answer, lab: Lab) -> None:
-    """A stack of somebody else
+def test_a_stack_of_somebody_else(error_case: ErrorCase, lab: Lab) -> None:
+    """Not a run of swarmtrain
 
-    One that has the run's name and is no run of swarmtrain. It is never touched.
+    A stack has the name of the run, but is not a run of swarmtrain. swarmtrain never changes or removes such a stack.
     """
-    answer.file(
+    error_case.write_file(
         "web.yml",
         "version: '3.8'\nservices: {web: {image: registry.lab:5000/swarmtrain:0.1, deploy: {replicas: 0}}}\n",
     )
-    answer.config(f"runner: {{nodes: 1, {IMAGE}}}")
-    answer.situation("docker stack deploy -c web.yml config")
-    answer("swarmtrain deploy config.yml", since="^error:")
-    answer("swarmtrain down config")
-    assert "config_web" in docker(lab, "service", "ls")
+    error_case.write_config(f"runner: {{nodes: 1, {IMAGE}}}")
+    error_case.run_setup("docker stack deploy -c web.yml config")
+    error_case("swarmtrain deploy config.yml", start_pattern="^error:")
+    error_case("swarmtrain down config")
+    assert "config_web" in run_docker(lab, "service", "ls")

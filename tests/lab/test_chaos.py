@@ -1,9 +1,9 @@
-"""Whatever happens to a run, it goes on by itself, and ends as if nothing had happened.
+"""Whatever fault is injected, a run resumes by itself, and its result equals that of an undisturbed run.
 
-A row of the table in faults.py is a test with the whole state on each rank and with it divided among them, each with a disk that
-all nodes share and with one of each node's own. With SWARMTRAIN_CHAOS=all every row is run, with some of its words those that have
-them, and otherwise those that are marked.
-What is asserted is read from the audit files.
+Each row of the table in faults.py is a test for replicated and for sharded state, each with a disk that all nodes share and with a
+disk per node. SWARMTRAIN_CHAOS=all runs every row; another value runs the rows whose name contains it; without a value the default
+cases run.
+The assertions use the audit files.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import built
 import chaos_table
+import image_cache
 import pytest
-from audit import Story, largest_difference, problems
+from chaos_run import NODES, ROOT, STEPS, ChaosRun
 from faults import FAULTS, STATES, Fault
-from scene import NODES, ROOT, STEPS, Scene
+from run_audit import RunAudit, compute_largest_difference, find_problems
 
 from swarmtrain.lab import Lab
-from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.swarm import observe
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm import cluster_state
 
-TOPOLOGIES = {"replicated": (), "divided": ("topology.data_parallel_type=fsdp",)}
+TOPOLOGIES = {"replicated": (), "sharded": ("topology.data_parallel_type=fsdp",)}
 PAGE = ROOT / "docs" / "explanation" / "reliability.md"
-TABLE = PAGE if os.environ.get("SWARMTRAIN_DOCS") else ROOT / "build" / "chaos.md"
-_CHOSEN = os.environ.get("SWARMTRAIN_CHAOS", "")
-_DISK = 2**30
-_STRIKE_AT = 60
+TABLE_FILE = PAGE if os.environ.get("SWARMTRAIN_DOCS") else ROOT / "build" / "chaos.md"
+_SELECTED = os.environ.get("SWARMTRAIN_CHAOS", "")
+_DISK_BYTES = 2**30
+_FAULT_STEP = 60
 
 
 @dataclass(frozen=True)
-class Case:
-    """A fault, who has the run's state, and on which disk it is saved."""
+class ChaosCase:
+    """A fault, how the run's state is distributed, and the disk on which it is saved."""
 
     fault: Fault
     state: str
@@ -45,64 +45,66 @@ class Case:
         return f"{self.fault.name}, {self.state}, {self.disk}"
 
     @property
-    def wanted(self) -> bool:
-        if not _CHOSEN:
-            return (self.state, self.disk) in self.fault.usual
-        return _CHOSEN == "all" or _CHOSEN in str(self)
+    def is_selected(self) -> bool:
+        if not _SELECTED:
+            return (self.state, self.disk) in self.fault.default_cases
+        return _SELECTED == "all" or _SELECTED in str(self)
 
 
-CASES = [case for fault in FAULTS for state in STATES for disk in fault.disks if (case := Case(fault, state, disk)).wanted]
+CASES = [case for fault in FAULTS for state in STATES for disk in fault.disks if (case := ChaosCase(fault, state, disk)).is_selected]
 
 
 @dataclass(frozen=True)
-class Row:
-    """What became of a run."""
+class ChaosResult:
+    """The result of a run with a fault."""
 
-    case: Case
-    pause: float
-    """Seconds."""
-    lost: int
-    sizes: tuple[int, ...]
-    difference: float
+    case: ChaosCase
+    pause_seconds: float
+    """The longest time without a completed step, in seconds."""
+    lost_steps: int
+    world_sizes: tuple[int, ...]
+    loss_difference: float
 
     def __str__(self) -> str:
-        worlds = ", ".join(map(str, self.sizes))
-        told = f"{self.lost} steps made again, {self.pause:.1f} s without a step; ranks of each world: {worlds}"
-        return f"{self.case}: {told}; losses differ by {self.difference:.1e}"
+        worlds = ", ".join(map(str, self.world_sizes))
+        told = f"{self.lost_steps} steps made again, {self.pause_seconds:.1f} s without a step; ranks of each world: {worlds}"
+        return f"{self.case}: {told}; losses differ by {self.loss_difference:.1e}"
 
 
 @pytest.fixture(scope="session")
-def lab(new_lab: Callable[[str], Lab], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A lab of three nodes whose shared disk can be full."""
+def lab(create_lab: Callable[[str], Lab], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab of three nodes whose shared disk is small enough to be filled."""
     disk = tmp_path_factory.mktemp("disk")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(disk)], check=True)
-    lab = new_lab("chaos")
-    lab.up(len(NODES), shared=disk, say=print)
-    built.give_registry(built.shared())
-    built.give(lab, NODES, built.shared())
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
+    lab = create_lab("chaos")
+    lab.bring_up(len(NODES), shared=disk, report_progress=print)
+    image_cache.restore_registry(image_cache.find_shared_cache())
+    image_cache.restore_images(lab, NODES, image_cache.find_shared_cache())
     yield lab
-    lab.down(say=print)
+    lab.tear_down(report_progress=print)
     subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.fixture(scope="session")
-def rows() -> Iterator[list[Row]]:
-    """The rows that were run; at the end they are put into TABLE."""
-    rows: list[Row] = []
-    yield rows
-    anew: dict[str, chaos_table.Cells] = {}
-    for row in rows:
-        anew.setdefault(row.case.fault.name, {})[row.case.state, row.case.disk] = chaos_table.cell(row.lost, row.pause)
-    TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(chaos_table.write(TABLE.read_text() if TABLE.exists() else "", anew))
+def results() -> Iterator[list[ChaosResult]]:
+    """The results of the cases that were run. At the end they are merged into the table in TABLE_FILE."""
+    results: list[ChaosResult] = []
+    yield results
+    new_cells: dict[str, chaos_table.Cells] = {}
+    for row in results:
+        new_cells.setdefault(row.case.fault.name, {})[row.case.state, row.case.disk] = chaos_table.format_cell(
+            row.lost_steps, row.pause_seconds
+        )
+    TABLE_FILE.parent.mkdir(exist_ok=True)
+    TABLE_FILE.write_text(chaos_table.update_table(TABLE_FILE.read_text() if TABLE_FILE.exists() else "", new_cells))
 
 
 @pytest.fixture
-def table(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> Callable[[Row], None]:
-    """Return a function that shows a row at once, and puts it into the table."""
+def record_result(results: list[ChaosResult], capsys: pytest.CaptureFixture[str]) -> Callable[[ChaosResult], None]:
+    """Return a function that prints a result at once, and adds it to the table."""
 
-    def put(row: Row) -> None:
-        rows.append(row)
+    def put(row: ChaosResult) -> None:
+        results.append(row)
         with capsys.disabled():
             print(f"\n{row}", flush=True)
 
@@ -110,85 +112,90 @@ def table(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> Callable[[Row]
 
 
 @pytest.fixture(scope="session")
-def audits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this machine, which the lab's machines see too, and not on the disk that faults fill."""
+def audit_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this machine that the lab's machines can write to. It is not on the disk that faults fill."""
     folder = tmp_path_factory.mktemp("audits")
     folder.chmod(0o1777)
     return folder
 
 
 @pytest.fixture
-def begin(lab: Lab, image: str, audits: Path) -> Iterator[Callable[..., Scene]]:
-    """Return a function that begins a run; what a test leaves of it is taken down."""
-    scenes: list[Scene] = []
+def start_run(lab: Lab, image: str, audit_root: Path) -> Iterator[Callable[..., ChaosRun]]:
+    """Return a function that starts a run. Runs that a test leaves up are taken down."""
+    runs: list[ChaosRun] = []
 
-    def make(run: str, state: str, *more: str, disk: str = "shared") -> Scene:
-        scenes.append(Scene(lab, image, run, TOPOLOGIES[state], audits, own_disks=disk == "own"))
-        scenes[-1].begin(*more)
-        return scenes[-1]
+    def start(run: str, state: str, *extra_settings: str, disk: str = "shared") -> ChaosRun:
+        runs.append(ChaosRun(lab, image, run, TOPOLOGIES[state], audit_root, own_disks=disk == "node-local"))
+        runs[-1].start(*extra_settings)
+        return runs[-1]
 
-    yield make
-    for scene in scenes:
-        scene.down()
+    yield start
+    for scene in runs:
+        scene.take_down()
 
 
 @pytest.fixture(scope="session")
-def stories() -> dict[str, Story]:
-    """What undisturbed runs did, by their state, as far as any test has asked."""
+def undisturbed_audits() -> dict[str, RunAudit]:
+    """The audits of undisturbed runs by state, as far as tests have requested them."""
     return {}
 
 
 @pytest.fixture
-def undisturbed(begin: Callable[..., Scene], stories: dict[str, Story]) -> Callable[[str], Story]:
-    """Return a function that tells what a run with this state does to which nothing happens."""
+def get_undisturbed_audit(start_run: Callable[..., ChaosRun], undisturbed_audits: dict[str, RunAudit]) -> Callable[[str], RunAudit]:
+    """Return a function that returns the audit of an undisturbed run with this state."""
 
-    def tell(state: str) -> Story:
-        if state not in stories:
-            scene = begin(f"undisturbed-{state}", state, "runner.min_nodes=3", "runner.max_nodes=3")
-            assert scene.end() == 0
-            stories[state] = scene.story
-        return stories[state]
+    def get_audit(state: str) -> RunAudit:
+        if state not in undisturbed_audits:
+            scene = start_run(f"undisturbed-{state}", state, "runner.min_nodes=3", "runner.max_nodes=3")
+            assert scene.wait_for_end() == 0
+            undisturbed_audits[state] = scene.audit
+        return undisturbed_audits[state]
 
-    return tell
+    return get_audit
 
 
 @pytest.mark.parametrize("state", sorted({case.state for case in CASES}))
-def test_nothing_happens(state: str, undisturbed: Callable[[str], Story]) -> None:
-    story = undisturbed(state)
-    assert story.sizes == [len(NODES)]
-    assert sorted(story.final) == list(range(1, STEPS + 1))
-    seen = [sample for lines in story.final.values() for line in lines for sample in line.samples]
+def test_an_undisturbed_run_ends(state: str, get_undisturbed_audit: Callable[[str], RunAudit]) -> None:
+    story = get_undisturbed_audit(state)
+    assert story.world_sizes == [len(NODES)]
+    assert sorted(story.final_lines) == list(range(1, STEPS + 1))
+    seen = [sample for lines in story.final_lines.values() for line in lines for sample in line.samples]
     assert len(seen) == len(set(seen)), "a sample was seen twice"
 
 
 @pytest.mark.parametrize("case", CASES, ids=[str(case).replace(" ", "_") for case in CASES])
-def test_whatever_happens(
-    case: Case, begin: Callable[..., Scene], undisturbed: Callable[[str], Story], table: Callable[[Row], None]
+def test_a_run_survives_any_fault(
+    case: ChaosCase,
+    start_run: Callable[..., ChaosRun],
+    get_undisturbed_audit: Callable[[str], RunAudit],
+    record_result: Callable[[ChaosResult], None],
 ) -> None:
-    calm = undisturbed(case.state)
-    scene = begin(f"run{CASES.index(case)}", case.state, disk=case.disk)
-    scene.reach(_STRIKE_AT)
-    case.fault.strike(scene)
-    assert scene.end() == 0, "the run did not end well"
-    story = scene.story
-    table(Row(case, scene.longest_pause, story.lost, tuple(story.sizes), largest_difference(story, calm)))
-    assert problems(story, calm, tolerance=0.0 if set(story.sizes) == set(calm.sizes) else 1e-5) == []
-    assert story.lost <= case.fault.may_lose(case.state)
-    scene.down()
-    _nothing_left(scene)
+    calm = get_undisturbed_audit(case.state)
+    scene = start_run(f"run{CASES.index(case)}", case.state, disk=case.disk)
+    scene.wait_for_step(_FAULT_STEP)
+    case.fault.inject(scene)
+    assert scene.wait_for_end() == 0, "the run did not end well"
+    story = scene.audit
+    record_result(
+        ChaosResult(case, scene.longest_pause, story.lost_steps, tuple(story.world_sizes), compute_largest_difference(story, calm))
+    )
+    assert find_problems(story, calm, tolerance=0.0 if set(story.world_sizes) == set(calm.world_sizes) else 1e-5) == []
+    assert story.lost_steps <= case.fault.get_max_lost_steps(case.state)
+    scene.take_down()
+    _check_nothing_left(scene)
 
 
-def _nothing_left(scene: Scene) -> None:
-    assert observe.observe(Engine(scene.lab.docker_host("node0")), scene.run).empty
-    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, f"runs/{scene.run}")] == []
+def _check_nothing_left(run: ChaosRun) -> None:
+    assert cluster_state.read_stack_state(DockerEngine(run.lab.get_docker_host("node0")), run.name).is_empty
+    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if _contains(path, f"runs/{run.name}")] == []
 
 
-def _names(path: Path, words: str) -> bool:
+def _contains(path: Path, text: str) -> bool:
     try:
-        return words.encode() in path.read_bytes()
+        return text.encode() in path.read_bytes()
     except OSError:
         return False
 
 
 def test_the_page_has_what_every_row_cost() -> None:
-    assert list(chaos_table.worse(chaos_table.read(PAGE.read_text()))) == []
+    assert list(chaos_table.find_violations(chaos_table.read_table(PAGE.read_text()))) == []

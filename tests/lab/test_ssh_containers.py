@@ -1,4 +1,4 @@
-"""The launcher over SSH with containers, on real engines: its run survives a container, fails with a reason, and leaves nothing."""
+"""The SSH launcher with containers, on real engines: the run survives a killed container, fails with a reason, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from stand_in import docker
+from swarm_helpers import run_docker
 
 from swarmtrain.lab import Lab
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.test_all_only("one life of a run in containers over SSH
 ROOT = Path(__file__).parents[2]
 RUN = "boxes"
 NODES = ("node1", "node2")
-HUSH = "hush-91be"
+SECRET = "hush-91be"  # noqa: S105
 TRAIN = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
@@ -52,19 +52,19 @@ dist.destroy_process_group()
 """
 
 
-class User:
-    """Somebody at node0, whose ssh leads to the others."""
+class SshContainerUser:
+    """A user on node0, who can reach the other nodes by SSH."""
 
     def __init__(self, lab: Lab, image: str, folder: Path) -> None:
         self.lab, self.folder = lab, folder
         self.env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.data = lab.shared / RUN
+        self.data = lab.shared_disk / RUN
         self.data.mkdir(exist_ok=True)
         (folder / "training_code.py").write_text(TRAIN)
-        (folder / "token").write_text(HUSH)
+        (folder / "token").write_text(SECRET)
         mounts = [[f"/mnt/shared/{RUN}", "/data"]]
         runner = {
-            "runner_type": "pdsh_docker",
+            "runner_type": "ssh_docker",
             "hosts": [f"{node} slots=1" for node in NODES],
             "secrets": {"TOKEN": "token"},
             "env": {"OMP_NUM_THREADS": "1"},
@@ -75,60 +75,70 @@ class User:
         topology = {"global_batch_size": 4, "micro_batch_size": 1}
         (folder / f"{RUN}.yml").write_text(yaml.safe_dump({"runner": runner, "topology": topology}))
 
-    def swarmtrain(self, *words: str, code: int = 0) -> str:
-        """Return what a command printed."""
-        argv = [*self.lab.enter("node0"), "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), sys.executable, "-m", "swarmtrain", *words]
+    def run_command(self, *arguments: str, code: int = 0) -> str:
+        """Return the output of a swarmtrain command."""
+        argv = [
+            *self.lab.build_enter_command("node0"),
+            "sh",
+            "-c",
+            'cd "$0" && exec "$@"',
+            str(self.folder),
+            sys.executable,
+            "-m",
+            "swarmtrain",
+            *arguments,
+        ]
         done = subprocess.run(argv, env=self.env, capture_output=True, text=True, check=False, timeout=150)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def containers(self) -> list[str]:
+    def list_containers(self) -> list[str]:
         """Return the names of the run's containers on all hosts, sorted."""
         listed = ("ps", "-a", "--format", "{{.Names}}", "--filter", f"label=swarmtrain.run={RUN}")
-        return sorted(name for node in NODES for name in docker(self.lab, *listed, node=node).split())
+        return sorted(name for node in NODES for name in run_docker(self.lab, *listed, node=node).split())
 
-    def until_step(self, least: int) -> int:
-        """Return the step when it has come to `least`."""
+    def wait_for_step(self, min_step: int) -> int:
+        """Return the step as soon as it is at least `min_step`."""
         end = time.monotonic() + 90
         step = 0
-        while step < least:
-            assert time.monotonic() < end, self.swarmtrain("logs", RUN)
+        while step < min_step:
+            assert time.monotonic() < end, self.run_command("logs", RUN)
             time.sleep(0.1)
             step = int((self.data / "state").read_text()) if (self.data / "state").exists() else 0
         return step
 
 
 @pytest.fixture
-def user(lab: Lab, image: str, tmp_path: Path) -> Iterator[User]:
-    made = User(lab, image, tmp_path)
-    yield made
-    if made.containers():
-        made.swarmtrain("down", RUN)
-    for path in made.data.iterdir():
+def user(lab: Lab, image: str, tmp_path: Path) -> Iterator[SshContainerUser]:
+    user = SshContainerUser(lab, image, tmp_path)
+    yield user
+    if user.list_containers():
+        user.run_command("down", RUN)
+    for path in user.data.iterdir():
         path.unlink()
 
 
-def test_a_run_in_containers_survives_one_and_leaves_none(user: User) -> None:
-    user.swarmtrain("deploy", f"{RUN}.yml", "--detach")
-    user.until_step(5)
-    assert user.containers() == [f"{RUN}-node0", f"{RUN}-node1", f"{RUN}-rendezvous"]
-    [facts] = json.loads(docker(user.lab, "inspect", f"{RUN}-node1", node="node2"))
-    assert HUSH not in json.dumps(facts)
+def test_a_run_in_containers_survives_one_and_leaves_none(user: SshContainerUser) -> None:
+    user.run_command("deploy", f"{RUN}.yml", "--detach")
+    user.wait_for_step(5)
+    assert user.list_containers() == [f"{RUN}-node0", f"{RUN}-node1", f"{RUN}-rendezvous"]
+    [facts] = json.loads(run_docker(user.lab, "inspect", f"{RUN}-node1", node="node2"))
+    assert SECRET not in json.dumps(facts)
     assert (facts["HostConfig"]["NetworkMode"], facts["HostConfig"]["Privileged"]) == ("host", False)
-    docker(user.lab, "kill", f"{RUN}-node1", node="node2")
-    user.until_step(int((user.data / "state").read_text()) + 20)
-    user.swarmtrain("stop", RUN)
+    run_docker(user.lab, "kill", f"{RUN}-node1", node="node2")
+    user.wait_for_step(int((user.data / "state").read_text()) + 20)
+    user.run_command("stop", RUN)
     saved = (user.data / "state").read_text()
     (user.data / "enough").touch()
-    said = user.swarmtrain("deploy", f"{RUN}.yml", "--yes")
-    assert f"start at {saved} of world 2, secret of {len(HUSH)}" in said
+    said = user.run_command("deploy", f"{RUN}.yml", "--yes")
+    assert f"start at {saved} of world 2, secret of {len(SECRET)}" in said
     assert f"{RUN} is done" in said
-    user.swarmtrain("down", RUN)
-    assert user.containers() == []
+    user.run_command("down", RUN)
+    assert user.list_containers() == []
 
 
-def test_a_failure_in_a_container_is_the_exit_code(user: User) -> None:
-    said = user.swarmtrain("deploy", f"{RUN}.yml", "-o", "runner.env.FAULT=here", code=3)
+def test_a_failure_in_a_container_is_the_exit_code(user: SshContainerUser) -> None:
+    said = user.run_command("deploy", f"{RUN}.yml", "-o", "runner.env.FAULT=here", code=3)
     assert "ValueError: no such luck" in said
-    user.swarmtrain("down", RUN)
-    assert user.containers() == []
+    user.run_command("down", RUN)
+    assert user.list_containers() == []

@@ -1,4 +1,4 @@
-"""`deploy --attach RANK`: one rank has the terminal, the others run beside it."""
+"""`deploy --attach RANK`: one rank gets the terminal, the others run in the background."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ runner:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def project(tmp_path: Path) -> Path:
     for name, text in {"src/train.py": TRAIN, "lib/helper.py": "NAME = 'helped'\n", "token": "hidden", "config.yml": CONFIG}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def deploy(folder: Path, *options: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the command in `folder`, and type into it."""
+def run_deploy(project: Path, *options: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `swarmtrain deploy` in `project` with `stdin` as its input."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-m", "swarmtrain", "deploy", "config.yml", *options]
-    return subprocess.run(argv, cwd=folder, env=environment, input=typed, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(argv, cwd=project, env=environment, input=stdin, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_rank_stops_at_its_breakpoint(folder: Path) -> None:
-    done = deploy(folder, "--attach", "1", typed="print('its number:', int(total))\ntotal += 10\ncontinue\n")
+def test_a_rank_stops_at_its_breakpoint(project: Path) -> None:
+    done = run_deploy(project, "--attach", "1", stdin="print('its number:', int(total))\ntotal += 10\ncontinue\n")
     assert "its number: 2" in done.stdout
     assert "sum 16 helped hidden ['--fast']" in done.stdout
     assert done.returncode == 3, done.stderr
-    logs = {path.name: path.read_text() for path in (folder / "home" / "swarmtrain" / "config").glob("rank*.log")}
+    logs = {path.name: path.read_text() for path in (project / "home" / "swarmtrain" / "config").glob("rank*.log")}
     assert logs == dict.fromkeys(("rank0.log", "rank2.log"), "sum 16 helped hidden ['--fast']\n")
     assert "rank2 ended with exit code 6" in done.stderr
 
 
-def test_a_rank_that_is_not_there_is_refused(folder: Path) -> None:
-    done = deploy(folder, "--attach", "3")
+def test_a_rank_that_is_not_there_is_refused(project: Path) -> None:
+    done = run_deploy(project, "--attach", "3")
     assert done.returncode == 1
     assert "error: --attach 3: there is no such rank; there are 0 to 2" in done.stderr

@@ -1,6 +1,6 @@
-"""`swarmtrain env` on three hosts behind real sshds: made, left alone, changed, broken on one host, interrupted, proved.
+"""`swarmtrain env` on three hosts behind real sshds: created, left alone, changed, broken on one host, interrupted, verified.
 
-A wheel of the tests' own, `borrowed`, shows its environment what the tests' interpreter has: to install torch on each host takes minutes.
+The tests' own wheel `borrowed` makes the packages of the tests' interpreter visible: installing torch on each host takes minutes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import DISK, NAMES, Hosts, hosts_up
+from ssh_hosts import HOST_NAMES, NODE_LOCAL_FOLDER, Hosts, start_hosts
 
 from swarmtrain import __version__
-from swarmtrain.launchers.ssh.environment import installed, read
+from swarmtrain.launchers.ssh.python_environment import freeze_installed, read_requirements
 
 pytestmark = pytest.mark.test_all_only("installs Python environments on hosts over SSH")
 
@@ -29,57 +29,64 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with hosts_up() as made:
-        yield made
+    with start_hosts() as hosts:
+        yield hosts
 
 
-class User:
-    """Whoever types `swarmtrain env`, in a folder with a config for the three hosts."""
+class EnvUser:
+    """A user of `swarmtrain env`, in a folder with a config for the three hosts."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
-        self.path = DISK / folder.name
+        self.path = NODE_LOCAL_FOLDER / folder.name
         self.env = {
             **os.environ,
             "PATH": f"{hosts.bin}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
         }
-        (folder / "config.yml").write_text('runner: {runner_type: pdsh, hosts: ["gpu-[0-2] slots=1"]}\n')
-        for name in NAMES:
-            self.links(name).mkdir()
-            (hosts.own(name) / "config" / "pip").mkdir(parents=True, exist_ok=True)
-            (hosts.own(name) / "config" / "pip" / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {self.links(name)}\n")
-            wheel(self.links(name), "borrowed", "1.0", {"borrowed.pth": f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n"})
+        (folder / "config.yml").write_text('runner: {runner_type: ssh, hosts: ["gpu-[0-2] slots=1"]}\n')
+        for name in HOST_NAMES:
+            self.get_package_folder(name).mkdir()
+            (hosts.get_local_disk(name) / "config" / "pip").mkdir(parents=True, exist_ok=True)
+            (hosts.get_local_disk(name) / "config" / "pip" / "pip.conf").write_text(
+                f"[global]\nno-index = true\nfind-links = {self.get_package_folder(name)}\n"
+            )
+            write_wheel(
+                self.get_package_folder(name),
+                "borrowed",
+                "1.0",
+                {"borrowed.pth": f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n"},
+            )
 
-    def links(self, name: str) -> Path:
-        """Return where a host's pip finds its packages, as that host's pip.conf says."""
+    def get_package_folder(self, name: str) -> Path:
+        """Return the folder in which a host's pip finds packages, according to that host's pip.conf."""
         return self.folder / f"links-{name}"
 
-    def lists(self, version: str, *others: str) -> list[str]:
-        """Return the options for a list of this version of `tiny`, and of others."""
+    def write_requirements(self, version: str, *others: str) -> list[str]:
+        """Return the options for a requirements list with this version of `tiny`, and `others`."""
         (self.folder / "list.txt").write_text("\n".join(["# a comment", f"tiny=={version}", *others]))
         return ["--requirements", "list.txt", "--path", str(self.path), "--python", sys.executable]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "swarmtrain", "env", "config.yml", *words]
+    def start_command(self, *arguments: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "swarmtrain", "env", "config.yml", *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(argv, cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True)
 
-    def does(self, *words: str, code: int = 0) -> tuple[str, str]:
-        """Return what `swarmtrain env` prints on stdout and on stderr."""
-        command = self.start(*words)
+    def run_command(self, *arguments: str, code: int = 0) -> tuple[str, str]:
+        """Return stdout and stderr of `swarmtrain env`."""
+        command = self.start_command(*arguments)
         out, errors = command.communicate(timeout=240)
         assert command.returncode == code, out + errors
         return out, errors
 
-    def made(self, name: str) -> Path:
-        return self.hosts.own(name) / f"{self.path.name}.made"
+    def get_versions_folder(self, name: str) -> Path:
+        return self.hosts.get_local_disk(name) / f"{self.path.name}.made"
 
-    def tiny(self, name: str) -> str:
-        """Return the version of `tiny` that the environment of a host has, by its own interpreter, and that nothing half-made is there."""
-        used = (self.hosts.own(name) / self.path.name).readlink()
-        assert sorted(path.name for path in self.made(name).iterdir()) == sorted([used.name, "lock"])
+    def read_tiny_version(self, name: str) -> str:
+        """Return the version of `tiny` that a host's environment imports, and assert that no incomplete version is left there."""
+        used = (self.hosts.get_local_disk(name) / self.path.name).readlink()
+        assert sorted(path.name for path in self.get_versions_folder(name).iterdir()) == sorted([used.name, "lock"])
         python = str(self.path / "bin" / "python3")
         argv = [str(self.hosts.bin / "ssh"), name, python, "-c", "'import tiny, sys; print(tiny.VERSION, sys.prefix)'"]
         done = subprocess.run(argv, check=False, capture_output=True, text=True)
@@ -90,13 +97,13 @@ class User:
 
 
 @pytest.fixture
-def user(hosts: Hosts, tmp_path: Path) -> Iterator[User]:
-    yield User(hosts, tmp_path)
-    assert {name: hosts.programs(name) for name in NAMES} == {name: [] for name in NAMES}
+def user(hosts: Hosts, tmp_path: Path) -> Iterator[EnvUser]:
+    yield EnvUser(hosts, tmp_path)
+    assert {name: hosts.list_programs(name) for name in HOST_NAMES} == {name: [] for name in HOST_NAMES}
 
 
-def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """Write a wheel of these files."""
+def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """Write a wheel with these files."""
     info = f"{name}-{version}.dist-info"
     files = {
         **files,
@@ -109,70 +116,74 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
         archive.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"]))
 
 
-def tiny(folder: Path, version: str) -> None:
-    wheel(folder, "tiny", version, {"tiny.py": f"VERSION = {version!r}\n"})
+def write_tiny_wheel(folder: Path, version: str) -> None:
+    write_wheel(folder, "tiny", version, {"tiny.py": f"VERSION = {version!r}\n"})
 
 
-def test_an_environment_is_made_proved_and_left_alone(user: User) -> None:
-    for name in NAMES:
-        tiny(user.links(name), "1.0")
-    out, errors = user.does(*user.lists("1.0", "borrowed==1.0"))
-    assert [f"{name} has it after" in errors for name in NAMES] == [True] * 3, errors
-    assert [line.split()[0] for line in out.splitlines() if line.split()[4:5] == ["ok"]] == list(NAMES), out
+def test_an_environment_is_made_verified_and_left_alone(user: EnvUser) -> None:
+    for name in HOST_NAMES:
+        write_tiny_wheel(user.get_package_folder(name), "1.0")
+    out, errors = user.run_command(*user.write_requirements("1.0", "borrowed==1.0"))
+    assert [f"{name} has it after" in errors for name in HOST_NAMES] == [True] * 3, errors
+    assert [line.split()[0] for line in out.splitlines() if line.split()[4:5] == ["ok"]] == list(HOST_NAMES), out
     assert "gloo: a group of 3 has added up to 6" in out
     assert f"for the config:\nrunner:\n  python: {user.path}/bin/python3" in out
-    assert [user.tiny(name) for name in NAMES] == ["1.0"] * 3
-    made = {name: (user.hosts.own(name) / user.path.name).lstat() for name in NAMES}
+    assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["1.0"] * 3
+    made = {name: (user.hosts.get_local_disk(name) / user.path.name).lstat() for name in HOST_NAMES}
     config = user.folder / "config.yml"
     config.write_text(config.read_text().replace("{runner_type", f"{{python: {user.path}/bin/python3, runner_type"))
-    out, errors = user.does("--requirements", "list.txt", "--python", sys.executable)
-    assert [f"{name} has it already" in errors for name in NAMES] == [True] * 3, errors
+    out, errors = user.run_command("--requirements", "list.txt", "--python", sys.executable)
+    assert [f"{name} has it already" in errors for name in HOST_NAMES] == [True] * 3, errors
     assert f"the config has it: runner.python is {user.path}/bin/python3" in out
-    assert {name: (user.hosts.own(name) / user.path.name).lstat() for name in NAMES} == made
+    assert {name: (user.hosts.get_local_disk(name) / user.path.name).lstat() for name in HOST_NAMES} == made
 
 
-def test_a_change_that_fails_on_one_host_leaves_what_it_has(user: User) -> None:
-    for name in NAMES:
-        tiny(user.links(name), "1.0")
+def test_a_change_that_fails_on_one_host_leaves_what_it_has(user: EnvUser) -> None:
+    for name in HOST_NAMES:
+        write_tiny_wheel(user.get_package_folder(name), "1.0")
     for name in ("gpu-0", "gpu-2"):
-        tiny(user.links(name), "2.0")
-    out, _ = user.does(*user.lists("1.0"), code=1)
+        write_tiny_wheel(user.get_package_folder(name), "2.0")
+    out, _ = user.run_command(*user.write_requirements("1.0"), code=1)
     assert out.count("cannot import torch") == 3
     assert "gloo is not proved: no torch on gpu-0, gpu-1, gpu-2" in out
-    assert [user.tiny(name) for name in NAMES] == ["1.0"] * 3
-    out, errors = user.does(*user.lists("2.0"), code=1)
+    assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["1.0"] * 3
+    out, errors = user.run_command(*user.write_requirements("2.0"), code=1)
     assert "gpu-1 has it not: pip cannot install the list" in errors
     assert "error: host gpu-1: pip cannot install the list" in out
     assert "No matching distribution found for tiny==2.0" in out
     assert "hint: what was there before is still used" in out
     assert "gloo is not proved: nothing to try on gpu-1" in out
-    assert [user.tiny(name) for name in NAMES] == ["2.0", "1.0", "2.0"]
+    assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["2.0", "1.0", "2.0"]
 
 
-def test_one_that_is_interrupted_leaves_what_was_there(user: User) -> None:
-    for name in NAMES:
-        tiny(user.links(name), "1.0")
-        os.mkfifo(user.links(name) / "tiny-2.0-py3-none-any.whl")  # pip reads it, and nobody ever writes
-    assert user.does(*user.lists("1.0"), code=1)[0].count("cannot import torch") == 3
+def test_one_that_is_interrupted_leaves_what_was_there(user: EnvUser) -> None:
+    for name in HOST_NAMES:
+        write_tiny_wheel(user.get_package_folder(name), "1.0")
+        os.mkfifo(user.get_package_folder(name) / "tiny-2.0-py3-none-any.whl")  # pip blocks when reading it, since nothing writes to it
+    assert user.run_command(*user.write_requirements("1.0"), code=1)[0].count("cannot import torch") == 3
     for number in (signal.SIGINT, signal.SIGKILL):
-        command = user.start(*user.lists("2.0"))
-        until(lambda: all(any("pip" in line.split() and "install" in line for line in user.hosts.programs(name)) for name in NAMES))
+        command = user.start_command(*user.write_requirements("2.0"))
+        wait_until(
+            lambda: all(any("pip" in line.split() and "install" in line for line in user.hosts.list_programs(name)) for name in HOST_NAMES)
+        )
         command.send_signal(number)
         command.communicate(timeout=30)
         assert command.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL)
-        until(lambda: all(len([*user.made(name).iterdir()]) == 2 for name in NAMES))  # it cleans up after whoever asked has gone
-        until(lambda: not any(user.hosts.programs(name) for name in NAMES))
-        assert [user.tiny(name) for name in NAMES] == ["1.0"] * 3
+        wait_until(
+            lambda: all(len([*user.get_versions_folder(name).iterdir()]) == 2 for name in HOST_NAMES)
+        )  # the host cleans up after the client is gone
+        wait_until(lambda: not any(user.hosts.list_programs(name) for name in HOST_NAMES))
+        assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["1.0"] * 3
 
 
-def test_hosts_that_share_a_folder_make_one_environment_of_wheels_that_are_brought_along(user: User) -> None:
+def test_hosts_that_share_a_folder_make_one_environment_of_wheels_that_are_brought_along(user: EnvUser) -> None:
     (user.folder / "wheels").mkdir()
-    tiny(user.folder / "wheels", "5.0")
+    write_tiny_wheel(user.folder / "wheels", "5.0")
     user.path = user.folder / "shared"
-    words = [*user.lists("5.0"), "--wheels", "wheels", "--json"]
-    commands = [user.start(*words) for _ in range(2)]
+    words = [*user.write_requirements("5.0"), "--wheels", "wheels", "--json"]
+    commands = [user.start_command(*words) for _ in range(2)]
     told = [command.communicate(timeout=240) for command in commands]
-    assert [command.returncode for command in commands] == [1, 1], told  # there is no torch
+    assert [command.returncode for command in commands] == [1, 1], told  # torch is missing
     errors = "".join(each for _, each in told)
     assert (errors.count("has it after"), errors.count("has it already")) == (1, 5), errors
     assert {each["message"].split(": ")[1] for each in json.loads(told[0][0])["findings"]} == {"cannot import torch"}
@@ -180,31 +191,31 @@ def test_hosts_that_share_a_folder_make_one_environment_of_wheels_that_are_broug
     assert sorted(path.name for path in (user.folder / "shared.made").iterdir()) == sorted([used, "lock"])
 
 
-def test_what_is_there_is_proved_for_real_and_nothing_is_installed(user: User) -> None:
+def test_what_is_there_is_verified_for_real_and_nothing_is_installed(user: EnvUser) -> None:
     python = f"runner.python={sys.executable}"
-    found = json.loads(user.does("--check", "--json", "-o", python)[0])
-    assert found["sound"]
-    assert found["proved"]["gloo"] == ""
-    assert "on gpu-0, gpu-1, gpu-2" in found["proved"]["mpi"]
-    assert {name: facts["gpus"] for name, facts in found["hosts"].items()} == {name: [] for name in NAMES}
-    assert found["proved"]["nccl"] in ("torch is built without nccl on gpu-0, gpu-1, gpu-2", "no GPU on gpu-0, gpu-1, gpu-2")
-    out, _ = user.does("--check", "-o", python, "-o", "runner.interface=nowhere0", code=1)
+    found = json.loads(user.run_command("--check", "--json", "-o", python)[0])
+    assert found["ok"]
+    assert found["verified"]["gloo"] == ""
+    assert "on gpu-0, gpu-1, gpu-2" in found["verified"]["mpi"]
+    assert {name: facts["gpus"] for name, facts in found["hosts"].items()} == {name: [] for name in HOST_NAMES}
+    assert found["verified"]["nccl"] in ("torch is built without nccl on gpu-0, gpu-1, gpu-2", "no GPU on gpu-0, gpu-1, gpu-2")
+    out, _ = user.run_command("--check", "-o", python, "-o", "runner.interface=nowhere0", code=1)
     assert "gloo is not proved: gpu-0: no interface nowhere0" in out
-    out, _ = user.does("--check", "-o", "runner.python=/usr/bin/python3", "-o", "runner.env={PYTHONPATH: /nowhere}", code=1)
+    out, _ = user.run_command("--check", "-o", "runner.python=/usr/bin/python3", "-o", "runner.env={PYTHONPATH: /nowhere}", code=1)
     assert "error: host gpu-2: /usr/bin/python3: cannot import torch" in out
     assert "gloo is not proved: no torch on gpu-0, gpu-1, gpu-2" in out
 
 
 def test_what_is_installed_here_is_a_list_of_pins(tmp_path: Path) -> None:
-    lines = installed()
+    lines = freeze_installed()
     assert {"swarmtrain", "torch", "pydantic"} <= {line.partition("==")[0] for line in lines}
     assert f"swarmtrain=={__version__}" in lines
     (tmp_path / "list.txt").write_text("\n".join(lines))
-    assert read(tmp_path / "list.txt") == lines
+    assert read_requirements(tmp_path / "list.txt") == lines
 
 
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
-    while not holds():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

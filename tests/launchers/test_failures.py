@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.entrypoint.agent import out_of_memory
-from swarmtrain.entrypoint.usage import Cgroup
-from swarmtrain.view.failures import FAILURES, Evidence, recognise
+from swarmtrain.entrypoint.resource_usage import Cgroup
+from swarmtrain.entrypoint.supervisor.elastic_agent import describe_out_of_memory
+from swarmtrain.view.failures import FAILURE_SIGNATURES, FailureEvidence, identify_failure
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
-# What a process does that fails in this way. It runs in an empty folder, as root where the test does.
+# For each failure: a script that fails in this way. It runs in an empty folder, as root if the tests do.
 SCRIPTS = {
     "bus error": """
         import mmap
@@ -100,8 +100,8 @@ SCRIPTS = {
     "aborted": "import os; os.abort()",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
 }
-# Words of torch built for CUDA, of NCCL, of Docker and of the coordinator. Nothing here makes them happen.
-WORDS = {
+# Messages of torch built for CUDA, of NCCL, of Docker and of the coordinator. These tests do not cause them.
+ERROR_LINES = {
     "GPU memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of"
     " which 18.06 GiB is free.",
     "GPU architecture": "RuntimeError: CUDA error: no kernel image is available for execution on the device",
@@ -114,29 +114,29 @@ WORDS = {
     "container killed": "task: non-zero exit (137)",
     "node lost": "node1 was lost; node0 had finished by then, so this world cannot form again",
 }
-# Reasons that a real Swarm gives for a task that does not run; the test in tests/lab that expects these words, and what it expects.
-LAB = {
+# Reasons that a real Swarm gives for a task that does not run: the test in tests/lab that expects this message, and the message.
+LAB_CASES = {
     "image": ("test_images_without_a_hub.py", "No such image", ": registry.lab:5000/swarmtrain:0.1"),
     "no node": ("test_swarm_launcher.py", "no suitable node (scheduling constraints not satisfied on 3 nodes)", ""),
     "mount": ("test_swarm_launcher.py", "bind source path does not exist", ": /mnt/data"),
 }
-# Made to happen by tests of their own below.
-OWN_TESTS = {
-    "memory": "test_a_process_that_the_kernel_kills_for_want_of_memory",
+# Caused by separate tests below.
+SEPARATE_TESTS = {
+    "memory": "test_a_process_that_the_kernel_kills_out_of_memory",
     "read-only": "test_a_disk_that_can_only_be_read",
     "shared memory": "test_a_loader_whose_shared_memory_is_full",
 }
 
 
-def died(code: int, stderr: str) -> dict[str, Any]:
-    """Return what the board is told of a rank that ended like that."""
+def build_failure(code: int, stderr: str) -> dict[str, Any]:
+    """Return the data that the coordinator receives about a rank that ended like this."""
     if code < 0:
         name = signal.Signals(-code).name
         return {"signal": name, "error": f"killed by {name}"}
     return {"exit_code": code, "error": stderr.strip().splitlines()[-1], "traceback": stderr}
 
 
-def run(script: str, folder: Path, *prefix: str) -> dict[str, Any]:
+def run_failing_script(script: str, folder: Path, *prefix: str) -> dict[str, Any]:
     lines = [line.removeprefix("        ") for line in script.strip("\n").splitlines()]
     folder.chmod(0o755)
     argv = [*prefix, sys.executable, "-c", "\n".join(lines)]
@@ -144,58 +144,66 @@ def run(script: str, folder: Path, *prefix: str) -> dict[str, Any]:
         argv, cwd=folder, capture_output=True, text=True, check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     )
     assert done.returncode != 0
-    return died(done.returncode, done.stderr)
+    return build_failure(done.returncode, done.stderr)
 
 
 def test_each_way_to_fail_is_in_one_group() -> None:
-    names = [known.name for known in FAILURES]
-    assert sorted(names) == sorted([*SCRIPTS, *OWN_TESTS, *LAB, *WORDS])
+    names = [known.name for known in FAILURE_SIGNATURES]
+    assert sorted(names) == sorted([*SCRIPTS, *SEPARATE_TESTS, *LAB_CASES, *ERROR_LINES])
     assert len(set(names)) == len(names)
-    assert all(callable(globals()[test]) for test in OWN_TESTS.values())
+    assert all(callable(globals()[test]) for test in SEPARATE_TESTS.values())
 
 
 def test_the_claim_has_the_numbers_of_these_groups() -> None:
     claim = (
-        f"Of the {len(FAILURES)} ways to fail that `why` recognizes, {len(SCRIPTS) + len(OWN_TESTS)} happen for real in this test, by "
-        f"processes that fail in that way; for {len(LAB)} ({', '.join(LAB)}) a real Swarm gives the reason in tests/lab, and its words are "
-        f"recognized here; for {len(WORDS)} ({', '.join(WORDS)}) only the words of torch, NCCL, Docker or swarmtrain are recognized."
+        f"Of the {len(FAILURE_SIGNATURES)} ways to fail that `why` recognizes, {len(SCRIPTS) + len(SEPARATE_TESTS)} happen for real in "
+        f"this test, by "
+        f"processes that fail in that way; for {len(LAB_CASES)} ({', '.join(LAB_CASES)}) a real Swarm gives the reason in tests/lab, "
+        f"and its words are "
+        f"recognized here; for {len(ERROR_LINES)} ({', '.join(ERROR_LINES)}) only the words of torch, NCCL, Docker or swarmtrain are "
+        f"recognized."
     )
     assert claim in " ".join((__doc__ or "").split())
 
 
-def recognised(data: dict[str, Any], said: str = "") -> str:
-    found = recognise(Evidence(data, said))
+def get_failure_name(data: dict[str, Any], output: str = "") -> str:
+    found = identify_failure(FailureEvidence(data, output))
     assert found is not None, data
     return found.name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_process_that_fails_in_this_way(name: str, tmp_path: Path) -> None:
-    assert recognised(run(SCRIPTS[name], tmp_path), "what was printed before") == name
+    assert get_failure_name(run_failing_script(SCRIPTS[name], tmp_path), "what was printed before") == name
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_an_error_in_these_words(name: str) -> None:
-    assert recognised({"exit_code": 1, "error": WORDS[name]}) == name
-    if "CUDA" in WORDS[name] or "NCCL" in WORDS[name]:
-        assert recognised({"exit_code": -6, "signal": "SIGABRT", "error": "killed by SIGABRT"}, WORDS[name]) == name
+@pytest.mark.parametrize("name", ERROR_LINES)
+def test_an_error_with_this_message(name: str) -> None:
+    assert get_failure_name({"exit_code": 1, "error": ERROR_LINES[name]}) == name
+    if "CUDA" in ERROR_LINES[name] or "NCCL" in ERROR_LINES[name]:
+        assert get_failure_name({"exit_code": -6, "signal": "SIGABRT", "error": "killed by SIGABRT"}, ERROR_LINES[name]) == name
 
 
-@pytest.mark.parametrize("name", LAB)
+@pytest.mark.parametrize("name", LAB_CASES)
 def test_the_reason_that_a_real_swarm_gives_in_a_test_of_the_lab(name: str) -> None:
-    test, words, rest = LAB[name]
+    test, words, rest = LAB_CASES[name]
     assert words in (ROOT / "tests" / "lab" / test).read_text()
-    assert recognised({"error": words + rest}) == name
-    assert recognised({"error": "its container ended"}, words + rest) == name
+    assert get_failure_name({"error": words + rest}) == name
+    assert get_failure_name({"error": "its container ended"}, words + rest) == name
 
 
 def test_a_collective_that_nccl_watches() -> None:
     said = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600029 milliseconds"
-    assert recognised({"signal": "SIGABRT", "error": "killed by SIGABRT"}, said) == "collective timeout"
+    assert get_failure_name({"signal": "SIGABRT", "error": "killed by SIGABRT"}, said) == "collective timeout"
 
 
 def test_an_error_of_the_scripts_own_is_not_explained_by_what_was_printed_before_it(tmp_path: Path) -> None:
-    assert recognise(Evidence(run("raise ValueError('no such thing')", tmp_path), "cache: Permission denied, going on")) is None
+    assert (
+        identify_failure(
+            FailureEvidence(run_failing_script("raise ValueError('no such thing')", tmp_path), "cache: Permission denied, going on")
+        )
+        is None
+    )
 
 
 def test_a_loader_whose_shared_memory_is_full(tmp_path: Path) -> None:
@@ -209,7 +217,7 @@ def test_a_loader_whose_shared_memory_is_full(tmp_path: Path) -> None:
         for batch in DataLoader(torch.ones(8, 2**20), batch_size=4, num_workers=1):
             print(batch.sum())
     """
-    assert recognised(run(inside, tmp_path, "unshare", "--mount")) == "shared memory"
+    assert get_failure_name(run_failing_script(inside, tmp_path, "unshare", "--mount")) == "shared memory"
 
 
 def test_a_disk_that_can_only_be_read(tmp_path: Path) -> None:
@@ -220,17 +228,17 @@ def test_a_disk_that_can_only_be_read(tmp_path: Path) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", os.getcwd()], check=True)
         open(os.getcwd() + "/step", "w")
     """
-    assert recognised(run(inside, tmp_path, "unshare", "--mount")) == "read-only"
+    assert get_failure_name(run_failing_script(inside, tmp_path, "unshare", "--mount")) == "read-only"
 
 
 @contextmanager
-def control_group(limit: int) -> Iterator[Path]:
-    """Give a control group of this machine whose members may use `limit` bytes."""
-    one = Path("/sys/fs/cgroup/memory")
-    group = (one if one.is_dir() else Path("/sys/fs/cgroup")) / f"swarmtrain-test-{os.getpid()}"
+def create_control_group(limit: int) -> Iterator[Path]:
+    """Yield a control group of this machine whose members may use `limit` bytes of memory."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    group = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"swarmtrain-test-{os.getpid()}"
     try:
         group.mkdir()
-        (group / ("memory.limit_in_bytes" if one.is_dir() else "memory.max")).write_text(str(limit))
+        (group / ("memory.limit_in_bytes" if v1.is_dir() else "memory.max")).write_text(str(limit))
     except OSError as error:
         if os.environ.get("CI") == "true":
             raise
@@ -244,24 +252,26 @@ def control_group(limit: int) -> Iterator[Path]:
             time.sleep(0.1)
 
 
-def test_a_process_that_the_kernel_kills_for_want_of_memory(tmp_path: Path) -> None:
-    with control_group(64 * MIB) as group:
+def test_a_process_that_the_kernel_kills_out_of_memory(tmp_path: Path) -> None:
+    with create_control_group(64 * MIB) as group:
         (tmp_path / "memory").symlink_to(group)
         cgroup = Cgroup(tmp_path if (group / "memory.limit_in_bytes").exists() else group)
-        before = cgroup.oom_kills()
+        before = cgroup.read_oom_kills()
         script = f"open('{group}/cgroup.procs', 'w').write('0'); held = b'x' * {256 * MIB}"
-        data = run(script, tmp_path)
+        data = run_failing_script(script, tmp_path)
         assert data["signal"] == "SIGKILL"
-        assert (before, cgroup.oom_kills(), cgroup.memory_limit()) == (0, 1, 64 * MIB)
-        assert recognised({**data, **out_of_memory(cgroup.memory_limit())}) == "memory"
-    assert recognised(data) == "killed"
+        assert (before, cgroup.read_oom_kills(), cgroup.read_memory_limit()) == (0, 1, 64 * MIB)
+        assert get_failure_name({**data, **describe_out_of_memory(cgroup.read_memory_limit())}) == "memory"
+    assert get_failure_name(data) == "killed"
 
 
 def test_all_fixes_name_settings_that_exist() -> None:
     from swarmtrain.config import Config
 
     settings = set(
-        re.findall(r"\b((?:runner|topology|trainer|transformer_architecture)\.[a-z_.]+[a-z_])", " ".join(known.fix for known in FAILURES))
+        re.findall(
+            r"\b((?:runner|topology|trainer|transformer_architecture)\.[a-z_.]+[a-z_])", " ".join(known.fix for known in FAILURE_SIGNATURES)
+        )
     )
     assert len(settings) > 8
     for setting in settings:

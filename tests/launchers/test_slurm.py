@@ -14,19 +14,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import machines
-from processes import below
+from processes import find_run_pids
+from ssh_hosts import start_lab
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
-from swarmtrain.launchers import scaled_plan
+from swarmtrain.launchers import plan_scaled_run
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.slurm import SlurmLauncher, generate, job
-from swarmtrain.plan import Cargo, CodeFile, Plan, make_plan
-from swarmtrain.process import run
-from swarmtrain.view.status import status
-from swarmtrain.wire import RENDEZVOUS, VERDICT, Event
+from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli, write_job_script
+from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
+from swarmtrain.process import run_command
+from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.view.status import build_status
 
 pytestmark = pytest.mark.test_all_only("one life of a run under Slurm is in the contract")
 
@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 TRAIN = """
 import datetime, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from swarmtrain.board import Board
-from swarmtrain.wire import Event
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol import Event
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))  # a peer without power does not even hang up
@@ -58,7 +58,7 @@ while True:
         pathlib.Path(name + ".new").write_text(str(step))
         os.replace(name + ".new", state)
         if step % 5 == 0:
-            Board(os.environ["SWARMTRAIN_BOARD"]).post(Event("progress", {"step": step}))
+            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post(Event("progress", {"step": step}))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -66,237 +66,245 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with machines(("n01", "n02", "n03", "n04"), part="slurm") as made:
-        yield made
+    with start_lab(("n01", "n02", "n03", "n04"), part="slurm") as lab:
+        yield lab
 
 
 @pytest.fixture
 def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    for name, value in lab.env().items():
+    for name, value in lab.build_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
-    made = SlurmLauncher()
-    yield made
+    launcher = SlurmLauncher()
+    yield launcher
     subprocess.run(["scancel", "--user=root"], check=False)
-    for name in made.runs():
-        made.down(name, print)
-    for pid in ours(tmp_path):
+    for name in launcher.list_runs():
+        launcher.tear_down(name, print)
+    for pid in list_run_pids(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def ours(folder: Path) -> list[int]:
-    return below(folder / "home")
+def list_run_pids(folder: Path) -> list[int]:
+    return find_run_pids(folder / "home")
 
 
-def plan_of(name: str = "demo", *, script: str = TRAIN, nodes: int = 2, least: int | None = None, **slurm: object) -> Plan:
+def plan_run(name: str = "demo", *, script: str = TRAIN, nodes: int = 2, min_nodes: int | None = None, **slurm: object) -> Plan:
     runner = {
         "runner_type": "slurm",
         "nodes": nodes,
-        "min_nodes": least,
+        "min_nodes": min_nodes,
         "script": "training_code.py",
-        "max_restarts": 2 if least else 0,
+        "max_restarts": 2 if min_nodes else 0,
         "stop_grace": 10.0,
         "slurm": {"time": "10", "cpus_per_node": 1, **slurm},
     }
     config = Config.from_json(json.dumps({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
-    cargo = Cargo((CodeFile.of("training_code.py", script.encode()),), (CodeFile.of("TOKEN", b"hush"),))
-    return make_plan(config, SlurmLauncher().inventory(), cargo, run=name)
+    cargo = Cargo((RunFile.from_content("training_code.py", script.encode()),), (RunFile.from_content("TOKEN", b"hush"),))
+    return make_plan(config, SlurmLauncher().read_inventory(), cargo, run=name)
 
 
-def until(launcher: SlurmLauncher, name: str, kind: str, where: Callable[[Event], bool] = lambda _: True, timeout: float = 60.0) -> Event:
+def wait_for_event(
+    launcher: SlurmLauncher, name: str, kind: str, condition: Callable[[Event], bool] = lambda _: True, timeout: float = 60.0
+) -> Event:
     end = time.monotonic() + timeout
     while time.monotonic() < end:
-        if found := [event for event in launcher.events(name) if event.kind == kind and where(event)]:
+        if found := [event for event in launcher.read_events(name) if event.kind == kind and condition(event)]:
             return found[-1]
         time.sleep(0.05)
-    said = [f"{line.node} {line.text}" for line in launcher.logs(name, follow=False)]
-    pytest.fail("\n".join([f"no {kind}", *said, *(path.read_text() for path in Path("home").rglob("slurm.out"))]))
+    lines = [f"{line.node} {line.text}" for line in launcher.stream_logs(name, follow=False)]
+    pytest.fail("\n".join([f"no {kind}", *lines, *(path.read_text() for path in Path("home").rglob("slurm.out"))]))
 
 
-def in_world(launcher: SlurmLauncher, name: str, number: int) -> None:
+def wait_for_world(launcher: SlurmLauncher, name: str, number: int) -> None:
     """Wait until the run's world `number`, counted from 1, has made steps."""
 
-    def worlds() -> list[float]:
-        return [event.time for event in launcher.events(name) if event.kind == "world"]
+    def list_world_times() -> list[float]:
+        return [event.time for event in launcher.read_events(name) if event.kind == "world"]
 
-    until(launcher, name, "progress", lambda event: len(worlds()) >= number and event.time > worlds()[number - 1])
+    wait_for_event(
+        launcher, name, "progress", lambda event: len(list_world_times()) >= number and event.time > list_world_times()[number - 1]
+    )
 
 
-def followed(launcher: SlurmLauncher, name: str) -> tuple[str, int, list[LogLine]]:
+def follow_to_outcome(launcher: SlurmLauncher, name: str) -> tuple[str, int, list[LogLine]]:
     updates = list(launcher.watch(name))
-    last = [update for update in updates if isinstance(update, Event) and update.kind == VERDICT][-1]
-    return f"{last.data['status']}: {last.data['why']}", last.data["exit_code"], [line for line in updates if isinstance(line, LogLine)]
+    outcome = [update for update in updates if isinstance(update, Event) and update.kind == EVENT_OUTCOME][-1]
+    return (
+        f"{outcome.data['status']}: {outcome.data['reason']}",
+        outcome.data["exit_code"],
+        [line for line in updates if isinstance(line, LogLine)],
+    )
 
 
-def starts(launcher: SlurmLauncher, name: str) -> list[str]:
-    return [line.text for line in launcher.logs(name, follow=False) if line.text.startswith("start at")]
+def list_starts(launcher: SlurmLauncher, name: str) -> list[str]:
+    return [line.text for line in launcher.stream_logs(name, follow=False) if line.text.startswith("start at")]
 
 
-def started(launcher: SlurmLauncher, name: str, wanted: list[str], since: int = -1) -> None:
-    """Wait until the ranks have said how they start, from the line `since` on: theirs may come after what the board has."""
+def wait_for_starts(launcher: SlurmLauncher, name: str, expected: list[str], first: int = -1) -> None:
+    """Wait until the ranks' start lines, from index `first` on, equal `expected`. Log lines may arrive after the coordinator's events."""
     end = time.monotonic() + 60
-    while (found := starts(launcher, name)[since:]) != wanted:
+    while (found := list_starts(launcher, name)[first:]) != expected:
         assert time.monotonic() < end, found
         time.sleep(0.1)
 
 
-def number_of(launcher: SlurmLauncher, name: str) -> str:
+def read_job_id(launcher: SlurmLauncher, name: str) -> str:
     return str(json.loads(Path(f"home/swarmtrain/{name}/slurm.json").read_text())["job"])
 
 
-def release(number: str, *changes: str) -> None:
-    """Slurm lets a job that is queued again wait for two minutes; its owner may say otherwise.
+def release_job(job_id: str, *changes: str) -> None:
+    """Let a requeued job start in 2 s: by default Slurm delays it for 2 min.
 
-    It must not begin in the very second in which it was ended: nodes would still hold its credential for revoked, and it would fail.
+    It must not start within the second in which it ended: nodes would still treat its credential as revoked, and it would fail.
     """
     end = time.monotonic() + 60
-    while job.state(number).state != "PENDING":  # what is said before the job is cleaned up is forgotten
-        assert time.monotonic() < end, job.state(number)
+    while slurm_cli.read_job_state(job_id).state != "PENDING":  # Slurm drops changes that are made before the job is cleaned up
+        assert time.monotonic() < end, slurm_cli.read_job_state(job_id)
         time.sleep(0.1)
-    run(["scontrol", "update", f"JobId={number}", "StartTime=now+2", *changes])
+    run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2", *changes])
 
 
 def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    """Submitted, queued again, scaled, done, removed."""
-    plan = plan_of()
-    assert launcher.check(plan) == []
-    assert [str(change) for change in launcher.changes(plan)] == ["submit a job: is not there"]
-    launcher.up(plan, print)
-    assert launcher.changes(plan) == []
-    assert launcher.deployed("demo") == (plan.config, plan.cargo)
-    first = number_of(launcher, "demo")
+    """Submitted, requeued, scaled, done, removed."""
+    plan = plan_run()
+    assert launcher.check_plan(plan) == []
+    assert [str(change) for change in launcher.plan_changes(plan)] == ["submit a job: is not there"]
+    launcher.deploy(plan, print)
+    assert launcher.plan_changes(plan) == []
+    assert launcher.load_deployment("demo") == (plan.config, plan.cargo)
+    first = read_job_id(launcher, "demo")
     secrets = list(tmp_path.rglob("TOKEN"))
     assert [path.stat().st_mode & 0o777 for path in secrets] == [0o600]
-    in_world(launcher, "demo", 1)
-    assert {task.node: (task.host, task.state) for task in launcher.tasks("demo")} == {
+    wait_for_world(launcher, "demo", 1)
+    assert {task.node: (task.host, task.state) for task in launcher.list_tasks("demo")} == {
         "node0": ("n01", "running"),
         "node1": ("n02", "running"),
-        RENDEZVOUS: ("n01", "running"),
+        RENDEZVOUS_SERVICE: ("n01", "running"),
     }
-    # What a preemption does, by hand.
-    run(["scontrol", "requeue", first])
-    release(first)
-    in_world(launcher, "demo", 2)
-    assert number_of(launcher, "demo") == first
-    launcher.up(scaled_plan(launcher, "demo", 3), print)
-    in_world(launcher, "demo", 3)
-    assert starts(launcher, "demo")[-1].endswith("of world 3, hush")
-    assert not job.state(first).there
-    steps = [int(line.split()[2]) for line in starts(launcher, "demo")]
+    # What preemption does, done by hand.
+    run_command(["scontrol", "requeue", first])
+    release_job(first)
+    wait_for_world(launcher, "demo", 2)
+    assert read_job_id(launcher, "demo") == first
+    launcher.deploy(plan_scaled_run(launcher, "demo", 3), print)
+    wait_for_world(launcher, "demo", 3)
+    assert list_starts(launcher, "demo")[-1].endswith("of world 3, hush")
+    assert not slurm_cli.read_job_state(first).is_active
+    steps = [int(line.split()[2]) for line in list_starts(launcher, "demo")]
     assert steps == sorted(steps)
-    # At the requeue and the scale every rank was asked, and each time the next begins where it left.
-    left = sorted({int(line.text.split()[2]) for line in launcher.logs("demo", follow=False) if line.text.startswith("left at")})
+    # At the requeue and at the scaling every rank is asked to stop, and each time the next world resumes where they left.
+    left = sorted({int(line.text.split()[2]) for line in launcher.stream_logs("demo", follow=False) if line.text.startswith("left at")})
     assert [0, *left] == sorted(set(steps))
     assert len(left) == 2
-    assert not [event for event in launcher.events("demo") if event.kind == "failure"]
+    assert not [event for event in launcher.read_events("demo") if event.kind == "failure"]
     (tmp_path / "demo.enough").touch()
-    outcome, code, _ = followed(launcher, "demo")
+    outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome, code) == ("done: all 3 nodes have finished", 0)
-    last = number_of(launcher, "demo")
-    assert job.gone(last, 10)
-    assert job.state(last).state == "COMPLETED"
-    launcher.down("demo", print)
-    assert launcher.runs() == []
+    last = read_job_id(launcher, "demo")
+    assert slurm_cli.wait_until_gone(last, 10)
+    assert slurm_cli.read_job_state(last).state == "COMPLETED"
+    launcher.tear_down("demo", print)
+    assert launcher.list_runs() == []
     assert not list(tmp_path.rglob("TOKEN"))
-    assert ours(tmp_path) == []
+    assert list_run_pids(tmp_path) == []
     with pytest.raises(RunNotFound):
-        launcher.tasks("demo")
+        launcher.list_tasks("demo")
 
 
-def test_near_its_time_limit_a_job_saves_and_queues_itself_again(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    launcher.up(plan_of(), print)
-    number = number_of(launcher, "demo")
-    in_world(launcher, "demo", 1)
-    run(["scontrol", "update", f"JobId={number}", "TimeLimit=3"])  # the signal comes 180 s before; Slurm looks every half minute
-    release(number, "TimeLimit=10")
+def test_near_its_time_limit_a_job_saves_and_requeues_itself(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    launcher.deploy(plan_run(), print)
+    number = read_job_id(launcher, "demo")
+    wait_for_world(launcher, "demo", 1)
+    run_command(["scontrol", "update", f"JobId={number}", "TimeLimit=3"])  # the signal comes 180 s before; Slurm checks every 30 s
+    release_job(number, "TimeLimit=10")
     saved = (tmp_path / "demo.state").read_text()
-    in_world(launcher, "demo", 2)
-    assert number_of(launcher, "demo") == number
-    started(launcher, "demo", [f"start at {saved} of world 2, hush"] * 2, since=2)
-    assert not [event for event in launcher.events("demo") if event.kind in ("failure", VERDICT)]
+    wait_for_world(launcher, "demo", 2)
+    assert read_job_id(launcher, "demo") == number
+    wait_for_starts(launcher, "demo", [f"start at {saved} of world 2, hush"] * 2, first=2)
+    assert not [event for event in launcher.read_events("demo") if event.kind in ("failure", EVENT_OUTCOME)]
     (tmp_path / "demo.enough").touch()
-    outcome, code, _ = followed(launcher, "demo")
+    outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome, code) == ("done: all 2 nodes have finished", 0)
-    assert job.gone(number, 10)
-    assert job.state(number).state == "COMPLETED"
-    assert "Restarts=1 " in run(["scontrol", "show", "job", number])
+    assert slurm_cli.wait_until_gone(number, 10)
+    assert slurm_cli.read_job_state(number).state == "COMPLETED"
+    assert "Restarts=1 " in run_command(["scontrol", "show", "job", number])
 
 
-def test_a_preempted_job_saves_within_its_grace_time_and_is_queued_again(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    launcher.up(plan_of(), print)
-    number = number_of(launcher, "demo")
-    in_world(launcher, "demo", 1)
-    run(["sbatch", "--partition=urgent", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=sleep 1"])
-    release(number)
+def test_a_preempted_job_saves_within_its_grace_time_and_is_requeued(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    launcher.deploy(plan_run(), print)
+    number = read_job_id(launcher, "demo")
+    wait_for_world(launcher, "demo", 1)
+    run_command(["sbatch", "--partition=urgent", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=sleep 1"])
+    release_job(number)
     saved = (tmp_path / "demo.state").read_text()
-    in_world(launcher, "demo", 2)
-    started(launcher, "demo", [f"start at {saved} of world 2, hush"] * 2, since=2)
-    assert not [event for event in launcher.events("demo") if event.kind in ("failure", VERDICT)]
-    # One that is cancelled is told to leave in the same way, and stays away.
-    job.tell(number)
-    assert job.gone(number, 30)
-    assert job.state(number).state == "CANCELLED"
+    wait_for_world(launcher, "demo", 2)
+    wait_for_starts(launcher, "demo", [f"start at {saved} of world 2, hush"] * 2, first=2)
+    assert not [event for event in launcher.read_events("demo") if event.kind in ("failure", EVENT_OUTCOME)]
+    # A cancelled job is asked to exit in the same way, and is not requeued.
+    slurm_cli.signal_or_cancel(number)
+    assert slurm_cli.wait_until_gone(number, 30)
+    assert slurm_cli.read_job_state(number).state == "CANCELLED"
 
 
 def test_two_runs_on_the_same_nodes_and_the_code_of_the_one_that_fails(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    """One by `deploy`, the other by hand from what `generate` writes; neither has the other's ports."""
-    launcher.up(plan_of("one", nodes=3), print)
+    """One run by `deploy`, the other by hand from the output of `generate`. Their ports must not collide."""
+    launcher.deploy(plan_run("one", nodes=3), print)
     script = tmp_path / "other.sbatch"
     failing = "import sys, os\nsys.exit(7)\n"
-    generate(plan_of("other", nodes=3, script=failing), script)
-    other = job.submit(script)
-    in_world(launcher, "one", 1)
-    assert job.gone(other, 60)
-    outcome, code, _ = followed(launcher, "other")
+    write_job_script(plan_run("other", nodes=3, script=failing), script)
+    other = slurm_cli.submit_job(script)
+    wait_for_world(launcher, "one", 1)
+    assert slurm_cli.wait_until_gone(other, 60)
+    outcome, code, _ = follow_to_outcome(launcher, "other")
     assert code == 7
     assert outcome.startswith("failed: ")
-    assert "ExitCode=7:0" in run(["scontrol", "show", "job", other])
-    assert launcher.runs() == ["one", "other"]
-    assert not [event for event in launcher.events("one") if event.kind in (VERDICT, "failure")]
-    launcher.down("one", print)
-    launcher.down("other", print)
-    assert run(["squeue", "--noheader"]) == ""
-    assert ours(tmp_path) == []
+    assert "ExitCode=7:0" in run_command(["scontrol", "show", "job", other])
+    assert launcher.list_runs() == ["one", "other"]
+    assert not [event for event in launcher.read_events("one") if event.kind in (EVENT_OUTCOME, "failure")]
+    launcher.tear_down("one", print)
+    launcher.tear_down("other", print)
+    assert run_command(["squeue", "--noheader"]) == ""
+    assert list_run_pids(tmp_path) == []
 
 
-def test_what_slurm_would_not_take_is_told_before(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    assert "partition" in launcher.check(plan_of(partition="gpu"))[0].message
+def test_what_slurm_would_refuse_is_reported_before(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    assert "partition" in launcher.check_plan(plan_run(partition="gpu"))[0].message
     assert not list(tmp_path.rglob("TOKEN"))
 
 
 def test_inside_an_allocation_srun_takes_its_nodes(launcher: SlurmLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = run(["salloc", "--no-shell", "--nodes=2", "--ntasks-per-node=1", "--job-name=mine"]) or ""
-    number = run(["squeue", "--noheader", "--name=mine", "--format=%i"]).strip()
+    number = run_command(["salloc", "--no-shell", "--nodes=2", "--ntasks-per-node=1", "--job-name=mine"]) or ""
+    number = run_command(["squeue", "--noheader", "--name=mine", "--format=%i"]).strip()
     monkeypatch.setenv("SLURM_JOB_ID", number)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    assert launcher.check(plan_of(nodes=3))[0].fatal
-    assert launcher.check(plan_of()) == []
-    launcher.up(plan_of(), print)
-    in_world(launcher, "demo", 1)
-    assert launcher.changes(plan_of()) == []
+    assert launcher.check_plan(plan_run(nodes=3))[0].fatal
+    assert launcher.check_plan(plan_run()) == []
+    launcher.deploy(plan_run(), print)
+    wait_for_world(launcher, "demo", 1)
+    assert launcher.plan_changes(plan_run()) == []
     launcher.stop("demo", print)
-    assert job.steps(number, "demo") == []
-    assert job.state(number).state == "RUNNING"
-    assert status("demo", launcher.events("demo"), launcher.tasks("demo"), time.time()).state == "stopped"
+    assert slurm_cli.list_steps(number, "demo") == []
+    assert slurm_cli.read_job_state(number).state == "RUNNING"
+    assert build_status("demo", launcher.read_events("demo"), launcher.list_tasks("demo"), time.time()).state == "stopped"
     saved = (tmp_path / "demo.state").read_text()
-    launcher.up(plan_of(), print)
-    in_world(launcher, "demo", 2)
-    started(launcher, "demo", [f"start at {saved} of world 2, hush"])
-    launcher.down("demo", print)
-    assert ours(tmp_path) == []
-    assert job.state(number).state == "RUNNING"
+    launcher.deploy(plan_run(), print)
+    wait_for_world(launcher, "demo", 2)
+    wait_for_starts(launcher, "demo", [f"start at {saved} of world 2, hush"])
+    launcher.tear_down("demo", print)
+    assert list_run_pids(tmp_path) == []
+    assert slurm_cli.read_job_state(number).state == "RUNNING"
 
 
 def test_plain_srun_finds_its_world(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
-    """Two tasks on two nodes; the names of the lab's nodes lead nowhere, so that where rank 0 is must be told."""
+    """Two tasks on two nodes. The lab's node names do not resolve, so MASTER_ADDR is set to the address of rank 0."""
     from swarmtrain.trainer.data import memory_map
 
-    memory_map.write(tmp_path / "words", [np.arange(64)] * 20, "uint8")
+    memory_map.write_token_files(tmp_path / "words", [np.arange(64)] * 20, "uint8")
     shape = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 16}
     config = {
         "topology": {"global_batch_size": 4, "micro_batch_size": 1},
@@ -307,61 +315,62 @@ def test_plain_srun_finds_its_world(launcher: SlurmLauncher, lab: Lab, tmp_path:
     }
     (tmp_path / "config.yml").write_text(json.dumps(config))
     (tmp_path / "script.py").write_text(
-        "import training_code\nfrom swarmtrain.trainer import agreement, train\n"
-        "def shown(here, *rest, **facts):\n"
-        "    print('world', sorted(agreement.gather((here.rank, here.local_rank, here.node))), flush=True)\n"
-        "    return train(here, *rest, **facts)\n"
+        "import training_code\nfrom swarmtrain.trainer import collectives, train\n"
+        "def shown(runtime, *rest, **facts):\n"
+        "    place = (runtime.rank, runtime.local_rank, runtime.node)\n"
+        "    print('world', sorted(collectives.all_gather_objects(place)), flush=True)\n"
+        "    return train(runtime, *rest, **facts)\n"
         "training_code.train = shown\ntraining_code.main()\n"
     )
     command = ["srun", "--nodes=2", "--ntasks=2", "--nodelist=n01,n02", "--time=2", sys.executable, "script.py", "config.yml"]
-    printed = run(command, env={"MASTER_ADDR": lab.status()[0].address}, timeout=60)
+    printed = run_command(command, env={"MASTER_ADDR": lab.get_status()[0].address}, timeout=60)
     assert printed.splitlines().count("world [(0, 0, 'n01'), (1, 0, 'n02')]") == 2
     assert [len(path.read_text().splitlines()) for path in (tmp_path / "audit").glob("world-*-rank-000[01].jsonl")] == [3, 3]
 
 
-def is_down(name: str) -> None:
-    """Wait until Slurm has found out that a node is dead."""
+def wait_until_down(name: str) -> None:
+    """Wait until Slurm has marked a node as down."""
     end = time.monotonic() + 60
-    while name not in run(["sinfo", "--noheader", "--Node", "--states=down", "--format=%N"]).split():
+    while name not in run_command(["sinfo", "--noheader", "--Node", "--states=down", "--format=%N"]).split():
         assert time.monotonic() < end
         time.sleep(0.1)
 
 
-def test_a_job_whose_first_node_dies_is_queued_again_by_the_others(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
-    launcher.up(plan_of(nodes=2, least=1, exclude="n01"), print)  # which has slurmctld
-    in_world(launcher, "demo", 1)
-    lab.kill("n02", say=print)
-    is_down("n02")
-    release(number_of(launcher, "demo"))
+def test_a_job_whose_first_node_dies_is_requeued_by_the_others(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
+    launcher.deploy(plan_run(nodes=2, min_nodes=1, exclude="n01"), print)  # the node of slurmctld
+    wait_for_world(launcher, "demo", 1)
+    lab.power_off("n02", report_progress=print)
+    wait_until_down("n02")
+    release_job(read_job_id(launcher, "demo"))
     saved = int((tmp_path / "demo.state").read_text())
     assert saved > 0
-    in_world(launcher, "demo", 2)
-    started(launcher, "demo", [f"start at {saved} of world 2, hush"])
+    wait_for_world(launcher, "demo", 2)
+    wait_for_starts(launcher, "demo", [f"start at {saved} of world 2, hush"])
     (tmp_path / "demo.enough").touch()
-    outcome, code, _ = followed(launcher, "demo")
+    outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
-    lab.start("n02", say=print)
+    lab.power_on("n02", report_progress=print)
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
-    launcher.up(plan_of(nodes=2, least=1), print)
-    in_world(launcher, "demo", 1)
-    lab.kill("n02", say=print)
-    in_world(launcher, "demo", 2)
+def test_a_run_continues_with_the_surviving_nodes(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
+    launcher.deploy(plan_run(nodes=2, min_nodes=1), print)
+    wait_for_world(launcher, "demo", 1)
+    lab.power_off("n02", report_progress=print)
+    wait_for_world(launcher, "demo", 2)
     end = time.monotonic() + 60
-    while not starts(launcher, "demo")[-1].endswith("of world 1, hush"):  # its line may come after the board's
+    while not list_starts(launcher, "demo")[-1].endswith("of world 1, hush"):  # the log line may arrive after the coordinator's event
         assert time.monotonic() < end
         time.sleep(0.1)
-    number = number_of(launcher, "demo")
-    is_down("n02")
-    assert job.state(number).state == "RUNNING"
-    # Near its time limit it is queued again all the same, and gets another node.
-    run(["scancel", "--batch", "--signal=USR1", number])
-    release(number)
+    number = read_job_id(launcher, "demo")
+    wait_until_down("n02")
+    assert slurm_cli.read_job_state(number).state == "RUNNING"
+    # Near its time limit the job is requeued as usual, and gets another node.
+    run_command(["scancel", "--batch", "--signal=USR1", number])
+    release_job(number)
     saved = (tmp_path / "demo.state").read_text()
-    in_world(launcher, "demo", 3)
-    started(launcher, "demo", [f"start at {saved} of world 2, hush"])
+    wait_for_world(launcher, "demo", 3)
+    wait_for_starts(launcher, "demo", [f"start at {saved} of world 2, hush"])
     (tmp_path / "demo.enough").touch()
-    outcome, code, _ = followed(launcher, "demo")
+    outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
-    lab.start("n02", say=print)
+    lab.power_on("n02", report_progress=print)

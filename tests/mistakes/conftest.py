@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from answers import Answer
+from error_cases import ErrorCase
 
 
 @pytest.fixture(autouse=True)
-def _forked(request: pytest.FixtureRequest) -> None:
-    if "answer" in request.fixturenames:
-        made: Answer = request.getfixturevalue("answer")
-        made.forked = True
+def _use_preloaded_fork(request: pytest.FixtureRequest) -> None:
+    if "error_case" in request.fixturenames:
+        error_case: ErrorCase = request.getfixturevalue("error_case")
+        error_case.use_preloaded_fork = True

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from answers import Answer
+from error_cases import ErrorCase
 
 CHAPTER = "The command line"
 
 
-def test_usage(answer: Answer) -> None:
-    """Usage
+def test_usage(error_case: ErrorCase) -> None:
+    """Invalid command line
 
-    A command, an argument or an option that is not there, or is missing, or no number. The exit code is 2.
+    A command, an argument or an option is unknown or missing, or is not a number. The exit code is 2.
     """
     for command in (
         "swarmtrain deplyo config.yml",
@@ -24,37 +24,37 @@ def test_usage(answer: Answer) -> None:
         "swarmtrain lab up --nodes 0",
         "swarmtrain image build",
     ):
-        answer(command, code=2)
+        error_case(command, code=2)
 
 
-def test_overrides(answer: Answer) -> None:
-    """Overrides
+def test_overrides(error_case: ErrorCase) -> None:
+    """Invalid override
 
-    `-o` takes `key.path=value`, the value being YAML. Their mistakes are told with those of the file.
+    `-o` takes `key.path=value`, where the value is YAML. Errors in overrides are reported together with those in the file.
     """
-    answer.config("""\
+    error_case.write_config("""\
         runner: {nodes: 2}
         training_groups: [{group_name: all}]
         trainer: {sed: 1}
         """)
-    answer("swarmtrain plan config.yml -o trainer.train_iterations")
-    answer(
+    error_case("swarmtrain plan config.yml -o trainer.train_iterations")
+    error_case(
         "swarmtrain plan config.yml -o runner.nodes.most=3 -o training_groups.1.weight_decay=0 -o training_groups.all.weight_decay=0",
-        hint=False,
+        expect_hint=False,
     )
-    answer("swarmtrain plan config.yml -o trainer.steps=100 -o 'runner.hosts=[gpu-1' -o runner.nodes=many")
+    error_case("swarmtrain plan config.yml -o trainer.steps=100 -o 'runner.hosts=[gpu-1' -o runner.nodes=many")
 
 
-def test_run_names(answer: Answer) -> None:
-    """Names of runs
+def test_run_names(error_case: ErrorCase) -> None:
+    """Invalid run name
 
-    A run's name becomes part of host names, and of the names of Swarm's configs, which have at most 64 characters. Without `--name` it is
-    that of the config file, in lower case, with a dash for what is no letter and no digit.
+    A run's name becomes part of host names and of Swarm config names, which have at most 64 characters. Without `--name`, it is the name of
+    the config file in lower case, with dashes in place of characters that are not letters or digits.
     """
-    answer.config("runner: {hosts: [gpu-1]}")
-    answer("swarmtrain generate config.yml --name My_Run")
-    answer("swarmtrain generate config.yml --name -nodes-")
-    answer("swarmtrain generate config.yml --name ''")
-    answer(f"swarmtrain generate config.yml --name {'a' * 47}")
-    answer.situation("cp config.yml ___.yml")
-    answer("swarmtrain generate ___.yml")
+    error_case.write_config("runner: {hosts: [gpu-1]}")
+    error_case("swarmtrain generate config.yml --name My_Run")
+    error_case("swarmtrain generate config.yml --name -nodes-")
+    error_case("swarmtrain generate config.yml --name ''")
+    error_case(f"swarmtrain generate config.yml --name {'a' * 47}")
+    error_case.run_setup("cp config.yml ___.yml")
+    error_case("swarmtrain generate ___.yml")

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from answers import Answer
+from error_cases import ErrorCase
 
 CHAPTER = "The config"
 
 
-def test_unknown_key(answer: Answer) -> None:
+def test_unknown_key(error_case: ErrorCase) -> None:
     """Unknown key
 
-    A key that its section does not have. The nearest one is named; where none is near, all are.
+    The section does not have this key. The error names the most similar key; if no key is similar, it lists all keys.
     """
-    answer.config("""\
+    error_case.write_config("""\
         runer: {nodes: 2}
         data: {files: [x]}
         """)
-    answer("swarmtrain plan config.yml")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_wrong_type(answer: Answer) -> None:
+def test_wrong_type(error_case: ErrorCase) -> None:
     """Wrong type
 
-    A value of another kind than its key wants. Nothing is converted silently: a quoted number is text, and a bare `true` is none.
+    The value does not have the type that its key requires. Nothing is converted silently: a quoted number is a string, and a bare `true` is
+    not.
     """
-    answer.config("""\
+    error_case.write_config("""\
         runner:
           nodes: two
           env: {NCCL_DEBUG: true}
@@ -34,115 +35,115 @@ def test_wrong_type(answer: Answer) -> None:
           train_iterations: 1.5
         topology: 8
         """)
-    answer("swarmtrain plan config.yml")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_several_mistakes(answer: Answer) -> None:
-    """Several mistakes
+def test_several_mistakes(error_case: ErrorCase) -> None:
+    """Several errors
 
-    All of them are told at once, in the order of the file.
+    All errors are reported at once, in the order of the file.
     """
-    answer.config("""\
+    error_case.write_config("""\
         topology: {global_batch_size: 10, micro_batch_size: 3}
         trainer:
           save_intervall: 100
           seed: -1
         transformer_architecture: {hidden_size: 100, num_attention_heads: 3}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_tuning_that_does_not_fit(answer: Answer) -> None:
-    """Tuning that does not fit
+def test_invalid_fine_tuning(error_case: ErrorCase) -> None:
+    """Invalid fine-tuning settings
 
-    A part of a model is tuned, and the rest, or the part, is nowhere.
+    Only a part of the model is trained, and the rest would not be saved anywhere, or the part does not exist.
     """
-    answer.config("""\
+    error_case.write_config("""\
         trainer:
           save_frozen_parameters: false
         transformer_architecture:
           adapter_config: {attention_downsampling_factor: null, mlp_downsampling_factor: null}
         """)
-    answer("swarmtrain plan config.yml")
-    answer.config("trainer: {finetunable_token_ids: [3, 300]}")
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case("swarmtrain plan config.yml")
+    error_case.write_config("trainer: {finetunable_token_ids: [3, 300]}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_pairs_that_are_none(answer: Answer) -> None:
-    """Pairs that are none
+def test_invalid_preference_pairs(error_case: ErrorCase) -> None:
+    """Invalid preference tuning (DPO) settings
 
-    Learning from pairs needs the answers that lose, something to tune beside a model, and whole answers on each rank.
+    Preference tuning needs rejected responses, an adapter to train, and complete responses on each rank.
     """
-    answer.config("trainer: {preference_config: {}}")
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+    error_case.write_config("trainer: {preference_config: {}}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         trainer: {preference_config: {}}
         data: {data_prefixes: [a], rejected_prefixes: [b]}
         """)
-    answer("swarmtrain plan config.yml")
-    answer.config("data: {data_prefixes: [a], rejected_prefixes: [b, c]}")
-    answer("swarmtrain plan config.yml")
+    error_case("swarmtrain plan config.yml")
+    error_case.write_config("data: {data_prefixes: [a], rejected_prefixes: [b, c]}")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_texts_that_do_not_belong_together(answer: Answer) -> None:
-    """Texts that do not belong together
+def test_invalid_contrastive_texts(error_case: ErrorCase) -> None:
+    """Invalid contrastive training settings
 
-    Learning which texts do takes answers to queries, a head that makes vectors, and whole texts on each rank.
+    Contrastive training needs answers to queries, an embedding head, and complete texts on each rank.
     """
-    answer.config("trainer: {contrastive_config: {}}")
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+    error_case.write_config("trainer: {contrastive_config: {}}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         trainer: {contrastive_config: {}}
         data: {data_prefixes: [a], positive_prefixes: [b]}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("data: {data_prefixes: [a], positive_prefixes: [b], rejected_prefixes: [c]}")
-    answer("swarmtrain plan config.yml")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("data: {data_prefixes: [a], positive_prefixes: [b], rejected_prefixes: [c]}")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_samples_of_a_pipeline(answer: Answer) -> None:
-    """Samples of a pipeline
+def test_samples_of_a_pipeline(error_case: ErrorCase) -> None:
+    """Sampling with pipeline parallelism
 
-    A model can speak while it is trained where each rank has all layers and whole sequences.
+    Sampling during training requires all layers and full sequences on each rank.
     """
-    answer.config("""\
+    error_case.write_config("""\
         topology: {pipe_parallel_size: 2, global_batch_size: 8, micro_batch_size: 4}
         trainer:
           sampling_config: {prompts: [once]}
         """)
-    answer("swarmtrain plan config.yml")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_out_of_range(answer: Answer) -> None:
+def test_out_of_range(error_case: ErrorCase) -> None:
     """Value out of range
 
-    A number or a word that its key does not take.
+    The key does not accept this number or word.
     """
-    answer.config("""\
+    error_case.write_config("""\
         runner: {runner_type: kubernetes, master_port: 80000, stop_grace: .inf, docker_config: {memory: lots}}
         optimizer: {beta1: 1.0}
         learning_rate_scheduler: {learning_rate: 1.0e-4, learning_rate_minimum: 1.0e-3}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_bad_training(answer: Answer) -> None:
-    """Ways to train that do not fit together
+def test_bad_training(error_case: ErrorCase) -> None:
+    """Conflicting training settings
 
-    A setting of one schedule or one precision that another would pass over in silence.
+    The setting belongs to one schedule or one precision, and another one would silently ignore it.
     """
-    answer.config("learning_rate_scheduler: {learning_rate_decay_style: cosine, learning_rate_decay_steps: 100}")
-    answer("swarmtrain plan config.yml")
-    answer.config("optimizer: {state_precision: bfloat16, beta2: 0.999}")
-    answer("swarmtrain plan config.yml")
-    answer.config("optimizer: {loss_scaler: {min_scale: 2, initial_scale: 1, factor: 1}}")
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case.write_config("learning_rate_scheduler: {learning_rate_decay_style: cosine, learning_rate_decay_steps: 100}")
+    error_case("swarmtrain plan config.yml")
+    error_case.write_config("optimizer: {state_precision: bfloat16, beta2: 0.999}")
+    error_case("swarmtrain plan config.yml")
+    error_case.write_config("optimizer: {loss_scaler: {min_scale: 2, initial_scale: 1, factor: 1}}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_batch_sizes(answer: Answer) -> None:
-    """Batch sizes that do not divide
+def test_batch_sizes(error_case: ErrorCase) -> None:
+    """Batch sizes do not divide
 
-    Any two of the three batch sizes give the third, and what is given must fit.
+    Any two of the three batch sizes determine the third. The given sizes must be consistent.
     """
     for topology in (
         "{global_batch_size: 10, micro_batch_size: 3}",
@@ -151,14 +152,14 @@ def test_batch_sizes(answer: Answer) -> None:
         "{global_batch_size: 10, gradient_accumulation_steps: 4, data_parallel_size: 1}",
         "{global_batch_size: 16, micro_batch_size: 3, gradient_accumulation_steps: 2, data_parallel_size: 2}",
     ):
-        answer.config(f"topology: {topology}")
-        answer("swarmtrain plan config.yml", hint=False)
+        error_case.write_config(f"topology: {topology}")
+        error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_parallel_sizes(answer: Answer) -> None:
-    """Parallel sizes that do not multiply
+def test_parallel_sizes(error_case: ErrorCase) -> None:
+    """Parallel sizes do not match
 
-    The world is a whole number of replicas, and a model is divided evenly.
+    The world must consist of complete replicas, and the model must be evenly divisible among the ranks.
     """
     for topology in (
         "{world_size: 6, model_parallel_size: 4, global_batch_size: 8, micro_batch_size: 1}",
@@ -167,24 +168,25 @@ def test_parallel_sizes(answer: Answer) -> None:
         "{data_parallel_type: hsdp, global_batch_size: 8, micro_batch_size: 1}",
         "{cpu_offload: true, global_batch_size: 8, micro_batch_size: 1}",
     ):
-        answer.config(f"topology: {topology}")
-        answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+        error_case.write_config(f"topology: {topology}")
+        error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         topology: {context_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}
         transformer_architecture: {sequence_length: 254}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         topology: {model_parallel_size: 2, sequence_parallel: true, global_batch_size: 8, micro_batch_size: 1}
         transformer_architecture: {sequence_length: 255}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_bad_shapes(answer: Answer) -> None:
-    """Shapes that no model has
+def test_bad_shapes(error_case: ErrorCase) -> None:
+    """Inconsistent model architecture
 
-    Heads share keys, rotate and look back in ways that must fit each other, and the ranks that divide them.
+    Shared key heads, rotary positions and local attention windows must be consistent with each other, and with the number of ranks that
+    divide the heads.
     """
     for shape in (
         "{num_attention_heads: 8, attention_num_kv_heads: 2, num_local_attention_heads: 6, local_attention_window_size: 64}",
@@ -196,19 +198,19 @@ def test_bad_shapes(answer: Answer) -> None:
         "{umup: {enable: true}}",
         "{weight_tying: false, umup: {enable: true}}",
     ):
-        answer.config(f"transformer_architecture: {shape}")
-        answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+        error_case.write_config(f"transformer_architecture: {shape}")
+        error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         topology: {model_parallel_size: 4, global_batch_size: 8, micro_batch_size: 1}
         transformer_architecture: {num_attention_heads: 8, attention_num_kv_heads: 2}
         """)
-    answer("swarmtrain plan config.yml")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_pipeline(answer: Answer) -> None:
-    """A pipeline that cannot be
+def test_pipeline(error_case: ErrorCase) -> None:
+    """Invalid pipeline settings
 
-    Each stage has a layer at least, and each rank something to do: a step has as many micro batches as the pipeline has ranks.
+    Each pipeline stage needs at least one layer. Each rank needs work: a step has at least as many micro batches as the pipeline has ranks.
     """
     for topology in (
         "{pipe_parallel_size: 2, pipe_stages_per_rank: 3, global_batch_size: 8, micro_batch_size: 1}",
@@ -218,98 +220,100 @@ def test_pipeline(answer: Answer) -> None:
         "{activation_checkpointing_type: every_pipe_stage, global_batch_size: 8, micro_batch_size: 1}",
         "{pipe_parallel_size: 2, data_parallel_type: fsdp, reduce_every_micro_batch: true, global_batch_size: 8, micro_batch_size: 1}",
     ):
-        answer.config(f"topology: {topology}")
-        answer("swarmtrain plan config.yml")
+        error_case.write_config(f"topology: {topology}")
+        error_case("swarmtrain plan config.yml")
 
 
-def test_ranks_do_not_fit(answer: Answer) -> None:
-    """Slots that make no whole replicas
+def test_ranks_do_not_fit(error_case: ErrorCase) -> None:
+    """Slots do not form complete replicas
 
-    The config is sound in itself, but the ranks that the hosts offer do not fit its topology.
+    The config itself is valid, but the number of ranks that the hosts offer does not fit its topology.
     """
-    answer.config("""\
+    error_case.write_config("""\
         runner: {hosts: [gpu-1 slots=2, gpu-2 slots=1]}
         topology: {model_parallel_size: 2, global_batch_size: 8, micro_batch_size: 1}
         """)
-    answer("swarmtrain generate config.yml")
-    answer.config("""\
+    error_case("swarmtrain generate config.yml")
+    error_case.write_config("""\
         runner: {hosts: [gpu-1 slots=2, gpu-2 slots=1]}
         topology: {world_size: 4, global_batch_size: 8, micro_batch_size: 1}
         """)
-    answer("swarmtrain generate config.yml")
+    error_case("swarmtrain generate config.yml")
 
 
-def test_duplicate_hosts(answer: Answer) -> None:
-    """A host twice
+def test_duplicate_hosts(error_case: ErrorCase) -> None:
+    """Duplicate host
 
-    One service runs on each node; a node with several GPUs has several slots.
+    Each node runs one service. A node with several GPUs has several slots.
     """
-    answer.config("runner: {hosts: [gpu-1, gpu-2, gpu-1]}")
-    answer("swarmtrain plan config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1, gpu-2, gpu-1]}")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_few_hosts(answer: Answer) -> None:
-    """Fewer hosts than nodes
+def test_few_hosts(error_case: ErrorCase) -> None:
+    """More nodes than hosts
 
-    `nodes` asks for more than `hosts` lists, or the range of nodes is none.
+    `nodes` is larger than the number of hosts in `hosts`, or the range of nodes is invalid.
     """
-    answer.config("runner: {hosts: [gpu-1, gpu-2], nodes: 3}")
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("runner: {nodes: 4, min_nodes: 5, max_nodes: 8}")
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("runner: {hosts: []}")
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case.write_config("runner: {hosts: [gpu-1, gpu-2], nodes: 3}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("runner: {nodes: 4, min_nodes: 5, max_nodes: 8}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("runner: {hosts: []}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_bad_hosts(answer: Answer) -> None:
-    """A host that is none
+def test_bad_hosts(error_case: ErrorCase) -> None:
+    """Invalid host
 
-    A part of a host name has at most 63 characters; slots are a number.
+    Each part of a host name has at most 63 characters. The number of slots must be an integer.
     """
-    answer.config(f"runner: {{hosts: ['gpu-1 slots=many', 'gpu-2 slots=0', gpu 3, {'g' * 64}]}}")
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case.write_config(f"runner: {{hosts: ['gpu-1 slots=many', 'gpu-2 slots=0', gpu 3, {'g' * 64}]}}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_bad_gpus(answer: Answer) -> None:
-    """GPUs that cannot be had
+def test_bad_gpus(error_case: ErrorCase) -> None:
+    """GPUs cannot be selected
 
-    Hosts name GPUs where they are shown; where Swarm gives them out, it chooses.
+    Hosts can name GPUs if `swarm.gpu` is `visible`. If it is `reserve`, Swarm chooses the GPUs.
     """
-    answer.config("runner: {hosts: ['gpu-1 slots=0,2'], swarm: {gpu: reserve}}")
-    answer("swarmtrain plan config.yml")
-    answer.config("runner: {hosts: [gpu-1 slots=4], swarm: {gpu: visible, gpu_ids: [0, 2]}}")
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case.write_config("runner: {hosts: ['gpu-1 slots=0,2'], swarm: {gpu: reserve}}")
+    error_case("swarmtrain plan config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1 slots=4], swarm: {gpu: visible, gpu_ids: [0, 2]}}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_bad_network_settings(answer: Answer) -> None:
-    """A network that cannot be so
+def test_bad_network_settings(error_case: ErrorCase) -> None:
+    """Conflicting network settings
 
-    Some settings are of an overlay that the stack makes, others of the machines' own network.
+    Some settings apply to an overlay network that the stack creates, others to the machines' own network.
     """
-    answer.config("runner: {swarm: {network: host, mtu: 9000}, interface: 10.1.0.0/99}")
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("runner: {master_addr: gpu-1, nccl: {debug: LOUD}}")
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case.write_config("runner: {swarm: {network: host, mtu: 9000}, interface: 10.1.0.0/99}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("runner: {master_addr: gpu-1, nccl: {debug: LOUD}}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_bad_volumes(answer: Answer) -> None:
-    """A volume that cannot be made
+def test_bad_volumes(error_case: ErrorCase) -> None:
+    """Invalid volume
 
-    A node makes it when a container needs it, with the options of Docker's local driver.
+    A node creates the volume when a container needs it, with the options of Docker's local volume driver.
     """
-    answer.config("runner: {docker_config: {docker_mounts: [[runs, /runs]], volumes: {runs: {type: nfs, device: 'nas:/export'}}}}")
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("runner: {docker_config: {volumes: {runs: {}}}}")
-    answer("swarmtrain plan config.yml")
+    error_case.write_config(
+        "runner: {docker_config: {docker_mounts: [[runs, /runs]], volumes: {runs: {type: nfs, device: 'nas:/export'}}}}"
+    )
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("runner: {docker_config: {volumes: {runs: {}}}}")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_bad_names(answer: Answer) -> None:
-    """Names that Docker does not take
+def test_bad_names(error_case: ErrorCase) -> None:
+    """Invalid Docker name
 
-    Images, volumes, networks and labels have names with rules of their own. They are checked here, before an engine refuses one in the
-    middle of a deploy.
+    Images, volumes, networks and labels each have naming rules. swarmtrain checks them before the deploy, so that no engine refuses a name
+    in the middle of it.
     """
-    answer.config("""\
+    error_case.write_config("""\
         runner:
           docker_config:
             docker_container: Registry/My Image
@@ -318,50 +322,51 @@ def test_bad_names(answer: Answer) -> None:
             network: bridge
             labels: {gpu: "{{new}}"}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         runner: {docker_config: {docker_mounts: [["{{.Node.Hostname}}", /data]]}}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         runner: {docker_config: {docker_mounts: [[/data, /data], [/mnt/data, /data]]}}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_variables(answer: Answer) -> None:
-    """Environment variables and secrets
+def test_variables(error_case: ErrorCase) -> None:
+    """Invalid environment variable or secret
 
-    Names are those a shell takes; those that begin with SWARMTRAIN_ are swarmtrain's own; no value can hold a NUL.
+    Names must be valid shell variable names. Names that begin with `SWARMTRAIN_` are reserved for swarmtrain. A value cannot contain a NUL
+    character.
     """
-    answer.config("""\
+    error_case.write_config("""\
         runner:
           env: {A-B: x}
           secrets: {SWARMTRAIN_KEY: key.txt}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("""\
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("""\
         runner: {env: {A: "x\\0y"}}
         """)
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_twice(answer: Answer) -> None:
-    """A key twice
+def test_twice(error_case: ErrorCase) -> None:
+    """Duplicate key
 
-    YAML would silently keep the last of the two.
+    YAML would silently keep the last of the two values.
     """
-    answer.config("""\
+    error_case.write_config("""\
         trainer: {seed: 1}
         trainer: {train_iterations: 10}
         """)
-    answer("swarmtrain plan config.yml")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_not_yaml(answer: Answer) -> None:
-    """YAML that is not YAML
+def test_not_yaml(error_case: ErrorCase) -> None:
+    """Invalid YAML
 
-    A tab, something that is not closed, a value that YAML reads as something else.
+    The file has a tab, an unclosed bracket or quote, or a value that YAML reads as something else.
     """
     for text in (
         "runner:\n\tnodes: 2",
@@ -373,16 +378,16 @@ def test_not_yaml(answer: Answer) -> None:
         "just words",
         "script: {when: !!int noon}",
     ):
-        answer.config(text)
-        answer("swarmtrain plan config.yml", hint=False)
+        error_case.write_config(text)
+        error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_too_much(answer: Answer) -> None:
-    """YAML that explodes
+def test_too_much(error_case: ErrorCase) -> None:
+    """YAML alias bomb
 
-    A few lines of aliases that would make millions of values, or nest without end.
+    A few lines of aliases would expand to millions of values, or nest without end.
     """
-    answer.config("""\
+    error_case.write_config("""\
         script:
           a: &a [x, x, x, x, x, x, x, x, x, x]
           b: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]
@@ -390,62 +395,62 @@ def test_too_much(answer: Answer) -> None:
           d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c]
           e: [*d, *d, *d, *d, *d, *d, *d, *d, *d, *d]
         """)
-    answer("swarmtrain plan config.yml", hint=False)
-    answer.config("script: &all {again: *all}")
-    answer("swarmtrain plan config.yml", hint=False)
+    error_case("swarmtrain plan config.yml", expect_hint=False)
+    error_case.write_config("script: &all {again: *all}")
+    error_case("swarmtrain plan config.yml", expect_hint=False)
 
 
-def test_empty(answer: Answer) -> None:
-    """An empty file
+def test_empty(error_case: ErrorCase) -> None:
+    """Empty config file
 
-    Nothing in it, or comments alone. All defaults are `{}`, said aloud.
+    The file has no content, or only comments. To use all defaults, write `{}` explicitly.
     """
-    answer.situation(": > config.yml")
-    answer("swarmtrain plan config.yml")
-    answer.config("# runner: {nodes: 2}")
-    answer("swarmtrain plan config.yml")
+    error_case.run_setup(": > config.yml")
+    error_case("swarmtrain plan config.yml")
+    error_case.write_config("# runner: {nodes: 2}")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_not_text(answer: Answer) -> None:
-    """A file that is not text
+def test_not_text(error_case: ErrorCase) -> None:
+    """Config is not a text file
 
-    Binary, UTF-16, or with NUL bytes in it.
+    The file is binary, encoded as UTF-16, or contains NUL bytes.
     """
-    answer.situation("head -c 500 /dev/urandom > config.yml")
-    answer("swarmtrain plan config.yml")
-    answer.situation("printf 'runner: {nodes: 2}' | iconv -t UTF-16 > config.yml")
-    answer("swarmtrain plan config.yml")
-    answer.situation(r"printf 'runner: {nodes: 2}\0' > config.yml")
-    answer("swarmtrain plan config.yml")
+    error_case.run_setup("head -c 500 /dev/urandom > config.yml")
+    error_case("swarmtrain plan config.yml")
+    error_case.run_setup("printf 'runner: {nodes: 2}' | iconv -t UTF-16 > config.yml")
+    error_case("swarmtrain plan config.yml")
+    error_case.run_setup(r"printf 'runner: {nodes: 2}\0' > config.yml")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_large(answer: Answer) -> None:
-    """A file of 100 MB
+def test_large(error_case: ErrorCase) -> None:
+    """Config file is too large
 
-    A config is at most 1 MB; what is larger is not read.
+    A config has at most 1 MB. A larger file is not read.
     """
-    answer.situation("truncate -s 100M config.yml")
-    answer("swarmtrain plan config.yml")
+    error_case.run_setup("truncate -s 100M config.yml")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_no_file(answer: Answer) -> None:
-    """No file
+def test_no_file(error_case: ErrorCase) -> None:
+    """Config file is missing
 
-    The config is not there, or is something else than a file. What has no end is not read.
+    The config does not exist, or is not a regular file. A file without an end is not read.
     """
-    answer("swarmtrain plan config.yml")
-    answer.situation("mkdir configs")
-    answer("swarmtrain plan configs")
-    answer("swarmtrain plan /dev/zero")
-    answer.situation("mkfifo pipe")
-    answer("swarmtrain plan pipe")
+    error_case("swarmtrain plan config.yml")
+    error_case.run_setup("mkdir configs")
+    error_case("swarmtrain plan configs")
+    error_case("swarmtrain plan /dev/zero")
+    error_case.run_setup("mkfifo pipe")
+    error_case("swarmtrain plan pipe")
 
 
-def test_unreadable(answer: Answer) -> None:
-    """A config that may not be read
+def test_unreadable(error_case: ErrorCase) -> None:
+    """Config file is not readable
 
-    Its mode keeps the user from reading it.
+    The file's mode does not allow the user to read it.
     """
-    answer.config("runner: {nodes: 2}")
-    answer.situation("chmod 000 config.yml")
-    answer("swarmtrain plan config.yml", nobody=True)
+    error_case.write_config("runner: {nodes: 2}")
+    error_case.run_setup("chmod 000 config.yml")
+    error_case("swarmtrain plan config.yml", as_nobody=True)

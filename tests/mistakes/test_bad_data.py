@@ -5,56 +5,60 @@ from __future__ import annotations
 import json
 
 import pytest
-from answers import Answer
+from error_cases import ErrorCase
 
 CHAPTER = "The files it names"
 pytest.importorskip("numpy", reason="data is prepared with numpy")
 
 
-def test_bad_records(answer: Answer) -> None:
-    """Text that cannot be read
+def test_bad_records(error_case: ErrorCase) -> None:
+    """Invalid JSON record
 
-    A line that is no JSON, or lacks its text; what was done before it stays in `PREFIX.parts`, and the same command goes on.
+    A line is not valid JSON, or lacks its text. Finished work is kept in `PREFIX.parts`, and the same command resumes from it.
     """
-    answer.situation("""printf '{"text": "a"}\\n{"text": "b"\\n{"body": "c"}\\n' > web.jsonl""")
-    answer("swarmtrain data prepare web.jsonl --to tokens --tokenizer bytes", changes=r"tokens\.parts")
-    answer("swarmtrain data prepare web.jsonl --to tokens --tokenizer bytes --key body", changes=r"tokens\.parts")
+    error_case.run_setup("""printf '{"text": "a"}\\n{"text": "b"\\n{"body": "c"}\\n' > web.jsonl""")
+    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes", allowed_changes=r"tokens\.parts")
+    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes --key body", allowed_changes=r"tokens\.parts")
 
 
-def test_nothing_to_prepare(answer: Answer) -> None:
-    """No text, or no tokenizer
+def test_nothing_to_prepare(error_case: ErrorCase) -> None:
+    """Text or tokenizer is missing
 
-    Nothing is begun.
+    The command fails before it starts any work.
     """
-    answer.file("web.jsonl", '{"text": "a"}\n', show=False)
-    answer("swarmtrain data prepare 'web/**/*.jsonl' --to tokens --tokenizer bytes")
-    answer("swarmtrain data prepare web.jsonl --to tokens --tokenizer tokenizer.json")
-    answer("swarmtrain data prepare web.jsonl --to tokens --tokenizer bytes --end-token '</s>'")
-    answer("swarmtrain data prepare web.jsonl --to tokens --tokenizer bytes --prompt-key text")
+    error_case.write_file("web.jsonl", '{"text": "a"}\n', show=False)
+    error_case("swarmtrain data tokenize 'web/**/*.jsonl' --to tokens --tokenizer bytes")
+    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer tokenizer.json")
+    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes --end-token '</s>'")
+    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes --prompt-key text")
 
 
-def test_bad_conversations(answer: Answer) -> None:
-    """A conversation in the wrong order
+def test_bad_conversations(error_case: ErrorCase) -> None:
+    """Conversation roles in the wrong order
 
-    Roles take turns, and the assistant has the last word.
+    Roles must alternate, and the last message must be the assistant's.
     """
     said = [{"role": role, "content": "Yes."} for role in ("user", "user", "assistant")]
-    answer.file("chats.jsonl", f"{json.dumps({'messages': said})}\n", show=False)
-    answer("swarmtrain data prepare chats.jsonl --to tokens --tokenizer bytes --chat", changes=r"tokens\.parts", since="error")
-    answer.file("chats.jsonl", f"{json.dumps({'messages': said[:1]})}\n", show=False)
-    answer("swarmtrain data prepare chats.jsonl --to tokens --tokenizer bytes --chat", changes=r"tokens\.parts", since="error")
+    error_case.write_file("chats.jsonl", f"{json.dumps({'messages': said})}\n", show=False)
+    error_case(
+        "swarmtrain data tokenize chats.jsonl --to tokens --tokenizer bytes --chat", allowed_changes=r"tokens\.parts", start_pattern="error"
+    )
+    error_case.write_file("chats.jsonl", f"{json.dumps({'messages': said[:1]})}\n", show=False)
+    error_case(
+        "swarmtrain data tokenize chats.jsonl --to tokens --tokenizer bytes --chat", allowed_changes=r"tokens\.parts", start_pattern="error"
+    )
 
 
-def test_tokens_that_are_not_as_they_were(answer: Answer) -> None:
-    """Token files that are not as they were written
+def test_tokens_that_are_not_as_they_were(error_case: ErrorCase) -> None:
+    """Corrupt token file
 
-    Copied in part, or changed on a disk.
+    A token file was copied only in part, or has changed on disk.
     """
-    answer.file("web.jsonl", '{"text": "some text"}\n{"text": "more of it"}\n', show=False)
-    answer("swarmtrain data prepare web.jsonl --to tokens --tokenizer bytes", code=0, changes="tokens", show=False)
-    answer.situation("printf X | dd of=tokens.bin bs=1 seek=3 conv=notrunc")
-    answer("swarmtrain data verify tokens")
-    answer.situation("truncate --size 12 tokens.bin")
-    answer("swarmtrain data verify tokens")
-    answer.situation("rm tokens.idx tokens.meta.json")
-    answer("swarmtrain data verify tokens")
+    error_case.write_file("web.jsonl", '{"text": "some text"}\n{"text": "more of it"}\n', show=False)
+    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes", code=0, allowed_changes="tokens", show=False)
+    error_case.run_setup("printf X | dd of=tokens.bin bs=1 seek=3 conv=notrunc")
+    error_case("swarmtrain data verify tokens")
+    error_case.run_setup("truncate --size 12 tokens.bin")
+    error_case("swarmtrain data verify tokens")
+    error_case.run_setup("rm tokens.idx tokens.meta.json")
+    error_case("swarmtrain data verify tokens")

@@ -5,144 +5,144 @@ from __future__ import annotations
 import resource
 import shutil
 
-from answers import Answer
+from error_cases import ErrorCase
 
 CHAPTER = "The files it names"
 
 
-def test_missing_script(answer: Answer) -> None:
-    """A script that is not there
+def test_missing_script(error_case: ErrorCase) -> None:
+    """Script file is missing
 
-    `runner.script` and `runner.code` are read where the command runs, and travel with the run.
+    `runner.script` and `runner.code` are read where the command runs, and are shipped with the run.
     """
-    answer.config("runner: {hosts: [gpu-1], script: train.py}")
-    answer("swarmtrain generate config.yml")
-    answer.config("runner: {hosts: [gpu-1], code: [helpers.py]}")
-    answer("swarmtrain generate config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1], script: train.py}")
+    error_case("swarmtrain generate config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1], code: [helpers.py]}")
+    error_case("swarmtrain generate config.yml")
 
 
-def test_script_is_no_file(answer: Answer) -> None:
-    """A script that is no file
+def test_script_is_not_a_file(error_case: ErrorCase) -> None:
+    """Script is not a regular file
 
-    A folder does not travel, and what has no end is not read.
+    A folder is not shipped, and a file without an end is not read.
     """
-    answer.situation("mkdir training")
-    answer.config("runner: {hosts: [gpu-1], script: training}")
-    answer("swarmtrain generate config.yml")
-    answer.config("runner: {hosts: [gpu-1], script: /dev/zero}")
-    answer("swarmtrain generate config.yml")
+    error_case.run_setup("mkdir training")
+    error_case.write_config("runner: {hosts: [gpu-1], script: training}")
+    error_case("swarmtrain generate config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1], script: /dev/zero}")
+    error_case("swarmtrain generate config.yml")
 
 
-def test_unreadable_script(answer: Answer) -> None:
-    """A script that may not be read
+def test_unreadable_script(error_case: ErrorCase) -> None:
+    """Script file is not readable
 
-    Its mode keeps the user from reading it.
+    The file's mode does not allow the user to read it.
     """
-    answer.config("runner: {hosts: [gpu-1]}")
-    answer.situation("chmod 000 training_code.py")
-    answer("swarmtrain generate config.yml", nobody=True)
+    error_case.write_config("runner: {hosts: [gpu-1]}")
+    error_case.run_setup("chmod 000 training_code.py")
+    error_case("swarmtrain generate config.yml", as_nobody=True)
 
 
-def test_code_twice(answer: Answer) -> None:
-    """Two files of one name
+def test_code_twice(error_case: ErrorCase) -> None:
+    """Two files with the same name
 
-    All that travels lies in one folder, so each name can be there once.
+    All shipped files are in one folder, so each name can be used only once.
     """
-    answer.situation("mkdir old; cp training_code.py old/")
-    answer.config("runner: {hosts: [gpu-1], code: [training_code.py]}")
-    answer("swarmtrain generate config.yml")
-    answer.config("runner: {hosts: [gpu-1], code: [old/training_code.py]}")
-    answer("swarmtrain generate config.yml")
+    error_case.run_setup("mkdir old; cp training_code.py old/")
+    error_case.write_config("runner: {hosts: [gpu-1], code: [training_code.py]}")
+    error_case("swarmtrain generate config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1], code: [old/training_code.py]}")
+    error_case("swarmtrain generate config.yml")
 
 
-def test_missing_secret(answer: Answer) -> None:
-    """A secret without a file
+def test_missing_secret(error_case: ErrorCase) -> None:
+    """Secret file is missing
 
-    A secret is the name of a file.
+    The value of a secret is the name of a file.
     """
-    answer.config("runner: {hosts: [gpu-1], secrets: {WANDB_API_KEY: wandb.key}}")
-    answer("swarmtrain generate config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1], secrets: {WANDB_API_KEY: wandb.key}}")
+    error_case("swarmtrain generate config.yml")
 
 
-def test_list_of_versions(answer: Answer) -> None:
-    """A list that pins no versions
+def test_list_of_versions(error_case: ErrorCase) -> None:
+    """Requirements are not pinned
 
-    `swarmtrain env` gives all hosts the same, today and next year.
+    `swarmtrain env` installs the same versions on all hosts, today and next year, so the list must pin every version.
     """
-    answer.config("runner: {runner_type: pdsh, hosts: [gpu-1]}")
-    answer("swarmtrain env config.yml --path /opt/training -r list.txt", hint=False)
-    answer.situation("printf 'numpy==2.4.6\\ntorch>=2.11\\n' >list.txt")
-    answer("swarmtrain env config.yml --path /opt/training -r list.txt")
-    answer.situation("printf 'numpy==2.4.6\\n' >list.txt; mkdir wheels")
-    answer("swarmtrain env config.yml --path /opt/training -r list.txt --wheels wheels")
-    answer("swarmtrain env config.yml -r list.txt -o runner.python=python3.12")
-    answer("swarmtrain env config.yml -o runner.runner_type=local")
+    error_case.write_config("runner: {runner_type: ssh, hosts: [gpu-1]}")
+    error_case("swarmtrain env config.yml --path /opt/training -r list.txt", expect_hint=False)
+    error_case.run_setup("printf 'numpy==2.4.6\\ntorch>=2.11\\n' >list.txt")
+    error_case("swarmtrain env config.yml --path /opt/training -r list.txt")
+    error_case.run_setup("printf 'numpy==2.4.6\\n' >list.txt; mkdir wheels")
+    error_case("swarmtrain env config.yml --path /opt/training -r list.txt --wheels wheels")
+    error_case("swarmtrain env config.yml -r list.txt -o runner.python=python3.12")
+    error_case("swarmtrain env config.yml -o runner.runner_type=local")
 
 
-def test_large_files(answer: Answer) -> None:
-    """A file over Swarm's limit
+def test_large_files(error_case: ErrorCase) -> None:
+    """File exceeds Swarm's size limit
 
-    Swarm takes configs of less than 1000 KiB, which is how code travels, and secrets of less than 500 KiB.
+    Code is shipped as Swarm configs, which must be smaller than 1000 KiB. Secrets must be smaller than 500 KiB.
     """
-    answer.situation("truncate -s 1000K table.py; truncate -s 500K key")
-    answer.config("runner: {hosts: [gpu-1], code: [table.py]}")
-    answer("swarmtrain generate config.yml")
-    answer.config("runner: {hosts: [gpu-1], secrets: {KEY: key}}")
-    answer("swarmtrain generate config.yml")
-    answer.say("The config itself is such a file, with all its defaults and as JSON.")
-    answer.situation("""(echo 'runner: {hosts: [gpu-1]}'; echo 'script:'; seq -f '  word%g: {}' 60000) > config.yml""")
-    answer("swarmtrain generate config.yml")
+    error_case.run_setup("truncate -s 1000K table.py; truncate -s 500K key")
+    error_case.write_config("runner: {hosts: [gpu-1], code: [table.py]}")
+    error_case("swarmtrain generate config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1], secrets: {KEY: key}}")
+    error_case("swarmtrain generate config.yml")
+    error_case.add_paragraph("The config itself is also shipped as a Swarm config, as JSON with all its defaults.")
+    error_case.run_setup("""(echo 'runner: {hosts: [gpu-1]}'; echo 'script:'; seq -f '  word%g: {}' 60000) > config.yml""")
+    error_case("swarmtrain generate config.yml")
 
 
-def test_unwritable(answer: Answer) -> None:
-    """An output that cannot be written
+def test_unwritable(error_case: ErrorCase) -> None:
+    """Output file cannot be written
 
-    Its folder is another user's, or what should be a file is a folder.
+    The output folder belongs to another user, or the path of the file is a folder.
     """
-    answer.config("runner: {hosts: [gpu-1]}")
-    answer("swarmtrain generate config.yml", nobody=True)
-    answer("swarmtrain generate config.yml --output .")
-    answer("swarmtrain generate config.yml --output config.yml/stack.yml")
-    answer("swarmtrain init new.yml", nobody=True)
+    error_case.write_config("runner: {hosts: [gpu-1]}")
+    error_case("swarmtrain generate config.yml", as_nobody=True)
+    error_case("swarmtrain generate config.yml --output .")
+    error_case("swarmtrain generate config.yml --output config.yml/stack.yml")
+    error_case("swarmtrain init new.yml", as_nobody=True)
 
 
-def test_init_exists(answer: Answer) -> None:
-    """A file in the way of `init`
+def test_init_exists(error_case: ErrorCase) -> None:
+    """Config file already exists
 
-    What is there is not overwritten unasked.
+    `swarmtrain init` does not overwrite an existing file without `--force`.
     """
-    answer.config("runner: {nodes: 2}")
-    answer("swarmtrain init config.yml")
+    error_case.write_config("runner: {nodes: 2}")
+    error_case("swarmtrain init config.yml")
 
 
-def test_full_disk(answer: Answer) -> None:
-    """A full disk
+def test_full_disk(error_case: ErrorCase) -> None:
+    """Disk is full
 
-    The old stack file stays as it is, whole, and so do the files that it names. (Here a limit of the file size plays the full disk.)
+    The old stack file and the files that it names stay unchanged and complete. (Here a file size limit simulates the full disk.)
     """
-    answer.config("runner: {hosts: [gpu-1]}")
-    answer("swarmtrain generate config.yml", code=0, changes="compose")
-    answer.limits = {resource.RLIMIT_FSIZE: 1024}
-    answer.say("With another script, and no room left:")
-    answer.situation("echo '# better' >> training_code.py")
-    answer("swarmtrain generate config.yml")
-    answer("swarmtrain init new.yml")
-    shutil.rmtree(answer.project / "compose")
-    answer("swarmtrain generate config.yml --output elsewhere/stack.yml")
+    error_case.write_config("runner: {hosts: [gpu-1]}")
+    error_case("swarmtrain generate config.yml", code=0, allowed_changes="compose")
+    error_case.resource_limits = {resource.RLIMIT_FSIZE: 1024}
+    error_case.add_paragraph("The script has changed, and the disk has no space left:")
+    error_case.run_setup("echo '# better' >> training_code.py")
+    error_case("swarmtrain generate config.yml")
+    error_case("swarmtrain init new.yml")
+    shutil.rmtree(error_case.project / "compose")
+    error_case("swarmtrain generate config.yml --output elsewhere/stack.yml")
 
 
-def test_state_of_another(answer: Answer) -> None:
-    """Runs of another user
+def test_state_directory_of_another_user(error_case: ErrorCase) -> None:
+    """State folder belongs to another user
 
-    The runs of this machine (`runner_type: local`) are kept in `~/.local/state/swarmtrain`, which may be root's after a `sudo`.
+    Runs of this machine (`runner_type: local`) are stored in `~/.local/state/swarmtrain`. After a `sudo`, this folder may belong to root.
     """
-    answer.config("runner: {runner_type: local, nodes: 2}")
-    state = answer.home / "state"
+    error_case.write_config("runner: {runner_type: local, nodes: 2}")
+    state = error_case.home / "state"
     state.mkdir()
     (state / "swarmtrain").mkdir(mode=0o700)
-    answer("swarmtrain status", nobody=True)
+    error_case("swarmtrain status", as_nobody=True)
     (state / "swarmtrain").chmod(0o755)
-    answer("swarmtrain deploy config.yml", nobody=True)
-    answer.say("The same where there is no room left:")
-    answer.limits = {resource.RLIMIT_FSIZE: 1024}
-    answer("swarmtrain deploy config.yml", changes="state/swarmtrain/config")
+    error_case("swarmtrain deploy config.yml", as_nobody=True)
+    error_case.add_paragraph("The same command on a full disk:")
+    error_case.resource_limits = {resource.RLIMIT_FSIZE: 1024}
+    error_case("swarmtrain deploy config.yml", allowed_changes="state/swarmtrain/config")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 
-from answers import PAGE, cases, page, sections
+from error_cases import PAGE, collect_sections, read_sections, render_page
 
 
 def test_each_section_has_its_case_and_each_case_its_section() -> None:
     if os.environ.get("REFRESH"):
-        PAGE.write_text(page(sections()))
-    titles = [case.title for case in cases()]
+        PAGE.write_text(render_page(read_sections()))
+    titles = [case.title for case in collect_sections()]
     assert sorted(titles) == sorted(set(titles))
-    assert list(sections()) == titles
-    assert [title for title, text in sections().items() if not text] == []
+    assert list(read_sections()) == titles
+    assert [title for title, text in read_sections().items() if not text] == []
 
 
 def test_the_rest_of_the_page_is_current() -> None:
-    assert PAGE.read_text() == page(sections())
+    assert PAGE.read_text() == render_page(read_sections())

@@ -16,33 +16,33 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import strategies as st
+from invalid_inputs import HOSTILE_STRINGS, OVERRIDES, check_error_format, config_texts, permissive_configs
 from randomized import count_examples, run_examples
-from wrong_inputs import NASTY, OVERRIDES, generous, hold_to_the_rules, texts
 
 from swarmtrain.config import Config
-from swarmtrain.config.load import load
-from swarmtrain.config.runner import OVER_SSH, RunnerType
+from swarmtrain.config.loading import load_config
+from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, RunnerType
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.host.spec import Spec
-from swarmtrain.launchers import run_name
+from swarmtrain.launchers import derive_run_name
 from swarmtrain.launchers.local import LocalLauncher
-from swarmtrain.launchers.ssh.record import Record
-from swarmtrain.launchers.ssh.specs import There, specs
-from swarmtrain.plan import Inventory, Machine, Plan, make_plan, offline, read_cargo
-from swarmtrain.render import engine
-from swarmtrain.render.compose import Stack, stack, to_yaml
-from swarmtrain.render.slurm import Site, script
+from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
+from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo
+from swarmtrain.remote.process_spec import ProcessSpec
+from swarmtrain.render import compose_document
+from swarmtrain.render.sbatch_script import JobLayout, render_sbatch_script
+from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml
 
 EXAMPLES = count_examples(fixed=420, seeded=3000)
-SLOWEST = 2.0  # seconds for one config, on a machine that has other things to do
-TO_DOCKER = 20
-LEAST = 20
+MAX_SECONDS = 2.0  # seconds for one config, on a machine that has other things to do
+DOCKER_SAMPLES = 20
+MIN_RENDERINGS = 20
 """Of 500 renderings, so many at least are one launcher's."""
 RUNNERS = st.sampled_from([None, None, None, *RunnerType])
 """None: the runner_type that the config has."""
 
 
-class Feeding:
+class ConfigFuzzer:
     """Passes configs to the renderers, and counts what comes out."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,10 +53,10 @@ class Feeding:
         for name in ("training_code.py", "datautils.py", "key"):
             (folder / name).write_text(f"# {name}\n")
 
-    def feed(self, text: bytes, overrides: list[str], name: str | None, first: RunnerType | None) -> None:
+    def try_config(self, text: bytes, overrides: list[str], name: str | None, first_runner: RunnerType | None) -> None:
         """Render a config for the `first` launcher, and for every other one if that went well."""
         (self.folder / "config.yml").write_bytes(text)
-        if self.try_runner(overrides, name, first):
+        if self.try_runner(overrides, name, first_runner):
             for kind in RunnerType:
                 self.try_runner(overrides, name, kind)
 
@@ -64,45 +64,51 @@ class Feeding:
         """Return whether the config is accepted; None is the launcher that it names itself."""
         started = time.process_time()
         try:
-            plan = self.plan(self.folder / "config.yml", overrides if kind is None else [*overrides, f"runner.runner_type={kind}"], name)
-            self.render(plan)
+            plan = self.build_plan(
+                self.folder / "config.yml", overrides if kind is None else [*overrides, f"runner.runner_type={kind}"], name
+            )
+            self.render_plan(plan)
         except SwarmtrainError as error:
             self.outcomes[type(error).__name__] += 1
-            hold_to_the_rules(error)
+            check_error_format(error)
             return False
         finally:
-            assert time.process_time() - started < SLOWEST
+            assert time.process_time() - started < MAX_SECONDS
         self.outcomes[plan.config.runner.runner_type] += 1
         assert Config.from_json(plan.config.to_json()) == plan.config
         return True
 
-    def plan(self, path: Path, overrides: list[str], name: str | None) -> Plan:
-        config = load(path, overrides)
+    def build_plan(self, path: Path, overrides: list[str], name: str | None) -> Plan:
+        config = load_config(path, overrides)
         cluster = Inventory("the swarm", tuple(Machine(f"node{index}", resources={"NVIDIA-GPU": 2}) for index in range(5)))
         cargo = read_cargo(config, self.folder)
         hosts = config.runner.hosts
-        return make_plan(config, offline(hosts) if hosts else cluster, cargo, run=run_name(path) if name is None else name)
+        return make_plan(
+            config, build_offline_inventory(hosts) if hosts else cluster, cargo, run=derive_run_name(path) if name is None else name
+        )
 
-    def render(self, plan: Plan) -> None:
+    def render_plan(self, plan: Plan) -> None:
         """Render a plan as its launcher does."""
         kind = plan.config.runner.runner_type
         if kind is RunnerType.slurm:
-            self.keep_script(plan, script(plan, Site(PurePath("/home/me/run"), "/home/me/it's $HOME", "/usr/bin/python3")))
-        elif kind in OVER_SSH:
-            check_specs(plan, [spec for each in specs(plan, *hosts_of(plan)).values() for spec in each])
+            self.record_script(
+                plan, render_sbatch_script(plan, JobLayout(PurePath("/home/me/run"), "/home/me/it's $HOME", "/usr/bin/python3"))
+            )
+        elif kind in SSH_RUNNER_TYPES:
+            check_specs(plan, [spec for each in build_process_specs(plan, *build_hosts(plan)).values() for spec in each])
         elif kind is RunnerType.local:
-            LocalLauncher().changes(plan)
+            LocalLauncher().plan_changes(plan)
         else:
-            made = stack(plan) if kind is RunnerType.swarm else engine.containers(plan)
-            self.keep_stack(made, to_yaml(made), swarm=kind is RunnerType.swarm)
+            stack_document = render_stack(plan) if kind is RunnerType.swarm else compose_document.render_compose(plan)
+            self.record_stack(stack_document, render_stack_yaml(stack_document), swarm=kind is RunnerType.swarm)
 
-    def keep_stack(self, made: Stack, written: str, *, swarm: bool) -> None:
-        assert undoubled(yaml.safe_load(written)) == made.document
-        assert json.loads(json.dumps(made.document)) == made.document
+    def record_stack(self, stack_document: Stack, written: str, *, swarm: bool) -> None:
+        assert unescape_dollars(yaml.safe_load(written)) == stack_document.document
+        assert json.loads(json.dumps(stack_document.document)) == stack_document.document
         if swarm:
-            self.stacks[written] = made
+            self.stacks[written] = stack_document
 
-    def keep_script(self, plan: Plan, written: str) -> None:
+    def record_script(self, plan: Plan, written: str) -> None:
         """Each option is one line. A prelude is the user's own shell, so bash reads scripts without one."""
         options = [line for line in written.splitlines() if line.startswith("#SBATCH ")]
         assert all(line.isprintable() for line in options)
@@ -111,69 +117,69 @@ class Feeding:
             self.scripts.append(written)
 
 
-def hosts_of(plan: Plan) -> tuple[Record, dict[str, There]]:
+def build_hosts(plan: Plan) -> tuple[SshRunRecord, dict[str, HostContext]]:
     """Return what a launcher over SSH knows of the hosts of `plan`."""
     names = list(dict.fromkeys(node.host for node in plan.nodes))
-    record = Record(
-        pythons=dict.fromkeys(names, "/usr/bin/python3"),
+    record = SshRunRecord(
+        interpreters=dict.fromkeys(names, "/usr/bin/python3"),
         nodes={node.name: node.host for node in plan.nodes},
         address=names[0],
         store_port=29400,
-        board_port=29401,
+        coordinator_port=29401,
         cwd="/home/me",
         stop_grace=plan.config.runner.stop_grace,
     )
-    return record, {name: There(PurePosixPath("/home/me/run"), "/home/me", 2, "1000:1000") for name in names}
+    return record, {name: HostContext(PurePosixPath("/home/me/run"), "/home/me", 2, "1000:1000") for name in names}
 
 
-def check_specs(plan: Plan, processes: list[Spec]) -> None:
+def check_specs(plan: Plan, processes: list[ProcessSpec]) -> None:
     """A process can be started: one board and a process for each node, and no NUL in what exec is given."""
     assert len(processes) == len(plan.nodes) + 1
     for process in processes:
-        argvs = [process.argv, process.prepare, process.end, process.clean]
+        argvs = [process.argv, process.prepare_command, process.stop_command, process.cleanup_command]
         assert process.argv
         assert all(isinstance(word, str) and "\0" not in word for argv in argvs for word in argv)
         assert not any("\0" in f"{name}{value}" for name, value in process.env.items())
-        assert Spec(**json.loads(json.dumps(asdict(process)))) == process
+        assert ProcessSpec(**json.loads(json.dumps(asdict(process)))) == process
 
 
-def undoubled(value: Any) -> Any:
+def unescape_dollars(value: Any) -> Any:
     """Return a document as Docker reads it: `$$` is a dollar."""
     if isinstance(value, str):
         assert "$" not in value.replace("$$", "")
         return value.replace("$$", "$")
     if isinstance(value, dict):
-        return {key: undoubled(item) for key, item in value.items()}
-    return [undoubled(item) for item in value] if isinstance(value, list) else value
+        return {key: unescape_dollars(item) for key, item in value.items()}
+    return [unescape_dollars(item) for item in value] if isinstance(value, list) else value
 
 
 def test_no_config_and_no_override_gives_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    feeding = Feeding(tmp_path)
-    names = st.one_of(st.none(), st.none(), st.text(max_size=60), st.sampled_from(NASTY))
+    feeding = ConfigFuzzer(tmp_path)
+    names = st.one_of(st.none(), st.none(), st.text(max_size=60), st.sampled_from(HOSTILE_STRINGS))
     valid_names = st.one_of(st.none(), st.from_regex(r"[a-z0-9]([a-z0-9-]{0,44}[a-z0-9])?", fullmatch=True))
     overrides = st.lists(OVERRIDES, max_size=3)
-    run_examples(feeding.feed, texts(), overrides, names, RUNNERS, suite="fast", examples=EXAMPLES)
-    run_examples(feeding.feed, generous(), st.just([]), valid_names, RUNNERS, suite="fast", examples=EXAMPLES // 3)
+    run_examples(feeding.try_config, config_texts(), overrides, names, RUNNERS, suite="fast", examples=EXAMPLES)
+    run_examples(feeding.try_config, permissive_configs(), st.just([]), valid_names, RUNNERS, suite="fast", examples=EXAMPLES // 3)
     total = sum(feeding.outcomes.values())
     print(f"{total} configs: " + ", ".join(f"{count} {outcome}" for outcome, count in feeding.outcomes.items()))
     assert total >= min(500, EXAMPLES)
-    assert all(feeding.outcomes[kind] >= LEAST * total / 500 for kind in RunnerType)
-    assert len(feeding.stacks) >= TO_DOCKER
-    docker_reads(feeding.stacks, tmp_path)
-    bash_reads(feeding.scripts)
+    assert all(feeding.outcomes[kind] >= MIN_RENDERINGS * total / 500 for kind in RunnerType)
+    assert len(feeding.stacks) >= DOCKER_SAMPLES
+    check_with_docker(feeding.stacks, tmp_path)
+    check_with_bash(feeding.scripts)
 
 
-def bash_reads(scripts: list[str]) -> None:
+def check_with_bash(scripts: list[str]) -> None:
     assert scripts
     for written in scripts[:: max(1, len(scripts) // 20)]:
         done = subprocess.run(["bash", "-n"], input=written, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ""), written
 
 
-def docker_reads(stacks: dict[str, Stack], folder: Path) -> None:
+def check_with_docker(stacks: dict[str, Stack], folder: Path) -> None:
     """Let docker read some of the stack files, if there is one that can do so without an engine (23 and newer)."""
-    every = max(1, len(stacks) // TO_DOCKER)
+    every = max(1, len(stacks) // DOCKER_SAMPLES)
     for written in list(stacks)[::every]:
         path = folder / "stack.yml"
         path.write_text(written)

@@ -13,30 +13,32 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
+from invalid_inputs import HOSTILE_STRINGS, OVERRIDES, config_texts, permissive_configs
 from randomized import count_examples, run_examples
 from test_fuzz_imports import FILES, FIXTURES
-from wrong_inputs import NASTY, OVERRIDES, generous, texts
 
-from swarmtrain.cli import run
-from swarmtrain.config.runner import RunnerType
+from swarmtrain.cli import run_command_line
+from swarmtrain.config.schema.runner import RunnerType
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, EXIT_USAGE
-from swarmtrain.importers import Format
+from swarmtrain.importers import SourceFormat
 
 EXAMPLES = count_examples(fixed=150, seeded=1200)
-WORDS = st.one_of(st.sampled_from(NASTY), st.text(max_size=12)).map(lambda word: word.replace("\0", "").encode(errors="replace").decode())
+ARGUMENTS = st.one_of(st.sampled_from(HOSTILE_STRINGS), st.text(max_size=12)).map(
+    lambda word: word.replace("\0", "").encode(errors="replace").decode()
+)
 """What a shell can pass as an argument: no NUL, no half of a character."""
 
 
 @st.composite
-def commands(draw: st.DrawFn) -> list[str]:
+def command_lines(draw: st.DrawFn) -> list[str]:
     """Return the arguments of a command that reads `config.yml`, and writes nothing elsewhere than in its folder."""
     verb = draw(st.sampled_from(["plan", "plan", "generate", "generate", "generate", "import", "import", "init", "deploy"]))
     if verb == "import":
-        form = draw(st.sampled_from([None, None, None, *Format, "other"]))
-        words = ["import", "theirs", *(["--from", str(form)] if form else [])]
+        format_name = draw(st.sampled_from([None, None, None, *SourceFormat, "other"]))
+        words = ["import", "theirs", *(["--from", str(format_name)] if format_name else [])]
         return [*words, *draw(st.sampled_from([[], ["--json"], ["--output", "out.yml"], ["--output", "missing/out.yml"]]))]
     if verb == "init":
-        return ["init", *draw(st.sampled_from([[], ["new.yml"], ["missing/new.yml"], ["--preset", "gpt2"], ["--preset", draw(WORDS)]]))]
+        return ["init", *draw(st.sampled_from([[], ["new.yml"], ["missing/new.yml"], ["--preset", "gpt2"], ["--preset", draw(ARGUMENTS)]]))]
     if verb == "deploy":
         return ["deploy", *draw(st.sampled_from([["missing.yml"], [], ["config.yml", "--attach", "-1"], ["config.yml", "--nothing"]]))]
     kinds = [*RunnerType] if verb == "generate" else [RunnerType.swarm, RunnerType.local, RunnerType.docker, RunnerType.slurm]
@@ -44,38 +46,38 @@ def commands(draw: st.DrawFn) -> list[str]:
     words = [verb, "config.yml", *(["-o", f"runner.runner_type={kind}"] if kind else [])]
     overrides = draw(st.lists(OVERRIDES, max_size=2))
     words += [word for override in overrides for word in ("-o", override.replace("\0", "").encode(errors="replace").decode())]
-    words += draw(st.sampled_from([[], [], [], ["--name", draw(WORDS)], ["--debug"], [draw(WORDS)]]))
+    words += draw(st.sampled_from([[], [], [], ["--name", draw(ARGUMENTS)], ["--debug"], [draw(ARGUMENTS)]]))
     return [*words, *(draw(st.sampled_from([[], ["--json"]])) if verb == "plan" else ["--output", "made/stack.yml"])]
 
 
-class Shell:
+class CommandFuzzer:
     """Runs commands in a folder, and counts their exit codes."""
 
-    def __init__(self, folder: Path, environ: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.codes: Counter[str] = Counter()
-        self.environ = environ
+        self.exit_codes: Counter[str] = Counter()
+        self.monkeypatch = monkeypatch
 
     def try_command(self, argv: list[str], config: bytes, theirs: bytes) -> None:
         files = {"config.yml": config, "theirs": theirs, "training_code.py": b"# code\n", "datautils.py": b"# code\n", "key": b"secret\n"}
         for name, content in files.items():
             (self.folder / name).write_bytes(content)
         before = self.read_files()
-        code, talk = self.call(argv)
-        self.codes[f"{argv[0]} {code}"] += 1
-        assert code in (EXIT_OK, EXIT_ERROR, EXIT_USAGE), talk
-        assert "Traceback" not in talk
+        code, stderr = self.call_command(argv)
+        self.exit_codes[f"{argv[0]} {code}"] += 1
+        assert code in (EXIT_OK, EXIT_ERROR, EXIT_USAGE), stderr
+        assert "Traceback" not in stderr
         if code == EXIT_ERROR:
-            check_talk(talk)
+            check_stderr(stderr)
         if code != EXIT_OK:
-            assert self.read_files() == before, talk
+            assert self.read_files() == before, stderr
         self.remove_files()
 
-    def call(self, argv: list[str]) -> tuple[int, str]:
+    def call_command(self, argv: list[str]) -> tuple[int, str]:
         """Return the exit code of a command, and what it prints on stderr."""
-        self.environ.setattr(sys, "argv", ["swarmtrain", *argv])
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as talk:
-            return run(), talk.getvalue()
+        self.monkeypatch.setattr(sys, "argv", ["swarmtrain", *argv])
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as stderr:
+            return run_command_line(), stderr.getvalue()
 
     def read_files(self) -> dict[str, bytes]:
         """Return the files of the project, and those that are kept of runs."""
@@ -86,15 +88,15 @@ class Shell:
             path.unlink() if path.is_file() else path.rmdir()
 
 
-def check_talk(talk: str) -> None:
+def check_stderr(stderr: str) -> None:
     """Each error is `error: PLACE: REASON`; a hint follows one."""
-    lines = talk.splitlines()
+    lines = stderr.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    assert errors, talk
-    assert all(line.removeprefix("error: ").partition(": ")[2] for line in errors), talk
+    assert errors, stderr
+    assert all(line.removeprefix("error: ").partition(": ")[2] for line in errors), stderr
     hints = [number for number, line in enumerate(lines) if line.startswith("hint:")]
-    assert all(line.removeprefix("hint:").strip() for line in lines if line.startswith("hint:")), talk
-    assert 0 not in hints, talk
+    assert all(line.removeprefix("hint:").strip() for line in lines if line.startswith("hint:")), stderr
+    assert 0 not in hints, stderr
 
 
 def test_no_command_gives_a_traceback_or_leaves_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +107,14 @@ def test_no_command_gives_a_traceback_or_leaves_a_file(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", str(programs))
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    shell = Shell(folder, monkeypatch)
+    shell = CommandFuzzer(folder, monkeypatch)
     theirs = st.one_of(FILES, st.sampled_from([text.encode() for text in FIXTURES.values()]))
-    run_examples(shell.try_command, commands(), st.one_of(texts(), generous()), theirs, suite="fast", examples=EXAMPLES)
-    print(", ".join(f"{count} × {what}" for what, count in sorted(shell.codes.items())))
+    run_examples(
+        shell.try_command, command_lines(), st.one_of(config_texts(), permissive_configs()), theirs, suite="fast", examples=EXAMPLES
+    )
+    print(", ".join(f"{count} × {what}" for what, count in sorted(shell.exit_codes.items())))
     codes, verbs = Counter[str](), Counter[str]()
-    for what, count in shell.codes.items():
+    for what, count in shell.exit_codes.items():
         verb, code = what.split()
         verbs[verb] += count
         codes[code] += count

@@ -10,96 +10,96 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answers import Answer
+from error_cases import ErrorCase
 
 CHAPTER = "The engine and the swarm"
 
 
 @pytest.fixture
-def dead_socket(answer: Answer) -> Iterator[Path]:
+def dead_socket(error_case: ErrorCase) -> Iterator[Path]:
     """A socket on which nobody listens, at a short path: it may have 107 characters."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
         Path(folder).chmod(0o755)
         path = Path(folder) / "docker.sock"
         server.bind(str(path))
-        answer.same(folder, "/var/run")
+        error_case.add_replacement(folder, "/var/run")
         yield path
 
 
-def test_no_engine(answer: Answer) -> None:
-    """No engine
+def test_no_engine(error_case: ErrorCase) -> None:
+    """Docker engine is not running
 
-    Docker is not installed, not started, or somewhere else. It is the same with every command that needs an engine.
+    Docker is not installed, not started, or at another address. Every command that needs an engine fails in the same way.
     """
-    answer.config("runner: {nodes: 2}")
-    answer.export("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    answer("swarmtrain deploy config.yml")
+    error_case.write_config("runner: {nodes: 2}")
+    error_case.set_variable("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    error_case("swarmtrain deploy config.yml")
     before = ("plan config.yml", "generate config.yml", "doctor", "doctor config.yml")
     for command in (*before, "status", "logs", "scale --nodes 2", "stop", "down"):
-        answer(f"swarmtrain {command}", show=False)
+        error_case(f"swarmtrain {command}", show=False)
 
 
-def test_refused(answer: Answer, dead_socket: Path) -> None:
-    """An engine that has gone
+def test_refused(error_case: ErrorCase, dead_socket: Path) -> None:
+    """Docker engine refuses the connection
 
-    Its socket is still there, or its machine is, and nothing listens.
+    The socket or the machine still exists, but nothing listens there.
     """
-    answer.config("runner: {nodes: 2}")
-    answer.export("DOCKER_HOST", f"unix://{dead_socket}")
-    answer("swarmtrain plan config.yml")
-    answer.export("DOCKER_HOST", "tcp://127.0.0.1:1")
-    answer("swarmtrain plan config.yml")
+    error_case.write_config("runner: {nodes: 2}")
+    error_case.set_variable("DOCKER_HOST", f"unix://{dead_socket}")
+    error_case("swarmtrain plan config.yml")
+    error_case.set_variable("DOCKER_HOST", "tcp://127.0.0.1:1")
+    error_case("swarmtrain plan config.yml")
 
 
-def test_permission(answer: Answer, dead_socket: Path) -> None:
-    """A socket that is not ours
+def test_permission(error_case: ErrorCase, dead_socket: Path) -> None:
+    """Permission denied for the Docker socket
 
-    An engine's socket belongs to root and to the group docker.
+    The engine's socket belongs to root and to the group `docker`. Other users cannot use it.
     """
-    answer.config("runner: {nodes: 2}")
-    answer.export("DOCKER_HOST", f"unix://{dead_socket}")
+    error_case.write_config("runner: {nodes: 2}")
+    error_case.set_variable("DOCKER_HOST", f"unix://{dead_socket}")
     dead_socket.chmod(0o600)
-    answer("swarmtrain deploy config.yml", nobody=True)
-    answer("swarmtrain status", nobody=True, show=False)
+    error_case("swarmtrain deploy config.yml", as_nobody=True)
+    error_case("swarmtrain status", as_nobody=True, show=False)
 
 
-def test_not_an_engine(answer: Answer) -> None:
-    """DOCKER_HOST is nonsense
+def test_not_an_engine(error_case: ErrorCase) -> None:
+    """Invalid DOCKER_HOST
 
-    It names no way to an engine.
+    `DOCKER_HOST` is not a usable address of a Docker engine.
     """
-    answer.config("runner: {nodes: 2}")
-    answer.same(r"\[Errno -\d\] .*", "[Errno -2] Name or service not known")
+    error_case.write_config("runner: {nodes: 2}")
+    error_case.add_replacement(r"\[Errno -\d\] .*", "[Errno -2] Name or service not known")
     for address in ("nonsense", "tcp://", "tcp://no.such.host.invalid:2375", "tcp://127.0.0.1:many", "fd://"):
-        answer.export("DOCKER_HOST", address)
-        answer("swarmtrain plan config.yml")
+        error_case.set_variable("DOCKER_HOST", address)
+        error_case("swarmtrain plan config.yml")
 
 
-def test_ssh_that_leads_nowhere(answer: Answer) -> None:
-    """An engine behind SSH
+def test_ssh_that_leads_nowhere(error_case: ErrorCase) -> None:
+    """Docker engine cannot be reached over SSH
 
-    The ssh of this machine goes there, with its keys and its configuration; what it says is the reason.
+    swarmtrain connects with the `ssh` of this machine, its keys and its configuration. The reason in the error is the message of `ssh`.
     """
-    answer.config("runner: {nodes: 2}")
-    answer.same(r"hostname gpu-1\.invalid: .*", "hostname gpu-1.invalid: Name or service not known")
+    error_case.write_config("runner: {nodes: 2}")
+    error_case.add_replacement(r"hostname gpu-1\.invalid: .*", "hostname gpu-1.invalid: Name or service not known")
     for address in ("ssh://gpu-1.invalid", "ssh://", "ssh://gpu-1:many"):
-        answer.export("DOCKER_HOST", address)
-        answer("swarmtrain plan config.yml")
+        error_case.set_variable("DOCKER_HOST", address)
+        error_case("swarmtrain plan config.yml")
 
 
-def test_a_context_that_is_not_there(answer: Answer) -> None:
-    """A Docker context
+def test_a_context_that_is_not_there(error_case: ErrorCase) -> None:
+    """Invalid Docker context
 
-    One that is not there, one that names no engine, and a `config.json` that cannot be read.
+    The context does not exist, or does not name an engine, or Docker's `config.json` cannot be read.
     """
-    answer.config("runner: {nodes: 2}")
-    del answer.env["DOCKER_HOST"]
-    answer.same(re.escape(f"{answer.home}/.docker"), "~/.docker")
-    answer.export("DOCKER_CONTEXT", "gpus")
-    answer("swarmtrain plan config.yml")
+    error_case.write_config("runner: {nodes: 2}")
+    del error_case.env["DOCKER_HOST"]
+    error_case.add_replacement(re.escape(f"{error_case.home}/.docker"), "~/.docker")
+    error_case.set_variable("DOCKER_CONTEXT", "gpus")
+    error_case("swarmtrain plan config.yml")
     folder = hashlib.sha256(b"gpus").hexdigest()
-    answer.file(f"../home/.docker/contexts/meta/{folder}/meta.json", '{"Name": "gpus", "Endpoints": null}', show=False)
-    answer("swarmtrain plan config.yml")
-    del answer.env["DOCKER_CONTEXT"]
-    answer.situation("echo nonsense > ../home/.docker/config.json; unset DOCKER_CONTEXT")
-    answer("swarmtrain plan config.yml")
+    error_case.write_file(f"../home/.docker/contexts/meta/{folder}/meta.json", '{"Name": "gpus", "Endpoints": null}', show=False)
+    error_case("swarmtrain plan config.yml")
+    del error_case.env["DOCKER_CONTEXT"]
+    error_case.run_setup("echo nonsense > ../home/.docker/config.json; unset DOCKER_CONTEXT")
+    error_case("swarmtrain plan config.yml")

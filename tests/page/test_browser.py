@@ -1,4 +1,4 @@
-"""The page in a real browser: what it draws, what it lets through, what it says when its server goes away; nothing comes from elsewhere."""
+"""The page in a real browser: what it draws, that it escapes markup, what it shows without its server; it requests nothing external."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import made
 import pytest
+import sample_run
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
-from processes import below
+from processes import find_run_pids
 
-from swarmtrain.view.page.data import line_data, page_of
-from swarmtrain.view.page.files import TYPES, one_file, read
+from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file
+from swarmtrain.view.dashboard.page_data import build_line_data, build_page_data_from_events
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium")
-PATIENCE = 90.0
-"""Seconds to wait for what must come, on a machine that is busy with other suites."""
-PHASES = ["data", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint", "logging", "other"]
-PIXELS = """canvas => {
+TIMEOUT_SECONDS = 90.0
+"""Maximum wait for something that must happen, in seconds, on a machine that is busy with other suites."""
+PHASES = ["data", "forward", "backward", "communication", "optimizer", "validation", "checkpoint", "logging", "other"]
+COUNT_COLORS_SCRIPT = """canvas => {
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const colours = new Set();
   for (let i = 0; i < pixels.length; i += 4) if (pixels[i + 3] > 200) colours.add(pixels.slice(i, i + 3).join());
@@ -41,9 +41,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         if os.environ.get("CI") == "true":
             pytest.fail("chromium is not installed; sh requirements/system.sh installs it")
         pytest.skip("chromium is not installed; sh requirements/system.sh installs it")
-    expect.set_options(timeout=PATIENCE * 1000)
+    expect.set_options(timeout=TIMEOUT_SECONDS * 1000)
     with sync_playwright() as playwright:
-        # Chromium's own sandbox needs user namespaces that root has not got in a container; it loads this page only.
+        # Chromium's sandbox needs user namespaces, which root does not have in a container. The browser loads only this page.
         opened = playwright.chromium.launch(
             executable_path=CHROMIUM,
             args=["--no-sandbox", "--disable-background-networking"],
@@ -53,43 +53,48 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         opened.close()
 
 
-class Eyes:
-    """A page, and what went wrong on it: errors in its console, and requests that left its own place."""
+class BrowserSession:
+    """A page and its problems: errors in its console, and requests to another origin."""
 
-    def __init__(self, page: Page, own: str) -> None:
+    def __init__(self, page: Page, origin: str) -> None:
         self.page = page
-        self.wrong: list[str] = []
-        page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        page.on("console", lambda message: self.wrong.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("request", lambda request: None if request.url.startswith((own, "data:")) else self.wrong.append(request.url))
+        self.problems: list[str] = []
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("console", lambda message: self.problems.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("request", lambda request: None if request.url.startswith((origin, "data:")) else self.problems.append(request.url))
 
 
 @contextlib.contextmanager
-def looking(browser: Browser, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[Eyes]:
+def open_page(browser: Browser, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[BrowserSession]:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
-    context.set_default_timeout(PATIENCE * 1000)
-    eyes = Eyes(context.new_page(), url.partition("?")[0])
-    eyes.page.goto(url)
-    yield eyes
+    context.set_default_timeout(TIMEOUT_SECONDS * 1000)
+    session = BrowserSession(context.new_page(), url.partition("?")[0])
+    session.page.goto(url)
+    yield session
     context.close()
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> str:
-    """The address of a file with the page of a run that has failed, and in whose output lies markup."""
-    return written(tmp_path, "failed")
+def report_url(tmp_path: Path) -> str:
+    """The URL of a report of a failed run, with markup in the run's output."""
+    return write_report(tmp_path, "failed")
 
 
-def written(folder: Path, ending: str) -> str:
-    events = made.told(end=ending)
+def write_report(folder: Path, outcome: str) -> str:
+    events = sample_run.build_events(outcome=outcome)
     end = events[-1].time
-    data = {**page_of("demo", events, made.tasks("complete" if ending else "running"), made.lines(end), end), "written": end}
-    (folder / "demo.html").write_text(one_file(data, [line_data(line) for line in made.lines(end)]))
+    data = {
+        **build_page_data_from_events(
+            "demo", events, sample_run.build_tasks("complete" if outcome else "running"), sample_run.build_log_lines(end), end
+        ),
+        "written": end,
+    }
+    (folder / "demo.html").write_text(render_single_file(data, [build_line_data(line) for line in sample_run.build_log_lines(end)]))
     return (folder / "demo.html").as_uri()
 
 
-def test_it_draws_a_run_and_names_what_befell_it(browser: Browser, report: str) -> None:
-    with looking(browser, report) as eyes:
+def test_it_draws_a_run_and_shows_its_history(browser: Browser, report_url: str) -> None:
+    with open_page(browser, report_url) as eyes:
         page = eyes.page
         expect(page).to_have_title("demo: failed")
         expect(page.locator("#state")).to_have_text("failed")
@@ -98,7 +103,7 @@ def test_it_draws_a_run_and_names_what_befell_it(browser: Browser, report: str) 
             assert any(each.startswith(title) for each in titles), title
         canvases = page.locator(".plot canvas").all()
         assert len(canvases) == len(titles) == 8
-        assert all(canvas.evaluate(PIXELS) > 3 for canvas in canvases)
+        assert all(canvas.evaluate(COUNT_COLORS_SCRIPT) > 3 for canvas in canvases)
         labels = page.locator(".plot").first.locator(".mark span").all_text_contents()
         assert labels == ["restart", "3 → 4 nodes", "failed"]
         expect(page.locator("#markers li").first).to_contain_text("node1 rank 3 failed: RuntimeError: CUDA error")
@@ -107,22 +112,22 @@ def test_it_draws_a_run_and_names_what_befell_it(browser: Browser, report: str) 
         expect(page.locator("#nodes .card")).to_have_count(4)
         expect(page.locator("#links tbody tr")).to_have_count(4)
         expect(page.locator("#checkpoints tbody tr")).to_have_count(10)
-        expect(page.locator("#step .parts")).to_contain_text("communication")
+        expect(page.locator("#step .phases")).to_contain_text("communication")
         expect(page.locator("#facts")).to_contain_text("580.95.05 node0, node1, node2")
-        assert eyes.wrong == []
+        assert eyes.problems == []
 
 
 def test_each_marker_of_those_that_are_close_to_each_other_has_its_label(browser: Browser, tmp_path: Path) -> None:
-    events = made.told()
+    events = sample_run.build_events()
     now = events[-1].time
-    data = {**page_of("demo", events, made.tasks(), (), now), "written": now}
+    data = {**build_page_data_from_events("demo", events, sample_run.build_tasks(), (), now), "written": now}
     labels = ["3 → 2 nodes", "2 → 3 nodes", "restart", "3 → 4 nodes"]
     steps = [200, 420, 480, 960]
     data["markers"] = [
         {"step": step, "time": now, "kind": "scale", "label": label, "text": label} for step, label in zip(steps, labels, strict=True)
     ]
-    (tmp_path / "demo.html").write_text(one_file(data, []))
-    with looking(browser, (tmp_path / "demo.html").as_uri()) as eyes:
+    (tmp_path / "demo.html").write_text(render_single_file(data, []))
+    with open_page(browser, (tmp_path / "demo.html").as_uri()) as eyes:
         shown = eyes.page.locator(".plot").first.locator(".mark span")
         assert shown.all_text_contents() == labels
         boxes = [box.bounding_box() or {} for box in shown.all()]
@@ -137,13 +142,13 @@ def test_each_marker_of_those_that_are_close_to_each_other_has_its_label(browser
 
 
 def test_each_phase_of_a_step_has_a_color_of_its_own(browser: Browser, tmp_path: Path) -> None:
-    events = made.told()
+    events = sample_run.build_events()
     now = events[-1].time
-    data = {**page_of("demo", events, made.tasks(), (), now), "written": now}
-    data["progress"]["parts"] = dict.fromkeys(PHASES, 0.1)
-    data["curves"] = {f"part.{phase}": {"steps": [1, 2], "values": [0.1, 0.1]} for phase in reversed(PHASES)}
-    (tmp_path / "demo.html").write_text(one_file(data, []))
-    with looking(browser, (tmp_path / "demo.html").as_uri()) as eyes:
+    data = {**build_page_data_from_events("demo", events, sample_run.build_tasks(), (), now), "written": now}
+    data["progress"]["phases"] = dict.fromkeys(PHASES, 0.1)
+    data["curves"] = {f"phase.{phase}": {"steps": [1, 2], "values": [0.1, 0.1]} for phase in reversed(PHASES)}
+    (tmp_path / "demo.html").write_text(render_single_file(data, []))
+    with open_page(browser, (tmp_path / "demo.html").as_uri()) as eyes:
         for place in ("#plots .key", "#step .key"):
             keys = eyes.page.locator(place)
             assert [text.partition("100 ms")[0] for text in keys.all_text_contents()] == PHASES
@@ -151,8 +156,8 @@ def test_each_phase_of_a_step_has_a_color_of_its_own(browser: Browser, tmp_path:
             assert len(set(colors)) == len(PHASES), colors
 
 
-def test_a_cursor_in_one_plot_is_in_all_and_so_is_a_closer_look(browser: Browser, report: str) -> None:
-    with looking(browser, report) as eyes:
+def test_a_cursor_in_one_plot_is_in_all_and_so_is_a_zoom(browser: Browser, report_url: str) -> None:
+    with open_page(browser, report_url) as eyes:
         page = eyes.page
         loss, norm = page.locator(".plot").nth(0), page.locator(".plot").nth(4)
         before = norm.locator(".key b").text_content()
@@ -165,18 +170,18 @@ def test_a_cursor_in_one_plot_is_in_all_and_so_is_a_closer_look(browser: Browser
         page.mouse.down()
         page.mouse.move(box["x"] + 200, box["y"] + 50, steps=4)
         page.mouse.up()
-        expect(page.locator("#whole")).to_be_visible()
+        expect(page.locator("#show-all-steps")).to_be_visible()
         assert norm.locator(".mark").count() == 0, "none of the marks is among the steps that are shown"
-        page.locator("#whole").click()
-        expect(page.locator("#whole")).to_be_hidden()
+        page.locator("#show-all-steps").click()
+        expect(page.locator("#show-all-steps")).to_be_hidden()
         expect(norm.locator(".mark")).to_have_count(3)
         page.locator("#log-loss").check()
-        assert page.locator(".plot canvas").first.evaluate(PIXELS) > 3
-        assert eyes.wrong == []
+        assert page.locator(".plot canvas").first.evaluate(COUNT_COLORS_SCRIPT) > 3
+        assert eyes.problems == []
 
 
-def test_the_output_is_filtered_and_stays_text(browser: Browser, report: str) -> None:
-    with looking(browser, report) as eyes:
+def test_the_output_is_filtered_and_stays_text(browser: Browser, report_url: str) -> None:
+    with open_page(browser, report_url) as eyes:
         page = eyes.page
         lines = page.locator("#log-lines > div")
         everything = lines.count()
@@ -195,55 +200,64 @@ def test_the_output_is_filtered_and_stays_text(browser: Browser, report: str) ->
         page.select_option("#log-node", "")
         page.select_option("#log-rank", "2")
         expect(lines.first).to_contain_text("node1 rank 2")
-        assert eyes.wrong == []
+        assert eyes.problems == []
 
 
-def test_it_is_read_on_a_phone(browser: Browser, report: str) -> None:
-    with looking(browser, report, width=390) as eyes:
+def test_it_is_readable_on_a_phone(browser: Browser, report_url: str) -> None:
+    with open_page(browser, report_url, width=390) as eyes:
         expect(eyes.page.locator(".plot canvas")).to_have_count(8)
         assert eyes.page.evaluate("document.documentElement.scrollWidth") == 390
         assert [box for each in eyes.page.locator("section:visible").all() if (box := each.bounding_box()) and box["width"] > 390] == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_its_text_stands_out_from_its_ground(browser: Browser, report: str, scheme: str) -> None:
-    """By WCAG's formula, 4.5 to 1 at least, for every text that is seen."""
-    with looking(browser, report, scheme=scheme) as eyes:
+def test_its_text_contrasts_with_its_background(browser: Browser, report_url: str, scheme: str) -> None:
+    """A contrast ratio of at least 4.5:1 by WCAG's formula, for every visible text."""
+    with open_page(browser, report_url, scheme=scheme) as eyes:
         ground = eyes.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert luminance(ground) > 0.8 if scheme == "light" else luminance(ground) < 0.05
-        texts = eyes.page.evaluate(COLOURS)
+        assert compute_luminance(ground) > 0.8 if scheme == "light" else compute_luminance(ground) < 0.05
+        texts = eyes.page.evaluate(TEXT_COLORS_SCRIPT)
         assert len(texts) > 100
-        faint = {(text, ink, paper) for text, ink, paper in texts if contrast(ink, paper) < 4.5}
+        faint = {(text, ink, paper) for text, ink, paper in texts if compute_contrast(ink, paper) < 4.5}
         assert faint == set()
 
 
 def test_curves_grow_from_their_first_point_on(browser: Browser) -> None:
-    """The server's part is played here, so that the page sees one step, the same step again, and then more."""
+    """The test answers in place of the server, so that the page gets one step, the same step again, and then more."""
     answers = [0, 1, 1, 4]
 
     def answer(route: Route) -> None:
         name = route.request.url.partition("//page/")[2]
         if name.startswith("api/page"):
             step = answers.pop(0) if len(answers) > 1 else answers[0]
-            told = [event for event in made.told() if event.time < made.BEGAN + 15 or 0 < event.data.get("step", 0) <= step]
-            route.fulfill(json={"version": f"{step}.{len(answers)}", "page": page_of("demo", told, made.tasks(), (), made.BEGAN)})
+            told = [
+                event
+                for event in sample_run.build_events()
+                if event.time < sample_run.START_TIME + 15 or 0 < event.data.get("step", 0) <= step
+            ]
+            route.fulfill(
+                json={
+                    "version": f"{step}.{len(answers)}",
+                    "page": build_page_data_from_events("demo", told, sample_run.build_tasks(), (), sample_run.START_TIME),
+                }
+            )
         elif name.startswith("api/lines"):
             route.fulfill(json={"lines": [], "last": 0})
         else:
-            route.fulfill(body=read(name or "index.html"), content_type=TYPES.get(name, "text/html"))
+            route.fulfill(body=read_asset(name or "index.html"), content_type=ASSET_TYPES.get(name, "text/html"))
 
     context = browser.new_context()
     context.route("**/*", answer)
-    eyes = Eyes(context.new_page(), "http://page/")
+    eyes = BrowserSession(context.new_page(), "http://page/")
     eyes.page.goto("http://page/")
-    expect(eyes.page.locator("#line b").first).to_have_text("4")
-    assert eyes.page.locator(".plot canvas").first.evaluate(PIXELS) > 3
-    expect(eyes.page.locator("#whole")).to_be_hidden()
-    assert eyes.wrong == []
+    expect(eyes.page.locator("#progress-line b").first).to_have_text("4")
+    assert eyes.page.locator(".plot canvas").first.evaluate(COUNT_COLORS_SCRIPT) > 3
+    expect(eyes.page.locator("#show-all-steps")).to_be_hidden()
+    assert eyes.problems == []
     context.close()
 
 
-COLOURS = """() => {
+TEXT_COLORS_SCRIPT = """() => {
   const found = [], walker = document.createTreeWalker(document.querySelector("body"), NodeFilter.SHOW_TEXT);
   const solid = (colour) => !/, 0\\)$|transparent/.test(colour);
   while (walker.nextNode()) {
@@ -257,36 +271,36 @@ COLOURS = """() => {
 }"""
 
 
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+def compute_luminance(color: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+def compute_contrast(first: str, second: str) -> float:
+    light, dark = sorted((compute_luminance(first), compute_luminance(second)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
 TRAIN = """
 import os, pathlib, signal, time
 import torch, torch.distributed as dist
-from swarmtrain.board import Board
-from swarmtrain.wire import Event
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol import Event
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 state, died, go = pathlib.Path("made"), pathlib.Path("died"), pathlib.Path("go")
 first = int(state.read_text()) if state.exists() else 0
-board = Board(os.environ["SWARMTRAIN_BOARD"])
+coordinator = CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"])
 for step in range(first + 1, 31):
     inputs = torch.randn(32, 8)
     loss = ((model(inputs) - inputs.sum(1, keepdim=True)) ** 2).mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     if dist.get_rank() == 0:
         state.write_text(str(step))
-        board.post(Event("progress", {"step": step, "steps": 30, "loss": loss.item(), "learning_rate": 0.05}))
+        coordinator.post(Event("progress", {"step": step, "steps": 30, "loss": loss.item(), "learning_rate": 0.05}))
         print(f"step {step} loss {loss.item():.3f}", flush=True)
     if step == 12 and dist.get_rank() == 1 and not died.exists():
         died.touch()
@@ -300,7 +314,7 @@ for step in range(first + 1, 31):
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a run of two local nodes, of which one is killed once; what is left of it is killed at the end."""
+    """A folder for a run of two local nodes, one of which is killed once. Leftover processes are killed at the end."""
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -308,45 +322,45 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "small.yml").write_text("runner: {runner_type: local, nodes: 2, script: train.py, stop_grace: 5}\n")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for pid in below(tmp_path / "home"):
+    for pid in find_run_pids(tmp_path / "home"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def swarmtrain(*argv: str) -> subprocess.Popen[str]:
+def start_swarmtrain(*argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-m", "swarmtrain", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_run_that_trains_is_followed_through_a_death_and_a_server_that_goes_away(browser: Browser, project: Path) -> None:
-    deployed = swarmtrain("deploy", "small.yml", "--detach", "--yes").communicate(timeout=PATIENCE)
-    server, address = dashboard(0)
+def test_a_training_run_is_followed_through_a_death_and_a_lost_server(browser: Browser, project: Path) -> None:
+    deployed = start_swarmtrain("deploy", "small.yml", "--detach", "--yes").communicate(timeout=TIMEOUT_SECONDS)
+    server, address = start_dashboard(0)
     try:
-        with looking(browser, address) as eyes:
+        with open_page(browser, address) as eyes:
             page = eyes.page
             expect(page.locator("#markers li")).to_contain_text(["restart"])
             expect(page.locator("#markers li")).to_contain_text(["SIGKILL"])
-            expect(page.locator("#line b").first).to_have_text("20")
+            expect(page.locator("#progress-line b").first).to_have_text("20")
             expect(page.locator("#state")).to_have_text("training")
             expect(page.locator("#log-lines")).to_contain_text("step 20 loss")
-            assert page.locator(".plot canvas").first.evaluate(PIXELS) > 3
-            assert eyes.wrong == []
-            end(server)
-            expect(page.locator("#fresh")).to_contain_text("the dashboard does not answer")
-            eyes.wrong.clear()
-            server, _ = dashboard(int(address.rsplit(":", 1)[1].strip("/")))
+            assert page.locator(".plot canvas").first.evaluate(COUNT_COLORS_SCRIPT) > 3
+            assert eyes.problems == []
+            interrupt_dashboard(server)
+            expect(page.locator("#freshness")).to_contain_text("the dashboard does not answer")
+            eyes.problems.clear()
+            server, _ = start_dashboard(int(address.rsplit(":", 1)[1].strip("/")))
             (project / "go").touch()
             expect(page.locator("#state")).to_have_text("done")
-            expect(page.locator("#fresh")).to_have_text("it has ended")
-            assert [wrong for wrong in eyes.wrong if "net::ERR_" not in wrong] == []
+            expect(page.locator("#freshness")).to_have_text("it has ended")
+            assert [wrong for wrong in eyes.problems if "net::ERR_" not in wrong] == []
     finally:
-        end(server)
-        swarmtrain("down", "small").communicate(timeout=PATIENCE)
+        interrupt_dashboard(server)
+        start_swarmtrain("down", "small").communicate(timeout=TIMEOUT_SECONDS)
     assert deployed[0] == ""
 
 
-def dashboard(port: int) -> tuple[subprocess.Popen[str], str]:
-    """Start the command; return it and the address that it prints, once that answers."""
-    process = swarmtrain("dashboard", "small", "--port", str(port))
+def start_dashboard(port: int) -> tuple[subprocess.Popen[str], str]:
+    """Start the dashboard; return its process and its URL, once it answers."""
+    process = start_swarmtrain("dashboard", "small", "--port", str(port))
     line = process.stderr.readline()  # type: ignore[union-attr]  # it is a pipe
     found = re.search(r"http://\S+", line)
     assert found, line + process.communicate()[1]
@@ -354,9 +368,9 @@ def dashboard(port: int) -> tuple[subprocess.Popen[str], str]:
     return process, found[0]
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """End the dashboard as Ctrl-C does."""
+def interrupt_dashboard(process: subprocess.Popen[str]) -> None:
+    """End the dashboard with SIGINT, as Ctrl-C does."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-    process.communicate(timeout=PATIENCE)
+    process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 130

@@ -1,4 +1,4 @@
-"""The dashboard's server, for real, on a port of this machine: who is let in, what it answers, how it ends."""
+"""The dashboard's server, on a real port of this machine: access control, responses, shutdown."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import made
 import pytest
+import sample_run
 import uvicorn
 
-from swarmtrain import wire
+from swarmtrain import protocol
 from swarmtrain.errors import EngineError, SwarmtrainError
-from swarmtrain.launchers import kept
-from swarmtrain.view.page import files
-from swarmtrain.view.page.guard import Guard, guard, is_loopback
-from swarmtrain.view.page.server import application
-from swarmtrain.view.page.source import Source
+from swarmtrain.launchers.common import history_store
+from swarmtrain.view.dashboard import html_page
+from swarmtrain.view.dashboard.access_policy import AccessPolicy, create_access_policy, is_loopback
+from swarmtrain.view.dashboard.data_source import RunDataSource
+from swarmtrain.view.dashboard.server import create_app
 
-EVERYWHERE = "0.0.0.0"  # noqa: S104  # a page there asks for a token
+ALL_INTERFACES = "0.0.0.0"  # noqa: S104  # a page there asks for a token
 TOKEN = "a-token-of-a-test"  # noqa: S105  # a test's
 
 
 @pytest.fixture
-def demo() -> Source:
-    """A run that is down, with what was kept of it."""
-    folder = kept.directory("demo")
+def demo() -> RunDataSource:
+    """A run that is down, with its stored events and logs."""
+    folder = history_store.resolve_run_directory("demo")
     folder.mkdir(parents=True)
-    (folder / kept.EVENTS).write_text("".join(f"{event.to_line()}\n" for event in made.told(end="done")))
+    (folder / history_store.EVENTS_FILE).write_text("".join(f"{event.to_line()}\n" for event in sample_run.build_events(outcome="done")))
     (folder / "node0.log").write_text("2026-11-22T19:08:45.681347946Z [rank 0] hello\n")
-    return Source("demo", None)
+    return RunDataSource("demo", None)
 
 
 @contextmanager
-def served(source: Source, *, token: str = "", loopback: bool = True) -> Iterator[int]:
+def run_server(source: RunDataSource, *, token: str = "", loopback: bool = True) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        config = uvicorn.Config(application(source, Guard(token, loopback, port)), log_level="error", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            create_app(source, AccessPolicy(token, loopback, port)), log_level="error", access_log=False, lifespan="off"
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
@@ -57,66 +59,66 @@ def served(source: Source, *, token: str = "", loopback: bool = True) -> Iterato
             assert not thread.is_alive()
 
 
-def ask(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+def send_request(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
 
-def test_on_loopback_it_is_open_to_this_machine_and_to_no_site_that_leads_here(demo: Source) -> None:
-    with served(demo) as port:
-        status, headers, body = ask(port, "/")
+def test_on_loopback_it_is_open_to_this_machine_and_to_no_site_that_leads_here(demo: RunDataSource) -> None:
+    with run_server(demo) as port:
+        status, headers, body = send_request(port, "/")
         assert (status, b"<title>swarmtrain</title>" in body) == (200, True)
         assert "default-src 'none'" in headers["content-security-policy"]
         assert "unsafe" not in headers["content-security-policy"]
         assert headers["referrer-policy"] == "no-referrer"
-        assert ask(port, "/", Host=f"localhost:{port}")[0] == 200
-        assert ask(port, "/", Host=f"[::1]:{port}")[0] == 200
+        assert send_request(port, "/", Host=f"localhost:{port}")[0] == 200
+        assert send_request(port, "/", Host=f"[::1]:{port}")[0] == 200
         for stranger in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example:80"):
-            assert ask(port, "/api/page", Host=stranger)[0] == 421, stranger
-        for name, kind in files.TYPES.items():
-            status, headers, _ = ask(port, f"/{name}")
+            assert send_request(port, "/api/page", Host=stranger)[0] == 421, stranger
+        for name, kind in html_page.ASSET_TYPES.items():
+            status, headers, _ = send_request(port, f"/{name}")
             assert (status, headers["content-type"].partition(";")[0]) == (200, kind)
-        assert ask(port, "/uplot/manifest.json")[0] == 404
-        assert ask(port, "/../server.py")[0] == 404
+        assert send_request(port, "/uplot/manifest.json")[0] == 404
+        assert send_request(port, "/../server.py")[0] == 404
 
 
-def test_the_page_is_sent_again_only_if_it_is_another(demo: Source) -> None:
-    with served(demo) as port:
-        told = json.loads(ask(port, "/api/page")[2])
+def test_the_page_is_sent_again_only_if_it_is_another(demo: RunDataSource) -> None:
+    with run_server(demo) as port:
+        told = json.loads(send_request(port, "/api/page")[2])
         assert (told["page"]["run"], told["page"]["state"]) == ("demo", "done")
-        assert ask(port, f"/api/page?have={told['version']}")[0] == 204
-        assert ask(port, "/api/page?have=other")[0] == 200
-        assert len(ask(port, "/api/page", Accept_Encoding="gzip")[2]) < 200_000
-        lines = json.loads(ask(port, "/api/lines")[2])
+        assert send_request(port, f"/api/page?version={told['version']}")[0] == 204
+        assert send_request(port, "/api/page?version=other")[0] == 200
+        assert len(send_request(port, "/api/page", Accept_Encoding="gzip")[2]) < 200_000
+        lines = json.loads(send_request(port, "/api/lines")[2])
         assert ([line["text"] for line in lines["lines"]], lines["last"]) == (["hello"], 1)
-        assert json.loads(ask(port, "/api/lines?after=1")[2]) == {"lines": [], "last": 1}
-        status, headers, body = ask(port, "/metrics")
+        assert json.loads(send_request(port, "/api/lines?after=1")[2]) == {"lines": [], "last": 1}
+        status, headers, body = send_request(port, "/metrics")
         assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
         assert b'swarmtrain_run_state{run="demo",state="done"} 1\n' in body
 
 
-def test_elsewhere_it_asks_for_the_token(demo: Source) -> None:
-    with served(demo, token=TOKEN, loopback=False) as port:
+def test_elsewhere_it_requires_the_token(demo: RunDataSource) -> None:
+    with run_server(demo, token=TOKEN, loopback=False) as port:
         for path in ("/", "/api/page", "/api/lines", "/metrics", "/page.js", "/?token=", "/?token=wrong", f"/metrics?token={TOKEN}"):
-            assert ask(port, path)[0] == 401, path
-        assert ask(port, "/metrics", Authorization="Bearer wrong")[0] == 401
-        assert ask(port, "/metrics", Authorization=f"Bearer {TOKEN}")[0] == 200
-        status, headers, _ = ask(port, f"/?token={TOKEN}")
+            assert send_request(port, path)[0] == 401, path
+        assert send_request(port, "/metrics", Authorization="Bearer wrong")[0] == 401
+        assert send_request(port, "/metrics", Authorization=f"Bearer {TOKEN}")[0] == 200
+        status, headers, _ = send_request(port, f"/?token={TOKEN}")
         assert (status, headers["location"]) == (303, "/")
         cookie = headers["set-cookie"]
         assert "httponly" in cookie.lower()
         assert "samesite=strict" in cookie.lower()
-        assert ask(port, "/api/page", Cookie=cookie.partition(";")[0])[0] == 200
-        assert ask(port, "/api/page", Cookie=f"swarmtrain-{port}=wrong")[0] == 401
-        assert ask(port, "/", Host="a-name-of-this-machine", Authorization=f"Bearer {TOKEN}")[0] == 200
+        assert send_request(port, "/api/page", Cookie=cookie.partition(";")[0])[0] == 200
+        assert send_request(port, "/api/page", Cookie=f"swarmtrain-{port}=wrong")[0] == 401
+        assert send_request(port, "/", Host="a-name-of-this-machine", Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
 def test_which_pages_have_a_token(tmp_path: Path) -> None:
-    assert guard("127.0.0.1", 1, None) == Guard("", loopback=True, port=1)
-    assert len(guard(EVERYWHERE, 1, None).token) >= 32
-    assert guard(EVERYWHERE, 1, None).token != guard(EVERYWHERE, 1, None).token
+    assert create_access_policy("127.0.0.1", 1, None) == AccessPolicy("", loopback_only=True, port=1)
+    assert len(create_access_policy(ALL_INTERFACES, 1, None).token) >= 32
+    assert create_access_policy(ALL_INTERFACES, 1, None).token != create_access_policy(ALL_INTERFACES, 1, None).token
     assert [is_loopback(host) for host in ("localhost", "::1", "127.3.2.1", "10.0.0.1", "::", "gpu-1")] == [
         True,
         True,
@@ -127,69 +129,69 @@ def test_which_pages_have_a_token(tmp_path: Path) -> None:
     ]
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
-    assert guard("127.0.0.1", 1, file) == Guard(TOKEN, loopback=True, port=1)
+    assert create_access_policy("127.0.0.1", 1, file) == AccessPolicy(TOKEN, loopback_only=True, port=1)
     for bad in ("short", "with a space in the middle", "ümlaut-ümlaut-ümlaut"):
         file.write_text(bad)
         with pytest.raises(SwarmtrainError, match="at least 16"):
-            guard("127.0.0.1", 1, file)
+            create_access_policy("127.0.0.1", 1, file)
     with pytest.raises(SwarmtrainError, match="cannot be read"):
-        guard("127.0.0.1", 1, tmp_path / "none")
+        create_access_policy("127.0.0.1", 1, tmp_path / "none")
 
 
-class Flaky:
-    """A place of a run whose manager goes away and comes back."""
+class FlakyLauncher:
+    """A launcher whose manager goes away and comes back."""
 
-    away = False
+    is_away = False
     slow: threading.Event | None = None
 
-    def events(self, run: str, since: float | None = None) -> list[wire.Event]:
-        if self.away:
+    def read_events(self, run: str, since: float | None = None) -> list[protocol.Event]:
+        if self.is_away:
             raise EngineError("no answer")
         if self.slow:
             self.slow.wait(20)
-        return [event for event in made.told() if event.time >= (since or 0)]
+        return [event for event in sample_run.build_events() if event.time >= (since or 0)]
 
-    def tasks(self, run: str) -> list[object]:
-        return list(made.tasks())
+    def list_tasks(self, run: str) -> list[object]:
+        return list(sample_run.build_tasks())
 
 
-def test_a_manager_that_is_away_is_told_and_what_was_seen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmtrain.view.page.source.EVERY", -1.0)
-    place = Flaky()
-    source = Source("demo", place)  # type: ignore[arg-type]  # what a page asks of a place
-    first = source.page()
-    assert first["lost"] == ""
-    place.away = True
-    assert source.page()["lost"] == "no answer"
-    assert source.page()["curves"] == first["curves"]
-    place.away = False
-    again = source.page()
-    assert (again["lost"], again["failures"], again["curves"]) == ("", 1, first["curves"])
+def test_a_lost_manager_is_reported_and_what_was_shown_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
+    launcher = FlakyLauncher()
+    source = RunDataSource("demo", launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    first = source.get_page_data()
+    assert first["connection_error"] == ""
+    launcher.is_away = True
+    assert source.get_page_data()["connection_error"] == "no answer"
+    assert source.get_page_data()["curves"] == first["curves"]
+    launcher.is_away = False
+    again = source.get_page_data()
+    assert (again["connection_error"], again["failures"], again["curves"]) == ("", 1, first["curves"])
 
 
 def test_a_manager_that_takes_its_time_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmtrain.view.page.source.EVERY", -1.0)
-    place = Flaky()
-    source = Source("demo", place)  # type: ignore[arg-type]  # what a page asks of a place
-    first = source.page()
-    place.slow = threading.Event()
-    waits = threading.Thread(target=source.page)
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
+    launcher = FlakyLauncher()
+    source = RunDataSource("demo", launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    first = source.get_page_data()
+    launcher.slow = threading.Event()
+    waits = threading.Thread(target=source.get_page_data)
     waits.start()
     time.sleep(2)
     assert waits.is_alive()
-    assert source.page() is first
+    assert source.get_page_data() is first
     assert waits.is_alive(), "the second request is answered while the first still waits"
-    old = source.age()
+    old = source.compute_age()
     assert old >= 2
-    place.slow.set()
+    launcher.slow.set()
     waits.join(60)
-    assert source.age() < old
+    assert source.compute_age() < old
 
 
-def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: Source, tmp_path: Path) -> None:
+def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: RunDataSource, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "DOCKER_HOST": f"unix://{tmp_path}/none"}
-    argv = [sys.executable, "-m", "swarmtrain", "dashboard", "demo", "--host", EVERYWHERE, "--port", "0"]
+    argv = [sys.executable, "-m", "swarmtrain", "dashboard", "demo", "--host", ALL_INTERFACES, "--port", "0"]
     process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         line = process.stderr.readline()  # type: ignore[union-attr]  # it is a pipe
@@ -197,8 +199,8 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: Source, tmp_pat
         end = time.monotonic() + 20
         while time.monotonic() < end:
             try:
-                assert ask(port, "/api/page")[0] == 401
-                assert ask(port, "/api/page", Authorization=f"Bearer {token}")[0] == 200
+                assert send_request(port, "/api/page")[0] == 401
+                assert send_request(port, "/api/page", Authorization=f"Bearer {token}")[0] == 200
                 break
             except ConnectionRefusedError:
                 time.sleep(0.1)
@@ -215,17 +217,17 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: Source, tmp_pat
     assert "cannot listen there: Address already in use\nhint: --port 0 takes a free one" in done.stderr
 
 
-def test_the_report_of_a_run(demo: Source, tmp_path: Path) -> None:
-    files.write(demo, tmp_path / "demo.html")
+def test_the_report_of_a_run(demo: RunDataSource, tmp_path: Path) -> None:
+    html_page.write_report(demo, tmp_path / "demo.html")
     assert '"run":"demo"' in (tmp_path / "demo.html").read_text()
     with pytest.raises(SwarmtrainError, match="cannot be written"):
-        files.write(demo, tmp_path / "none" / "demo.html")
+        html_page.write_report(demo, tmp_path / "none" / "demo.html")
 
 
-def test_without_the_extra_it_says_what_to_install(demo: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_it_prints_what_to_install(demo: RunDataSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    from swarmtrain.view.page.server import serve
+    from swarmtrain.view.dashboard.server import serve_dashboard
 
     with pytest.raises(SwarmtrainError) as raised:
-        serve(demo, host="127.0.0.1", port=0, token_file=None, open_it=False)
+        serve_dashboard(demo, host="127.0.0.1", port=0, token_file=None, open_browser=False)
     assert "pip install 'swarmtrain[dashboard]'" in str(raised.value.hint)

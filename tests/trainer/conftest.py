@@ -1,4 +1,4 @@
-"""The trainer's tests: real processes over gloo, exact claims."""
+"""Trainer tests: real processes over gloo, exact claims."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Ranks and suites outnumber the cores. Threads that spin for each other would take them: a test of 0.2 s took 84 s on a busy machine.
+# Ranks and test suites outnumber the cores, and spinning OpenMP threads would occupy them: a 0.2 s test took 84 s on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("torch", reason="the trainer needs torch")
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-import master as of_determined  # noqa: E402  # lies there
-import torch.distributed as dist  # noqa: E402  # where it is
+import determined_service as of_determined  # noqa: E402  # needs the path above
+import torch.distributed as dist  # noqa: E402  # needs torch
 import worlds  # noqa: E402  # needs the path above
 
-from swarmtrain.entrypoint.notices import Notices  # noqa: E402  # as above
-from swarmtrain.entrypoint.rendezvous import BoardServer  # noqa: E402  # as above
+from swarmtrain.entrypoint.coordinator.server import CoordinatorServer  # noqa: E402  # as above
+from swarmtrain.entrypoint.coordinator.state_machine import Coordinator  # noqa: E402  # as above
+from swarmtrain.protocol import Event  # noqa: E402
 from swarmtrain.trainer.data import memory_map  # noqa: E402
-from swarmtrain.wire import Event  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _preloaded() -> Iterator[None]:
-    """One server that has everything imported; ranks are forked from it."""
+def _preload_modules() -> Iterator[None]:
+    """Preload all modules in the fork server from which ranks are forked."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    worlds.CONTEXT.set_forkserver_preload(["swarmtrain.trainer.own", "training_code", "worlds"])
+    worlds.CONTEXT.set_forkserver_preload(["swarmtrain.trainer.custom", "training_code", "worlds"])
     yield
     if before is None:
         del os.environ["PYTHONPATH"]
@@ -45,50 +45,56 @@ def _preloaded() -> Iterator[None]:
 
 
 @pytest.fixture
-def published() -> list[Event]:
+def published_events() -> list[Event]:
     return []
 
 
 @pytest.fixture
-def board(published: list[Event]) -> Iterator[str]:
-    """A real board's address; what it is told is in `published`."""
-    notices = Notices(
-        run="test", max_restarts=3, max_restarts_per_hour=20, min_nodes=1, boot="b", now=time.monotonic, publish=published.append
+def coordinator_address(published_events: list[Event]) -> Iterator[str]:
+    """The address of a real coordinator, which publishes its events to `published_events`."""
+    coordinator = Coordinator(
+        run="test",
+        max_restarts=3,
+        max_restarts_per_hour=20,
+        min_nodes=1,
+        boot_id="b",
+        clock=time.monotonic,
+        publish=published_events.append,
     )
-    with BoardServer(("127.0.0.1", 0), notices) as server:
+    with CoordinatorServer(("127.0.0.1", 0), coordinator) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield f"127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
 @pytest.fixture
-def master() -> Iterator[of_determined.Master]:
-    """A master of Determined."""
-    with of_determined.answering() as server:
+def determined_master() -> Iterator[of_determined.DeterminedMaster]:
+    """A stand-in for Determined's master."""
+    with of_determined.run_master() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A small config whose data is there: words of a made-up language, 64 letters."""
+    """A small config with existing data: words of a made-up language of 64 letters."""
     folder = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(1)
     words = [random.integers(0, 63, size=random.integers(2, 7)) for _ in range(40)]
     for name, documents in (("train", 30), ("heldout", 5)):
         texts = ([*words[index], 63] for index in random.integers(0, len(words), size=documents * 50))
         stream = np.concatenate([np.array(text) for text in texts])
-        memory_map.write(folder / name, np.array_split(stream, documents), "uint8")
+        memory_map.write_token_files(folder / name, np.array_split(stream, documents), "uint8")
     data = {"data_prefixes": [str(folder / "train")], "validation_data_prefixes": [str(folder / "heldout")]}
-    return worlds.changed(worlds.CONFIG, data=data)
+    return worlds.merge_config(worlds.CONFIG, data=data)
 
 
 @pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No launcher, and a folder of one's own."""
+def _single_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run without a launcher, in a temporary working directory."""
     log = logging.getLogger("swarmtrain")
     before = log.handlers[:], log.propagate, log.level
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SWARMTRAIN_CONFIG"):
-        monkeypatch.setenv(name, "")  # so that what a run sets is taken out again
+        monkeypatch.setenv(name, "")  # so that monkeypatch also removes what a run sets
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     yield

@@ -1,4 +1,4 @@
-"""training_code.py on a machine that flips a bit: one of rank 1's, after its third step. Its disk takes a second for each part."""
+"""training_code.py on a faulty machine: a bit of rank 1's parameters flips after its third step. Writing a part takes an extra second."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 import training_code
-from swarmtrain.trainer.checkpoint.storage import Writer
-from swarmtrain.trainer.optim import Optimizer, Update
+from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageWriter
+from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
 
 
 def main() -> None:
-    sound, fast = Optimizer.step, Writer.write
+    original_step, original_write = Optimizer.step, TensorStorageWriter.write
 
-    def step(optimizer: Optimizer, number: int) -> Update:
-        made = sound(optimizer, number)
+    def step(optimizer: Optimizer, number: int) -> OptimizerUpdate:
+        update = original_step(optimizer, number)
         if (number, os.environ["RANK"]) == (3, "1"):
             optimizer.parameters["norm.weight"].detach().view(torch.int32)[7] ^= 1
-        return made
+        return update
 
-    def write(writer: Writer) -> dict[str, Any]:
+    def write(writer: TensorStorageWriter) -> dict[str, Any]:
         time.sleep(1.0)
-        return fast(writer)
+        return original_write(writer)
 
-    Optimizer.step, Writer.write = step, write  # type: ignore[method-assign]
+    Optimizer.step, TensorStorageWriter.write = step, write  # type: ignore[method-assign]
     training_code.main()

@@ -1,7 +1,7 @@
-"""training_code.py on a disk that takes its time from the second checkpoint on, or is full on rank 1: SLOW or FULL says which.
+"""training_code.py on a disk that is slow (SLOW: seconds) or full on rank 1 (FULL), from the second checkpoint on.
 
-PACE is the seconds that each step takes at least, FIRST those between two checkpoints of `auto`. The file `memory` has a
-line for each part that is begun, with the bytes that the process then has, and one for each that is written.
+PACE is the minimum duration of a step and FIRST the minimum interval between `auto` checkpoints, both in seconds. The file
+`memory` gets a line when the write of a part starts, with the resident bytes of the process, and one when it ends.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any
 
 import training_code
 from swarmtrain.trainer import loop
-from swarmtrain.trainer.checkpoint import rhythm
-from swarmtrain.trainer.checkpoint.storage import Writer
+from swarmtrain.trainer.checkpoint import save_interval
+from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageWriter
 
 
 def main() -> None:
-    sound, made = Writer.write, loop.make_step
+    original_write, original_train_step = TensorStorageWriter.write, loop.train_step
 
-    def write(writer: Writer) -> dict[str, dict[str, Any]]:
-        _note(f"begin {int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGESIZE')}")
+    def write(writer: TensorStorageWriter) -> dict[str, dict[str, Any]]:
+        _write_note(f"begin {int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGESIZE')}")
         if "step-00000003" not in writer.folder.name:
             time.sleep(float(os.environ.get("SLOW", "0")))
             if os.environ.get("FULL") and os.environ["RANK"] == "1":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(writer.folder / writer.name))
-        files = sound(writer)
-        _note("end")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(writer.folder / writer.file_name))
+        files = original_write(writer)
+        _write_note("end")
         return files
 
-    def paced(*args: Any, **options: Any) -> Any:
+    def train_step_slowly(*args: Any, **options: Any) -> Any:
         time.sleep(float(os.environ.get("PACE", "0")))
-        return made(*args, **options)
+        return original_train_step(*args, **options)
 
-    rhythm.FIRST = float(os.environ.get("FIRST", rhythm.FIRST))
-    Writer.write = write  # type: ignore[method-assign]
-    loop.make_step = paced
+    save_interval.MIN_AUTO_INTERVAL_SECONDS = float(os.environ.get("FIRST", save_interval.MIN_AUTO_INTERVAL_SECONDS))
+    TensorStorageWriter.write = write  # type: ignore[method-assign]
+    loop.train_step = train_step_slowly
     training_code.main()
 
 
-def _note(line: str) -> None:
+def _write_note(line: str) -> None:
     with Path("memory").open("a") as file:
         file.write(line + "\n")

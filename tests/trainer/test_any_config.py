@@ -1,6 +1,6 @@
 """A config that validates makes an optimizer step in every world that it fits, or is refused with a place and a hint.
 
-The step is simulated: it runs the code that trains, as any rank of any world, without a process for each rank.
+The step is simulated: the training code runs as any rank of any world, without a process for each rank.
 SWARMTRAIN_EXAMPLES=N tries N configs, see tests/randomized.py.
 """
 
@@ -17,18 +17,18 @@ from randomized import SEED, count_examples, run_numbered
 
 from swarmtrain.config import Config
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.trainer.memory.rehearsal import rehearse
+from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
 
 Random = random.Random
 Values = dict[str, Any]
 EXAMPLES = 220
 PARTS = 4
-"""So many tests share the examples, none of which then takes minutes on a busy machine."""
-STEPS, STEPS_OF_A_SEED = 200, 160
-"""Of EXAMPLES at least so many must validate and make a step: of the fixed ones, and of those of any seed."""
+"""Number of tests that share the examples, so that none of them takes minutes on a busy machine."""
+MIN_STEPS, STEPS_OF_A_SEED = 200, 160
+"""Minimum number of EXAMPLES that must validate and make a step: of the fixed examples, and of those of any seed."""
 
 # Independent draws: most combinations are invalid.
-UNRELATED: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
+INDEPENDENT_KEYS: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
     "topology": (
         {"global_batch_size": [1, 2, 4, 6], "micro_batch_size": [1, 2]},
         {
@@ -64,145 +64,150 @@ UNRELATED: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
 }
 
 
-def draw_unrelated(draw: Random) -> Values:
+def draw_unrelated(rng: Random) -> Values:
     """Return a config whose values do not depend on each other."""
     return {
-        name: {key: pick(draw, *values) for key, values in always.items()}
-        | {key: pick(draw, *values) for key, values in optional.items() if pick(draw, False, True)}
-        for name, (always, optional) in UNRELATED.items()
+        name: {key: pick_value(rng, *values) for key, values in always.items()}
+        | {key: pick_value(rng, *values) for key, values in optional.items() if pick_value(rng, False, True)}
+        for name, (always, optional) in INDEPENDENT_KEYS.items()
     }
 
 
-def draw_job(draw: Random) -> tuple[Values, int, int]:
+def draw_job(rng: Random) -> tuple[Values, int, int]:
     """Return a config, a world size and a rank. Of 100 configs, 96 are valid by construction."""
-    if draw.random() < 0.04:
-        size = draw.randint(1, 4)
-        return draw_unrelated(draw), size, draw.randrange(size)
-    objective = pick(draw, *["language_model"] * 4, "contrastive", "preference")
-    topology = draw_topology(draw, whole_sequences=objective != "language_model")
-    values = {"topology": topology, "transformer_architecture": draw_architecture(draw, topology)}
-    values |= {"optimizer": draw_optimizer(draw), "trainer": {}}
-    add_objective(draw, values, objective)
-    add_training_groups(draw, values)
+    if rng.random() < 0.04:
+        size = rng.randint(1, 4)
+        return draw_unrelated(rng), size, rng.randrange(size)
+    objective = pick_value(rng, *["language_model"] * 4, "contrastive", "preference")
+    topology = draw_topology(rng, whole_sequences=objective != "language_model")
+    values = {"topology": topology, "transformer_architecture": draw_architecture(rng, topology)}
+    values |= {"optimizer": draw_optimizer(rng), "trainer": {}}
+    add_objective(rng, values, objective)
+    add_training_groups(rng, values)
     replica = topology["model_parallel_size"] * topology["pipe_parallel_size"] * topology["context_parallel_size"]
-    size = replica * pick(draw, *([2, 4] if topology["data_parallel_type"] == "hsdp" else [1, 2, 3]))
-    return values, size, draw.randrange(size)
+    size = replica * pick_value(rng, *([2, 4] if topology["data_parallel_type"] == "hsdp" else [1, 2, 3]))
+    return values, size, rng.randrange(size)
 
 
-def draw_topology(draw: Random, *, whole_sequences: bool) -> Values:
-    """Return a topology, more often a small one, whose step is simulated faster. `whole_sequences`: no context parallelism."""
-    pipe = pick(draw, *[1] * 9, 2, 2, 3)
-    data = pick(draw, "ddp", "fsdp", "hsdp")
-    micro, rounds = pick(draw, 1, 2), pick(draw, *[1] * 5, 2)
+def draw_topology(rng: Random, *, whole_sequences: bool) -> Values:
+    """Return a topology; small ones are more frequent, as their steps are simulated faster. `whole_sequences`: no context parallelism."""
+    pipe = pick_value(rng, *[1] * 9, 2, 2, 3)
+    data = pick_value(rng, "ddp", "fsdp", "hsdp")
+    micro, rounds = pick_value(rng, 1, 2), pick_value(rng, *[1] * 5, 2)
     topology = {
-        "model_parallel_size": pick(draw, *[1] * 9, 2, 2, 4),
-        "sequence_parallel": pick(draw, False, False, True),
+        "model_parallel_size": pick_value(rng, *[1] * 9, 2, 2, 4),
+        "sequence_parallel": pick_value(rng, False, False, True),
         "pipe_parallel_size": pipe,
-        "context_parallel_size": 1 if whole_sequences else pick(draw, 1, 1, 1, 2),
+        "context_parallel_size": 1 if whole_sequences else pick_value(rng, 1, 1, 1, 2),
         "data_parallel_type": data,
         "micro_batch_size": micro,
         "global_batch_size": micro * rounds * pipe,
-        "pipe_stages_per_rank": pick(draw, 1, 1, 2) if pipe > 1 else 1,
-        "pipe_partition_method": pick(draw, "uniform", "balanced"),
-        "activation_checkpointing_type": pick(draw, "disabled", "selective", "every_layer", *(["every_pipe_stage"] if pipe > 1 else [])),
+        "pipe_stages_per_rank": pick_value(rng, 1, 1, 2) if pipe > 1 else 1,
+        "pipe_partition_method": pick_value(rng, "uniform", "balanced"),
+        "activation_checkpointing_type": pick_value(
+            rng, "disabled", "selective", "every_layer", *(["every_pipe_stage"] if pipe > 1 else [])
+        ),
     }
     if data == "hsdp":
         topology["data_parallel_shard_size"] = 2
     if data != "ddp":
-        topology["cpu_offload"] = pick(draw, False, True)
-        topology["reduce_every_micro_batch"] = pipe == 1 and pick(draw, False, True)
+        topology["cpu_offload"] = pick_value(rng, False, True)
+        topology["reduce_every_micro_batch"] = pipe == 1 and pick_value(rng, False, True)
     return topology
 
 
-def draw_architecture(draw: Random, topology: Values) -> Values:
+def draw_architecture(rng: Random, topology: Values) -> Values:
     """Return a model whose sizes are multiples of what `topology` divides them by."""
     tensor, stages = topology["model_parallel_size"], topology["pipe_parallel_size"] * topology["pipe_stages_per_rank"]
-    shared, groups = pick(draw, 1, 2), tensor * pick(draw, 1, 2)
-    heads, width = shared * groups, pick(draw, 4, 6)
-    hidden = heads * width if pick(draw, True, False) else 8 * pick(draw, 1, 2)
-    parts = 2 * topology["context_parallel_size"] * tensor
+    heads_per_group, groups = pick_value(rng, 1, 2), tensor * pick_value(rng, 1, 2)
+    heads, width = heads_per_group * groups, pick_value(rng, 4, 6)
+    hidden = heads * width if pick_value(rng, True, False) else 8 * pick_value(rng, 1, 2)
+    length_multiple = 2 * topology["context_parallel_size"] * tensor
     divided = topology["sequence_parallel"] or topology["context_parallel_size"] > 1
     shape = {
-        "vocab_size": tensor * pick(draw, 4, 5, 8),
+        "vocab_size": tensor * pick_value(rng, 4, 5, 8),
         "hidden_size": hidden,
-        "num_layers": stages + pick(draw, *[0] * 5, 1),
-        "sequence_length": parts * pick(draw, 1, 2) if divided else pick(draw, 4, 7, 8),
+        "num_layers": stages + pick_value(rng, *[0] * 5, 1),
+        "sequence_length": length_multiple * pick_value(rng, 1, 2) if divided else pick_value(rng, 4, 7, 8),
         "num_attention_heads": heads,
-        "attention_num_kv_heads": pick(draw, groups, None),
+        "attention_num_kv_heads": pick_value(rng, groups, None),
         "attention_head_size": width,
-        "mlp_factor": pick(
-            draw, *[factor for factor in (0.5, 1.0, 2.0, 2.7) if int(hidden * factor) and int(hidden * factor) % tensor == 0]
+        "mlp_factor": pick_value(
+            rng, *[factor for factor in (0.5, 1.0, 2.0, 2.7) if int(hidden * factor) and int(hidden * factor) % tensor == 0]
         ),
-        **draw_positions(draw, width),
-        **draw_blocks(draw),
+        **draw_positions(rng, width),
+        **draw_blocks(rng),
     }
-    if pick(draw, False, False, True):
-        local = shared if shape["attention_num_kv_heads"] else 1
-        shape |= {"num_local_attention_heads": local, "local_attention_window_size": pick(draw, 1, 3)}
+    if pick_value(rng, False, False, True):
+        local = heads_per_group if shape["attention_num_kv_heads"] else 1
+        shape |= {"num_local_attention_heads": local, "local_attention_window_size": pick_value(rng, 1, 3)}
     return shape
 
 
-def draw_positions(draw: Random, width: int) -> Values:
-    """Return how a model with heads of `width` dimensions is given positions."""
-    kind = pick(draw, "rotary", "rotary", "rotary_complex", "none")
+def draw_positions(rng: Random, width: int) -> Values:
+    """Return the position encoding of a model with heads of `width` dimensions."""
+    kind = pick_value(rng, "rotary", "rotary", "rotary_complex", "none")
     positions: Values = {
         "relative_position_embedding_type": kind,
-        "learned_positions": pick(draw, False, True),
-        "reset_attention_mask": pick(draw, False, True),
-        "reset_position_ids": pick(draw, False, True),
+        "learned_positions": pick_value(rng, False, True),
+        "reset_attention_mask": pick_value(rng, False, True),
+        "reset_position_ids": pick_value(rng, False, True),
     }
     if kind != "none":
-        positions |= {"rotary_scaling": pick(draw, None, {}), "rotary_percentage": pick(draw, 1.0, 0.5) if width % 4 == 0 else 1.0}
+        positions |= {
+            "rotary_scaling": pick_value(rng, None, {}),
+            "rotary_percentage": pick_value(rng, 1.0, 0.5) if width % 4 == 0 else 1.0,
+        }
     return positions
 
 
-def draw_blocks(draw: Random) -> Values:
-    """Return what the blocks of a model are made of."""
-    mlp, norm = pick(draw, "default", "swiglu"), pick(draw, "layernorm", "rms")
+def draw_blocks(rng: Random) -> Values:
+    """Return the config keys of a model's blocks."""
+    mlp, norm = pick_value(rng, "default", "swiglu"), pick_value(rng, "layernorm", "rms")
     names = ("attention_bias", "mlp_bias", "key_query_norm", "parallel_residual", "weight_tying")
     return {
-        **{name: pick(draw, False, True) for name in names},
-        "attention_output_bias": pick(draw, None, False, True),
+        **{name: pick_value(rng, False, True) for name in names},
+        "attention_output_bias": pick_value(rng, None, False, True),
         "mlp_type": mlp,
-        "activation_function": pick(draw, "gelu", "gelu_tanh") if mlp == "default" else "gelu",
+        "activation_function": pick_value(rng, "gelu", "gelu_tanh") if mlp == "default" else "gelu",
         "norm_type": norm,
-        "layernorm": {"layernorm_bias": norm == "layernorm" and pick(draw, False, True)},
-        "dropout_embedding": pick(draw, 0.0, 0.1),
-        "dropout_attention_probs": pick(draw, 0.0, 0.1),
-        "dropout_after_attention": pick(draw, 0.0, 0.1),
-        "dropout_after_mlp": pick(draw, 0.0, 0.1),
-        "precision": pick(draw, "float32", "bfloat16", "float16", "float64"),
+        "layernorm": {"layernorm_bias": norm == "layernorm" and pick_value(rng, False, True)},
+        "dropout_embedding": pick_value(rng, 0.0, 0.1),
+        "dropout_attention_probs": pick_value(rng, 0.0, 0.1),
+        "dropout_after_attention": pick_value(rng, 0.0, 0.1),
+        "dropout_after_mlp": pick_value(rng, 0.0, 0.1),
+        "precision": pick_value(rng, "float32", "bfloat16", "float16", "float64"),
     }
 
 
-def draw_optimizer(draw: Random) -> Values:
+def draw_optimizer(rng: Random) -> Values:
     return {
-        "method": pick(draw, *["adamw"] * 3, *["sgd"] * 3, "muon"),
-        "zero": pick(draw, False, True),
-        "gradient_clipping": pick(draw, 0.0, 1.0),
-        "state_precision": pick(draw, "float32", "bfloat16"),
+        "method": pick_value(rng, *["adamw"] * 3, *["sgd"] * 3, "muon"),
+        "zero": pick_value(rng, False, True),
+        "gradient_clipping": pick_value(rng, 0.0, 1.0),
+        "state_precision": pick_value(rng, "float32", "bfloat16"),
     }
 
 
-def add_objective(draw: Random, values: Values, objective: str) -> None:
-    """Set what is learned, and in some configs what of the model is trained."""
+def add_objective(rng: Random, values: Values, objective: str) -> None:
+    """Set the training objective and, in some configs, which part of the model is trained."""
     shape, trainer = values["transformer_architecture"], values["trainer"]
     lora = {"rank": 2, "dropout": 0.1, "layers": ["key", "output", "down", *(["gate"] if shape["mlp_type"] == "swiglu" else [])]}
-    beside = pick(draw, {"lora_config": lora}, {"adapter_config": {}})
+    adapter = pick_value(rng, {"lora_config": lora}, {"adapter_config": {}})
     if objective == "preference":
-        shape |= beside
+        shape |= adapter
         trainer["preference_config"] = {}
         values["data"] = {"data_prefixes": ["a"], "rejected_prefixes": ["b"]}
     elif objective == "contrastive":
-        shape["embedding_head_config"] = pick(draw, {}, {"proj_layers": [6, 5], "pooling": "last_token"}, {"pooling": "mean"})
-        trainer["contrastive_config"] = {"query_side_only": pick(draw, False, True)}
+        shape["embedding_head_config"] = pick_value(rng, {}, {"proj_layers": [6, 5], "pooling": "last_token"}, {"pooling": "mean"})
+        trainer["contrastive_config"] = {"query_side_only": pick_value(rng, False, True)}
         values["data"] = {f"{name}_prefixes": ["a"] for name in ("data", "positive", "negative")}
     else:
-        trainer["loss_chunk_size"] = pick(draw, 2048, 3)
+        trainer["loss_chunk_size"] = pick_value(rng, 2048, 3)
         tokens = "none" if values["topology"]["pipe_parallel_size"] > 1 else "tokens"  # a stage without an embedding would train nothing
-        extra = pick(draw, "none", "none", "beside", tokens, "patterns", "umup")
+        extra = pick_value(rng, "none", "none", "beside", tokens, "patterns", "umup")
         if extra == "beside":
-            shape |= beside
+            shape |= adapter
         elif extra == "tokens":
             trainer["finetunable_token_ids"] = [0, 2]
         elif extra == "patterns":
@@ -212,30 +217,30 @@ def add_objective(draw: Random, values: Values, objective: str) -> None:
             values["optimizer"] |= {"method": "adamw", "gradient_clipping": 0.0}
 
 
-def add_training_groups(draw: Random, values: Values) -> None:
-    """Give norms, in some configs that train all parameters, a training group of their own."""
+def add_training_groups(rng: Random, values: Values) -> None:
+    """Put the norms into their own training group, in some configs that train all parameters."""
     shape, trainer = values["transformer_architecture"], values["trainer"]
     frozen = {"lora_config", "adapter_config", "finetunable_token_ids", "finetunable_parameters"} & {*shape, *trainer}
-    if not frozen and pick(draw, False, False, True):
+    if not frozen and pick_value(rng, False, False, True):
         values["training_groups"] = [
             {"group_name": "norms", "parameters_include": ["norm"], "weight_decay": 0.0},
             {"group_name": "others", "parameters_exclude": ["norm"], "weight_decay": 0.1},
         ]
 
 
-def pick(draw: Random, *values: Any) -> Any:
-    return draw.choice(values)
+def pick_value(rng: Random, *values: Any) -> Any:
+    return rng.choice(values)
 
 
 def try_config(values: Values, size: int, rank: int) -> str:
-    """Return what becomes of a config: "invalid", "refused" with a place and a hint, or "made a step"."""
+    """Return the outcome of a config: "invalid", "refused" with a place and a hint, or "made a step"."""
     try:
         config = Config.model_validate_json(json.dumps(values))
     except ValidationError:
         return "invalid"
     refusal = None
     try:
-        rehearse(config, size, rank)
+        simulate_memory_peaks(config, size, rank)
     except SwarmtrainError as error:
         refusal = error
     assert refusal is None or (refusal.place and refusal.hint), refusal
@@ -251,6 +256,6 @@ def test_a_config_that_validates_makes_a_step_or_is_refused_with_a_hint(part: in
 
     run_numbered(draw_job, check, suite="configs", numbers=range(examples * part // PARTS, examples * (part + 1) // PARTS))
     print(f"{outcomes.total()} configs: {dict(outcomes)}")
-    steps = STEPS if SEED is None else STEPS_OF_A_SEED
+    steps = MIN_STEPS if SEED is None else STEPS_OF_A_SEED
     assert outcomes["made a step"] >= steps / PARTS * min(1, examples / EXAMPLES)
     assert outcomes["invalid"] > 0 or examples < EXAMPLES or SEED is not None

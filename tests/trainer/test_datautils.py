@@ -1,4 +1,4 @@
-"""Data sets that are a user's to edit: arrays, and folders of images."""
+"""Datasets that users may edit: arrays, and folders of images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from datautils import Arrays, Captioned, Images
+from datautils import ArrayDataset, CaptionedImageDataset, ImageFolderDataset
 from swarmtrain.errors import TrainingError
 
 
@@ -19,25 +19,25 @@ def test_rows_of_arrays(tmp_path: Path) -> None:
     inputs, labels = np.arange(24, dtype=np.float32).reshape(6, 4), np.arange(6)
     np.save(tmp_path / "inputs.npy", inputs)
     np.save(tmp_path / "labels.npy", labels)
-    data = Arrays(tmp_path / "inputs.npy", tmp_path / "labels.npy")
+    data = ArrayDataset(tmp_path / "inputs.npy", tmp_path / "labels.npy")
     assert len(data) == 6
     batches = list(DataLoader(data, batch_size=4))  # type: ignore[arg-type]
     assert torch.equal(torch.cat([rows for rows, _ in batches]), torch.from_numpy(inputs))
     assert torch.cat([given for _, given in batches]).tolist() == labels.tolist()
 
 
-def test_arrays_that_are_none(tmp_path: Path) -> None:
+def test_invalid_arrays(tmp_path: Path) -> None:
     np.save(tmp_path / "three.npy", np.zeros(3))
     np.save(tmp_path / "two.npy", np.zeros(2))
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
     np.save(tmp_path / "number.npy", np.array(1.0))
     (tmp_path / "text.npy").write_text("text")
     with pytest.raises(TrainingError, match=r"three.npy has 3, .*two.npy has 2"):
-        Arrays(tmp_path / "three.npy", tmp_path / "two.npy")
+        ArrayDataset(tmp_path / "three.npy", tmp_path / "two.npy")
     np.savez(tmp_path / "several.npz", a=np.zeros(3), b=np.zeros(3))
     for name in ("none.npy", "text.npy", "pickled.npy", "number.npy", "several.npz"):
-        with pytest.raises(TrainingError, match=rf"{name}: is no array of rows"):
-            Arrays(tmp_path / name)
+        with pytest.raises(TrainingError, match=rf"{name}: is not an array of rows"):
+            ArrayDataset(tmp_path / name)
 
 
 def test_images_by_kind(tmp_path: Path) -> None:
@@ -46,19 +46,19 @@ def test_images_by_kind(tmp_path: Path) -> None:
         for number in range(2):
             Image.new("RGB", (9, 5), (shade, 51, 0)).save(tmp_path / kind / f"{number}.png")
     (tmp_path / "day" / "notes.txt").write_text("no image")
-    data = Images(tmp_path, (4, 3))
-    assert (data.kinds, len(data)) == (["day", "night"], 4)
+    data = ImageFolderDataset(tmp_path, (4, 3))
+    assert (data.classes, len(data)) == (["day", "night"], 4)
     images, labels = next(iter(DataLoader(data, batch_size=4)))  # type: ignore[arg-type]
     assert (images.shape, images.dtype, labels.tolist()) == ((4, 3, 3, 4), torch.float32, [0, 0, 1, 1])
     torch.testing.assert_close(images[:, :, 0, 0], torch.tensor([[1.0, 0.2, 0.0]] * 2 + [[0.0, 0.2, 0.0]] * 2))
-    assert Images(tmp_path, (4, 3), "L")[0][0].shape == (1, 3, 4)
+    assert ImageFolderDataset(tmp_path, (4, 3), "L")[0][0].shape == (1, 3, 4)
     whole = (tmp_path / "day" / "0.png").read_bytes()
     for torn in (b"torn", whole[:40], whole[:20] + bytes(40)):
         (tmp_path / "day" / "0.png").write_bytes(torn)
-        with pytest.raises(TrainingError, match=r"0.png: is no image"):
+        with pytest.raises(TrainingError, match=r"0.png: is not a readable image"):
             data[0]
-    with pytest.raises(TrainingError, match="holds no images"):
-        Images(tmp_path / "none", (4, 3))
+    with pytest.raises(TrainingError, match="contains no images"):
+        ImageFolderDataset(tmp_path / "none", (4, 3))
 
 
 def test_images_with_a_text_each(tmp_path: Path) -> None:
@@ -66,17 +66,17 @@ def test_images_with_a_text_each(tmp_path: Path) -> None:
     lines = [{"file_name": "red.png", "text": "red"}, {"file_name": "none.png", "text": "none"}]
     told = tmp_path / "metadata.jsonl"
     told.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    data = Captioned(tmp_path, (4, 3))
+    data = CaptionedImageDataset(tmp_path, (4, 3))
     image, text = data[0]
     assert (len(data), image.shape, text) == (2, (3, 3, 4), "red")
-    with pytest.raises(TrainingError, match=r"none.png: is no image"):
+    with pytest.raises(TrainingError, match=r"none.png: is not a readable image"):
         data[1]
     for wrong in ("no json", '{"text": "red"}', "[]"):
         told.write_text(f"{json.dumps(lines[0])}\n{wrong}\n")
-        with pytest.raises(TrainingError, match="line 2 tells of no image"):
-            Captioned(tmp_path, (4, 3))
+        with pytest.raises(TrainingError, match="line 2 contains no image"):
+            CaptionedImageDataset(tmp_path, (4, 3))
     told.write_text("")
-    with pytest.raises(TrainingError, match="tells of no images"):
-        Captioned(tmp_path, (4, 3))
+    with pytest.raises(TrainingError, match="contains no images"):
+        CaptionedImageDataset(tmp_path, (4, 3))
     with pytest.raises(TrainingError, match="cannot be read: No such file"):
-        Captioned(tmp_path / "none", (4, 3))
+        CaptionedImageDataset(tmp_path / "none", (4, 3))

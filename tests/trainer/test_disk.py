@@ -1,4 +1,4 @@
-"""A disk that is full, and one that is gone and comes back: training goes on, what stands stays, and the next checkpoint is tried."""
+"""A full disk, and one that disappears and returns: training continues, committed checkpoints stay, and the next one is attempted."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import World, changed, steps_saved
+from worlds import LocalWorld, list_saved_steps, merge_config
 
 from swarmtrain.trainer.checkpoint import manifest
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MiB, and beside it the folder `run`, at which it is mounted too."""
-    disk, run = tmp_path / "disk", tmp_path / "run"
-    disk.mkdir()
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MiB, also mounted at the folder `run` next to it."""
+    small_disk, run = tmp_path / "disk", tmp_path / "run"
+    small_disk.mkdir()
     run.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)], check=False, capture_output=True, text=True)
-    if made.returncode:
+    result = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(small_disk)], check=False, capture_output=True, text=True)
+    if result.returncode:
         if os.environ.get("CI") == "true":
-            pytest.fail(made.stderr)
-        pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
-    mount(disk, run)
-    yield disk
-    for folder in (run, disk):
+            pytest.fail(result.stderr)
+        pytest.skip(f"nothing can be mounted here: {result.stderr.strip()}")
+    mount_disk(small_disk, run)
+    yield small_disk
+    for folder in (run, small_disk):
         subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
 
 
-def mount(disk: Path, folder: Path) -> None:
+def mount_disk(disk: Path, folder: Path) -> None:
     subprocess.run(["mount", "--bind", str(disk), str(folder)], check=True)
 
 
-def fill(disk: Path) -> Path:
+def fill_disk(disk: Path) -> Path:
     path = disk / "filler"
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 1):
@@ -50,35 +50,37 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.mark.test_all_only("fills a disk and waits until it is noticed, three times")
-def test_training_survives_its_disk(tmp_path: Path, disk: Path, config: dict[str, Any]) -> None:
-    endless = changed(config, trainer={"train_iterations": 100_000, "save_interval": 4, "keep_checkpoints": 2})
-    world = World(tmp_path, endless, 2, {"PACE": "0.02"}, script="slow_disk")
+def test_training_survives_its_disk(tmp_path: Path, small_disk: Path, config: dict[str, Any]) -> None:
+    endless = merge_config(config, trainer={"train_iterations": 100_000, "save_interval": 4, "keep_checkpoints": 2})
+    world = LocalWorld(tmp_path, endless, 2, {"PACE": "0.02"}, script="slow_disk")
 
     def newest() -> int:
-        return max(steps_saved(tmp_path), default=0)
+        return max(list_saved_steps(tmp_path), default=0)
 
-    def told(what: str) -> int:
-        return sum("training goes on, the newest is of step" in line for line in world.log().splitlines() if what in line)
+    def count_log_lines(text: str) -> int:
+        return sum("training goes on, the newest is of step" in line for line in world.read_log().splitlines() if text in line)
 
-    world.until(lambda: len(steps_saved(tmp_path)) == 2)
-    filler = fill(disk)
-    world.until(lambda: told("no space left on device") >= 3)
+    world.wait_until(lambda: len(list_saved_steps(tmp_path)) == 2)
+    filler = fill_disk(small_disk)
+    world.wait_until(lambda: count_log_lines("no space left on device") >= 3)
     stood = newest()
-    manifest.verify(disk / f"step-{stood:08}", content := manifest.read(disk / f"step-{stood:08}"), content.files)
+    manifest.verify_files(
+        small_disk / f"step-{stood:08}", content := manifest.read_manifest(small_disk / f"step-{stood:08}"), content.files
+    )
     filler.unlink()
-    world.until(lambda: newest() > stood)
+    world.wait_until(lambda: newest() > stood)
 
     subprocess.run(["umount", "-l", str(tmp_path / "run")], check=True)
-    world.until(lambda: told("is not the folder that it was") >= 2)
+    world.wait_until(lambda: count_log_lines("is not the folder that it was") >= 2)
     assert list((tmp_path / "run").iterdir()) == [], "nothing is written beneath the mount"
-    mount(disk, tmp_path / "run")
+    mount_disk(small_disk, tmp_path / "run")
     stood = newest()
-    world.until(lambda: newest() > stood)
+    world.wait_until(lambda: newest() > stood)
 
-    fill(disk)
-    before = told("no space left on device")
-    world.until(lambda: told("no space left on device") > before)
+    fill_disk(small_disk)
+    before = count_log_lines("no space left on device")
+    world.wait_until(lambda: count_log_lines("no space left on device") > before)
     stood = newest()
-    world.send(0, signal.SIGTERM)
+    world.send_signal(0, signal.SIGTERM)
     assert world.wait() == [1, 1], "what cannot be saved at the end is an error"
     assert newest() == stood

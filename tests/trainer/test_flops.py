@@ -1,4 +1,4 @@
-"""The formula for a token's operations is what torch counts."""
+"""The formula for FLOPs per token matches what torch counts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from swarmtrain.config.transformer_architecture import MlpType, Precision, TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import MlpType, Precision, TransformerArchitectureConfig
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.metrics import flops
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_formula(*, tied: bool) -> None:
-    shape = TransformerArchitectureConfig(
+    architecture = TransformerArchitectureConfig(
         vocab_size=96,
         hidden_size=32,
         num_layers=3,
@@ -23,12 +23,12 @@ def test_formula(*, tied: bool) -> None:
         mlp_type=MlpType.swiglu,
         weight_tying=tied,
     )
-    model = Transformer(shape, 0).fill()
-    tokens = torch.zeros((2, shape.sequence_length), dtype=torch.int64)
-    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # which sees the whole sequence
+    model = Transformer(architecture, 0).init_weights()
+    tokens = torch.zeros((2, architecture.sequence_length), dtype=torch.int64)
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # MATH covers the whole sequence
         model(tokens, tokens).backward()
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
-    assert counted.get_total_flops() == flops.per_token(shape, matrices) * tokens.numel()
+    assert counted.get_total_flops() == flops.compute_flops_per_token(architecture, matrices) * tokens.numel()
 
 
 @pytest.mark.parametrize(
@@ -50,5 +50,5 @@ def test_formula(*, tied: bool) -> None:
     ],
 )
 def test_a_device_has_the_peak_of_its_data_sheet_or_none(name: str, tera: float | None) -> None:
-    assert flops.peak(name, Precision.bfloat16) == (None if tera is None else tera * 1e12)
-    assert flops.peak(name, Precision.float32) is None
+    assert flops.find_peak_flops(name, Precision.bfloat16) == (None if tera is None else tera * 1e12)
+    assert flops.find_peak_flops(name, Precision.float32) is None

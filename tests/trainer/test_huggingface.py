@@ -1,4 +1,4 @@
-"""Models out and in: transformers loads what is exported and computes what was trained, and a run begins with what it is given.
+"""Hugging Face export and import: transformers loads an export and computes the same, and a run initializes from a given model.
 
 Small models of every family, no network.
 """
@@ -15,14 +15,14 @@ import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from worlds import changed, manifest, train
+from worlds import merge_config, read_manifest, run_training
 
 from swarmtrain.config import huggingface
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainError
-from swarmtrain.trainer.checkpoint.storage import Reader
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
+from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageReader
 from swarmtrain.trainer.huggingface import pretrained
-from swarmtrain.trainer.huggingface.export import export
+from swarmtrain.trainer.huggingface.export import export_checkpoint
 from swarmtrain.trainer.model.transformer import Transformer
 
 MODERN = {"norm_type": "rms", "mlp_type": "swiglu", "mlp_factor": 2.75}
@@ -60,34 +60,34 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 @pytest.fixture(scope="module")
-def trained(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Of each family a folder with a run of two steps, and its config."""
+def trained_runs(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """For each family, the folder of a run of two steps, and its config."""
     runs = {}
     for name, shape in FAMILIES.items():
         folder = tmp_path_factory.mktemp(name)
-        own = changed(config, transformer_architecture=shape, trainer={"train_iterations": 2, "eval_iterations": 1})
-        train(folder, own)
-        runs[name] = folder, own
+        training_config = merge_config(config, transformer_architecture=shape, trainer={"train_iterations": 2, "eval_iterations": 1})
+        run_training(folder, training_config)
+        runs[name] = folder, training_config
     return runs
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_computes_the_same(trained: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path) -> None:
-    folder, config = trained[name]
-    made = export(folder / "run", tmp_path / "out", dtype=None, shard_bytes=20_000)
+def test_transformers_computes_the_same(trained_runs: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path) -> None:
+    folder, config = trained_runs[name]
+    made = export_checkpoint(folder / "run", tmp_path / "out", dtype=None, shard_bytes=20_000)
     assert (made["family"], made["step"]) == (name, 2)
     assert len(made["files"]) > 1
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, found = _ours(folder, config)(tokens), theirs.eval()(tokens).logits
+        expected, found = _load_newest_model(folder, config)(tokens), theirs.eval()(tokens).logits
     assert found.dtype == torch.float32
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-THEIRS: dict[str, dict[str, Any]] = {
+TRANSFORMERS_SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "head_dim": 12, "rope_parameters": LLAMA3 | {"rope_theta": 1000.0}},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 2},
@@ -97,14 +97,14 @@ THEIRS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_what_transformers_made_computes_the_same_here(name: str, tmp_path: Path) -> None:
-    """Their own defaults, random values everywhere, several files; samples shorter than theirs.
+@pytest.mark.parametrize("name", TRANSFORMERS_SHAPES)
+def test_a_transformers_model_computes_the_same_here(name: str, tmp_path: Path) -> None:
+    """The default config of transformers, random values everywhere, several files; samples shorter than that model's.
 
-    In float64, in which transformers computes norms or rotations of some families in float32, no rounding hides a difference.
+    In float64 no rounding hides a difference, though transformers computes norms or rotations of some families in float32.
     """
     sizes = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
-    given = transformers.AutoConfig.for_model(name, **{"vocab_size": 64, **({} if name == "gpt2" else sizes), **THEIRS[name]})
+    given = transformers.AutoConfig.for_model(name, **{"vocab_size": 64, **({} if name == "gpt2" else sizes), **TRANSFORMERS_SHAPES[name]})
     theirs = transformers.AutoModelForCausalLM.from_config(given).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in theirs.parameters():
@@ -127,17 +127,17 @@ def test_what_transformers_made_computes_the_same_here(name: str, tmp_path: Path
 
 
 def import_model(folder: Path) -> Transformer:
-    """Return the model of a folder that transformers wrote, with samples of 32 tokens."""
+    """Return the model in a folder that transformers wrote, with a sequence length of 32 tokens."""
     read = json.loads((folder / "config.json").read_text())
-    shape = huggingface.architecture(read, "config.json").model_copy(update={"sequence_length": 32})
-    ours = Transformer(shape, 0)
-    ours.initial = pretrained.load(folder, shape, {name: parameter.shape for name, parameter in ours.named_parameters()})
-    return ours.fill().eval()
+    shape = huggingface.read_architecture(read, "config.json").model_copy(update={"sequence_length": 32})
+    model = Transformer(shape, 0)
+    model.initial_value = pretrained.open_parameters(folder, shape, {name: parameter.shape for name, parameter in model.named_parameters()})
+    return model.init_weights().eval()
 
 
-def test_one_file_in_bfloat16(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
-    step = trained["llama"][0] / "run" / "step-00000002"
-    made = export(step, tmp_path / "out", dtype="bfloat16", shard_bytes=GIB)
+def test_one_file_in_bfloat16(trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    step = trained_runs["llama"][0] / "run" / "step-00000002"
+    made = export_checkpoint(step, tmp_path / "out", dtype="bfloat16", shard_bytes=GIB)
     assert made["files"] == ["model.safetensors"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -145,39 +145,43 @@ def test_one_file_in_bfloat16(trained: dict[str, tuple[Path, dict[str, Any]]], t
     assert 2 * made["parameters"] < size < 2 * made["parameters"] + 8192
 
 
-def test_a_tokenizer_lies_beside_it(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 5, "b": 7}, unk_token="a"))  # noqa: S106  # no password
+def test_a_tokenizer_is_exported_with_it(trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 5, "b": 7}, unk_token="a"))  # noqa: S106  # not a password
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
-    export(trained["llama"][0] / "run", tmp_path / "out", dtype=None, shard_bytes=GIB, tokenizer=tmp_path / "tokenizer.json")
+    export_checkpoint(
+        trained_runs["llama"][0] / "run", tmp_path / "out", dtype=None, shard_bytes=GIB, tokenizer=tmp_path / "tokenizer.json"
+    )
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("b a b").input_ids == [7, 5, 7]
-    with pytest.raises(CheckpointError, match="is no tokenizer"):
-        export(trained["llama"][0] / "run", tmp_path / "no", dtype=None, shard_bytes=GIB, tokenizer=tmp_path / "out" / "config.json")
+    with pytest.raises(CheckpointError, match="is not a tokenizer"):
+        export_checkpoint(
+            trained_runs["llama"][0] / "run", tmp_path / "no", dtype=None, shard_bytes=GIB, tokenizer=tmp_path / "out" / "config.json"
+        )
 
 
 def test_what_cannot_be_exported_is_refused(
-    trained: dict[str, tuple[Path, dict[str, Any]]], config: dict[str, Any], tmp_path: Path
+    trained_runs: dict[str, tuple[Path, dict[str, Any]]], config: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = trained["llama"][0] / "run"
+    source = trained_runs["llama"][0] / "run"
     with pytest.raises(CheckpointError, match="is there already"):
-        export(source, tmp_path, dtype=None, shard_bytes=GIB)
-    with pytest.raises(CheckpointError, match="no checkpoint that is whole"):
-        export(tmp_path, tmp_path / "out", dtype=None, shard_bytes=GIB)
-    strange = changed(config, transformer_architecture=MODERN | {"rotary_percentage": 0.5}, trainer={"train_iterations": 0})
-    train(tmp_path / "strange", strange)
+        export_checkpoint(source, tmp_path, dtype=None, shard_bytes=GIB)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        export_checkpoint(tmp_path, tmp_path / "out", dtype=None, shard_bytes=GIB)
+    strange = merge_config(config, transformer_architecture=MODERN | {"rotary_percentage": 0.5}, trainer={"train_iterations": 0})
+    run_training(tmp_path / "strange", strange)
     with pytest.raises(SwarmtrainError, match=r"nearest is llama, for which rotary_percentage would be 1.0 and is 0.5"):
-        export(tmp_path / "strange" / "run", tmp_path / "out", dtype=None, shard_bytes=GIB)
+        export_checkpoint(tmp_path / "strange" / "run", tmp_path / "out", dtype=None, shard_bytes=GIB)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*"))
 
 
-def _ours(folder: Path, config: dict[str, Any]) -> Transformer:
+def _load_newest_model(folder: Path, config: dict[str, Any]) -> Transformer:
     """Return the model of a run's newest checkpoint."""
     shape = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
-    model = Transformer(shape, 0).fill()
+    model = Transformer(shape, 0).init_weights()
     tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    content = manifest(folder, 2)
-    dcp.load(tensors, storage_reader=Reader(folder / "run" / "step-00000002", content["tensors"]), no_dist=True)
+    content = read_manifest(folder, 2)
+    dcp.load(tensors, storage_reader=TensorStorageReader(folder / "run" / "step-00000002", content["tensors"]), no_dist=True)
     return model.eval()
 
 
@@ -189,66 +193,68 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "qwen2"])
-def test_begun_from_an_export_it_is_the_same_model(trained: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path) -> None:
-    folder, config = trained[name]
+def test_initialized_from_an_export_it_is_the_same_model(
+    trained_runs: dict[str, tuple[Path, dict[str, Any]]], name: str, tmp_path: Path
+) -> None:
+    folder, config = trained_runs[name]
     given = tmp_path / "out"
-    export(folder / "run", given, dtype=None, shard_bytes=20_000)
-    own = changed(config, trainer={"init_from": str(given), "train_iterations": 1})
-    train(tmp_path / "none", changed(own, trainer={"train_iterations": 0}))
-    export(tmp_path / "none" / "run", tmp_path / "again", dtype=None, shard_bytes=20_000)
+    export_checkpoint(folder / "run", given, dtype=None, shard_bytes=20_000)
+    own = merge_config(config, trainer={"init_from": str(given), "train_iterations": 1})
+    run_training(tmp_path / "none", merge_config(own, trainer={"train_iterations": 0}))
+    export_checkpoint(tmp_path / "none" / "run", tmp_path / "again", dtype=None, shard_bytes=20_000)
     assert {path.name: path.read_bytes() for path in given.iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()
     }
-    [alone] = train(tmp_path / "alone", own).values()
-    [noise] = train(tmp_path / "noise", changed(own, trainer={"init_from": None})).values()
+    [alone] = run_training(tmp_path / "alone", own).values()
+    [noise] = run_training(tmp_path / "noise", merge_config(own, trainer={"init_from": None})).values()
     assert abs(alone - noise) > 0.01
     for kind, topology in TOPOLOGIES.items() if name == "gpt2" else [("tensor", TOPOLOGIES["tensor"])]:
-        [divided] = train(tmp_path / kind, changed(own, topology=topology), size=2).values()
+        [divided] = run_training(tmp_path / kind, merge_config(own, topology=topology), size=2).values()
         assert divided == pytest.approx(alone, rel=1e-6), kind
 
 
-def test_one_that_was_killed_is_not_in_the_way(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_killed_export_is_not_in_the_way(trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     left = tmp_path / ".out.partial"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
-    export(trained["llama"][0] / "run", tmp_path / "out", dtype=None, shard_bytes=GIB)
+    export_checkpoint(trained_runs["llama"][0] / "run", tmp_path / "out", dtype=None, shard_bytes=GIB)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_masks_that_were_saved_as_truth_values_are_passed_over(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+def test_masks_that_were_saved_as_booleans_are_skipped(trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     """Older files of GPT-NeoX and GPT-2 have them."""
-    folder, config = trained["gpt_neox"]
+    folder, config = trained_runs["gpt_neox"]
     given = tmp_path / "out"
-    export(folder / "run", given, dtype=None, shard_bytes=GIB)
+    export_checkpoint(folder / "run", given, dtype=None, shard_bytes=GIB)
     file = given / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
     safetensors.torch.save_file(tensors, file)
     own = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
     sizes = {name: parameter.shape for name, parameter in Transformer(own, 0).named_parameters()}
-    value = pretrained.load(given, own, sizes)
+    value = pretrained.open_parameters(given, own, sizes)
     assert torch.equal(value("embedding.weight", sizes["embedding.weight"]), tensors["gpt_neox.embed_in.weight"])
-    with pytest.raises(ForeignCheckpoint, match=r"umup\.enable is False there and True here"):
-        pretrained.load(given, own.model_copy(update={"umup": own.umup.model_copy(update={"enable": True})}), sizes)
+    with pytest.raises(IncompatibleCheckpoint, match=r"umup\.enable is False there and True here"):
+        pretrained.open_parameters(given, own.model_copy(update={"umup": own.umup.model_copy(update={"enable": True})}), sizes)
 
 
-def test_another_model_is_refused(trained: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
-    folder, config = trained["llama"]
+def test_another_model_is_refused(trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    folder, config = trained_runs["llama"]
     given = tmp_path / "out"
-    export(folder / "run", given, dtype=None, shard_bytes=GIB)
+    export_checkpoint(folder / "run", given, dtype=None, shard_bytes=GIB)
     own = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
     sizes = {name: parameter.shape for name, parameter in Transformer(own, 0).named_parameters()}
     wider = own.model_copy(update={"mlp_factor": 3.0, "num_layers": 3})
-    with pytest.raises(ForeignCheckpoint, match=r"num_layers is 2 there and 3 here; mlp_factor x hidden_size is 88 there and 96 here"):
-        pretrained.load(given, wider, sizes)
+    with pytest.raises(IncompatibleCheckpoint, match=r"num_layers is 2 there and 3 here; mlp_factor x hidden_size is 88 there and 96 here"):
+        pretrained.open_parameters(given, wider, sizes)
     whole = (given / "model.safetensors").read_bytes()
     (given / "model.safetensors").write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match="is no whole file"):
-        pretrained.load(given, own, sizes)
+    with pytest.raises(CheckpointError, match="is not a complete safetensors file"):
+        pretrained.open_parameters(given, own, sizes)
     renamed = whole.replace(b"model.norm.weight", b"model.morn.weight")
     (given / "model.safetensors").write_bytes(renamed)
-    with pytest.raises(ForeignCheckpoint, match=r"model.norm.weight is missing; model.morn.weight has no place here"):
-        pretrained.load(given, own, sizes)
+    with pytest.raises(IncompatibleCheckpoint, match=r"model.norm.weight is missing; model.morn.weight has no place here"):
+        pretrained.open_parameters(given, own, sizes)
     (given / "model.safetensors").rename(given / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickles"):
-        pretrained.load(given, own, sizes)
+        pretrained.open_parameters(given, own, sizes)

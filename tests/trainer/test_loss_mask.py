@@ -1,4 +1,4 @@
-"""Which tokens count: made from prompts and conversations, kept beside the tokens, and honoured by samples and by training."""
+"""Loss masks: built from prompts and conversations, stored in a sidecar of the token file, and applied by samples and training."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import prepared
 import pytest
+import tokenize_helpers
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from prepared import contents, lines, read
-from worlds import changed, train
+from tokenize_helpers import read_contents, read_documents, write_lines
+from worlds import merge_config, run_training
 
 from swarmtrain.config import Config
-from swarmtrain.config.data import Packing
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.schema.data import Packing
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.memory_map import MemoryMap
-from swarmtrain.trainer.data.samples import Samples
-from swarmtrain.trainer.prepare import job
-from swarmtrain.trainer.prepare.look import look
-from swarmtrain.trainer.prepare.options import Options
-from swarmtrain.trainer.prepare.verify import verify
+from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.tokenize import pipeline
+from swarmtrain.trainer.tokenize.inspect_samples import format_samples
+from swarmtrain.trainer.tokenize.options import PrepareOptions
+from swarmtrain.trainer.tokenize.verify import verify_token_files
 
 SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=1 << 16)
 text = some.text(some.characters(exclude_categories=["Cs"]), max_size=12)
@@ -37,74 +37,74 @@ text = some.text(some.characters(exclude_categories=["Cs"]), max_size=12)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    prepared.tokenizer(path)
+    tokenize_helpers.write_tokenizer(path)
     return path
 
 
-def masked(prefix: Path, documents: Sequence[Sequence[int]], mask: Sequence[int], dtype: str = "uint16") -> None:
-    memory_map.write(prefix, [np.array(document) for document in documents], dtype, {"loss_mask": True})
+def write_masked(prefix: Path, documents: Sequence[Sequence[int]], mask: Sequence[int], dtype: str = "uint16") -> None:
+    memory_map.write_token_files(prefix, [np.array(document) for document in documents], dtype, {"loss_mask": True})
     prefix.with_suffix(".mask.bin").write_bytes(bytes(mask))
 
 
-def counts(prefix: Path) -> list[list[int]]:
+def read_masks(prefix: Path) -> list[list[int]]:
     file = MemoryMap(prefix)
-    assert file.mask is not None
-    return [file.mask[start : start + count].tolist() for start, count in file.documents.tolist()]
+    assert file.loss_mask is not None
+    return [file.loss_mask[start : start + count].tolist() for start, count in file.documents.tolist()]
 
 
 @given(lengths=some.lists(some.integers(1, 11), min_size=2, max_size=20), packing=some.sampled_from(list(Packing)), data=some.data())
 @settings(max_examples=40, deadline=None)
-def test_samples_ask_for_what_counts(
+def test_samples_select_the_loss_tokens(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], packing: Packing, data: some.DataObject
 ) -> None:
-    """Each token is its own number, so that pairs of input and target can be told from one another."""
+    """Each token has a unique value, so that pairs of input and target can be distinguished."""
     folder = tmp_path_factory.mktemp("mask")
     lengths = [*lengths, 2]
     documents = [list(range(first, end)) for first, end in pairwise([0, *np.cumsum(lengths).tolist()])]
     mask = data.draw(some.lists(some.integers(0, 1), min_size=sum(lengths), max_size=sum(lengths)))
-    masked(folder / "a", documents, mask)
+    write_masked(folder / "a", documents, mask)
     pairs = list(pairwise(range(sum(lengths)))) if packing is Packing.stream else [pair for each in documents for pair in pairwise(each)]
     wanted = [pair for pair in pairs if mask[pair[1]]]
     for use_mmap in (True, False):
-        samples = Samples([folder / "a"], SHAPE, 0, packing=packing, use_mmap=use_mmap)
-        batch = samples.batch(0, len(samples))
-        samples.expect(batch.ids)
+        samples = TokenDataset([folder / "a"], SHAPE, 0, packing=packing, use_mmap=use_mmap)
+        batch = samples.build_batch(0, len(samples))
+        samples.prefetch_samples(batch.ids)
         rows = samples.load(batch.ids)
         there = rows.targets >= 0
         assert sorted(zip(rows.inputs[there].tolist(), rows.targets[there].tolist(), strict=True)) == wanted
-        assert batch.tokens == len(wanted)
-        assert sum(samples.targets(np.array([sample])) for sample in range(len(samples))) == len(wanted)
+        assert batch.loss_tokens == len(wanted)
+        assert sum(samples.count_loss_tokens(np.array([sample])) for sample in range(len(samples))) == len(wanted)
 
 
 def test_another_mask_is_other_data(tmp_path: Path) -> None:
-    memory_map.write(tmp_path / "none", [np.arange(9)], "uint16")
-    masked(tmp_path / "one", [range(9)], [1] * 9)
-    masked(tmp_path / "other", [range(9)], [0, *[1] * 8])
-    assert len({Samples([tmp_path / name], SHAPE, 0).fingerprint for name in ("none", "one", "other")}) == 3
+    memory_map.write_token_files(tmp_path / "none", [np.arange(9)], "uint16")
+    write_masked(tmp_path / "one", [range(9)], [1] * 9)
+    write_masked(tmp_path / "other", [range(9)], [0, *[1] * 8])
+    assert len({TokenDataset([tmp_path / name], SHAPE, 0).fingerprint for name in ("none", "one", "other")}) == 3
 
 
-def test_torn_masks(tmp_path: Path) -> None:
-    masked(tmp_path / "a", [range(9)], [1] * 8)
+def test_corrupt_masks(tmp_path: Path) -> None:
+    write_masked(tmp_path / "a", [range(9)], [1] * 8)
     with pytest.raises(TrainingError, match=r"a\.mask\.bin has 8 bytes for 9 tokens"):
         MemoryMap(tmp_path / "a")
     (tmp_path / "a.mask.bin").unlink()
     with pytest.raises(TrainingError, match=r"a\.mask\.bin: no such file"):
         MemoryMap(tmp_path / "a")
-    masked(tmp_path / "a", [range(9)], [1] * 8 + [2])
+    write_masked(tmp_path / "a", [range(9)], [1] * 8 + [2])
     with pytest.raises(TrainingError, match=r"a\.mask\.bin has 2, and only 0 and 1"):
-        verify(tmp_path / "a")
+        verify_token_files(tmp_path / "a")
 
 
 def test_training_is_the_same_in_every_world(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Ranks, and whole steps, have nothing to learn among them. A mask in which all counts changes nothing."""
+    """Some ranks, and some whole steps, have no loss tokens. A mask that selects every token changes nothing."""
     tokens = MemoryMap(Path(config["data"]["data_prefixes"][0])).tokens[0:4000].astype(int)
-    masked(tmp_path / "some", [tokens], [1] * 100 + [0] * 3900, "uint8")
-    masked(tmp_path / "all", [tokens], [1] * 4000, "uint8")
-    memory_map.write(tmp_path / "none", [tokens], "uint8")
+    write_masked(tmp_path / "some", [tokens], [1] * 100 + [0] * 3900, "uint8")
+    write_masked(tmp_path / "all", [tokens], [1] * 4000, "uint8")
+    memory_map.write_token_files(tmp_path / "none", [tokens], "uint8")
 
     def losses(name: str, size: int = 1) -> dict[int, float]:
         data = {"data_prefixes": [str(tmp_path / name)], "validation_data_prefixes": []}
-        return train(tmp_path / f"{name}-{size}", changed(config, data=data), size)
+        return run_training(tmp_path / f"{name}-{size}", merge_config(config, data=data), size)
 
     one = losses("some")
     assert losses("some", 2) == pytest.approx(one, abs=1e-5)
@@ -123,35 +123,37 @@ def test_training_is_the_same_in_every_world(tmp_path: Path, config: dict[str, A
 def test_prompts_and_completions(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, pairs: list[tuple[str, str]], *, end: bool, own: bool, size: int
 ) -> None:
-    """One at a time, one character at a time: a token counts if it has one of the completion's."""
+    """Compared with one pair and one character at a time: a token is a loss token if it has a character of the completion."""
     folder = tmp_path_factory.mktemp("pairs")
-    name = lines(folder / "a.jsonl", [{"p": prompt, "c": completion} for prompt, completion in pairs])
-    asked = Options(f"{folder}/t", str(tokenizer) if own else "bytes", prompt_key="p", completion_key="c", append_eos=end, workers=2)
-    meta = job.prepare(asked, [name], shard=size)
+    name = write_lines(folder / "a.jsonl", [{"p": prompt, "c": completion} for prompt, completion in pairs])
+    asked = PrepareOptions(f"{folder}/t", str(tokenizer) if own else "bytes", prompt_key="p", completion_key="c", append_eos=end, workers=2)
+    meta = pipeline.prepare_token_files(asked, [name], min_shard_bytes=size)
     expected, masks = [], []
     for prompt, completion in pairs:
-        tokens, mask = _slowly(tokenizer if own else None, prompt + completion, range(len(prompt), len(prompt + completion)))
+        tokens, mask = _tokenize_by_hand(tokenizer if own else None, prompt + completion, range(len(prompt), len(prompt + completion)))
         expected.append([*tokens, *([0 if own else 256] if end else [])])
         masks.append([*mask, *([1] if end else [])])
-    assert read(folder / "t") == expected
-    assert counts(folder / "t") == masks
-    assert meta["counted_tokens"] == sum(map(sum, masks))
-    job.prepare(replace(asked, prefix=f"{folder}/u", workers=1), [name])
-    assert contents(folder / "t") == contents(folder / "u")
+    assert read_documents(folder / "t") == expected
+    assert read_masks(folder / "t") == masks
+    assert meta["loss_tokens"] == sum(map(sum, masks))
+    pipeline.prepare_token_files(replace(asked, prefix=f"{folder}/u", workers=1), [name])
+    assert read_contents(folder / "t") == read_contents(folder / "u")
     assert (folder / "t.mask.bin").read_bytes() == (folder / "u.mask.bin").read_bytes()
-    assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in verify(folder / "t")
+    assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in verify_token_files(folder / "t")
 
 
-def _slowly(tokenizer: Path | None, whole: str, said: Sequence[int], *, special: bool = False) -> tuple[list[int], list[int]]:
+def _tokenize_by_hand(
+    tokenizer: Path | None, chat_text: str, completion_positions: Sequence[int], *, special: bool = False
+) -> tuple[list[int], list[int]]:
     if tokenizer is None:
-        parts = [(character.encode(), int(place in said)) for place, character in enumerate(whole)]
-        return [byte for part, _ in parts for byte in part], [counted for part, counted in parts for _ in part]
+        pieces = [(character.encode(), int(place in completion_positions)) for place, character in enumerate(chat_text)]
+        return [byte for part, _ in pieces for byte in part], [counted for part, counted in pieces for _ in part]
     library = tokenizers.Tokenizer.from_file(str(tokenizer))
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = not special
-    encoding = library.encode(whole, add_special_tokens=False)
-    return encoding.ids, [int(any(place in said for place in range(*offsets))) for offsets in encoding.offsets]
+    encoding = library.encode(chat_text, add_special_tokens=False)
+    return encoding.ids, [int(any(place in completion_positions for place in range(*offsets))) for offsets in encoding.offsets]
 
 
 turn = some.tuples(text, some.lists(text, max_size=1), text.map(lambda said: said or "x"))
@@ -164,7 +166,7 @@ turn = some.tuples(text, some.lists(text, max_size=1), text.map(lambda said: sai
 )
 @settings(max_examples=20, deadline=None)
 def test_conversations(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, chats: list[Any], *, own: bool, size: int) -> None:
-    """ChatML, written by hand: what the assistant says counts, with the token that ends it, and not the line's end after that."""
+    """ChatML, written by hand: loss tokens are the assistant's text and the token that ends it, not the newline after that."""
     folder = tmp_path_factory.mktemp("chats")
     records, expected, masks = [], [], []
     for system, turns in chats:
@@ -182,25 +184,28 @@ def test_conversations(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path
             if message["role"] == "assistant":
                 said += range(len(whole), len(whole + until))
             whole += f"{until}\n"
-        tokens, mask = _slowly(tokenizer if own else None, whole, said, special=True)
+        tokens, mask = _tokenize_by_hand(tokenizer if own else None, whole, said, special=True)
         expected.append(tokens)
         masks.append(mask)
-    name = lines(folder / "a.jsonl", records)
-    asked_for = Options(f"{folder}/t", str(tokenizer) if own else "bytes", chat=True, workers=2)
-    job.prepare(asked_for, [name], shard=size)
-    assert read(folder / "t") == expected
-    assert counts(folder / "t") == masks
+    name = write_lines(folder / "a.jsonl", records)
+    asked_for = PrepareOptions(f"{folder}/t", str(tokenizer) if own else "bytes", chat=True, workers=2)
+    pipeline.prepare_token_files(asked_for, [name], min_shard_bytes=size)
+    assert read_documents(folder / "t") == expected
+    assert read_masks(folder / "t") == masks
 
 
-def chat(*roles: str) -> dict[str, Any]:
+def build_chat(*roles: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": f"{role} says"} for role in roles]}
 
 
-WRONG = {
-    "two users": (chat("user", "user", "assistant"), "message 2 is of user, and after user comes assistant"),
-    "assistant first": (chat("assistant", "user", "assistant"), "message 1 is of assistant, and at the beginning comes system or user"),
-    "late system": (chat("user", "assistant", "system"), "message 3 is of system, and after assistant comes user or tool"),
-    "no answer": (chat("system", "user"), "ends with user, and not with the assistant's answer"),
+INVALID_CHATS = {
+    "two users": (build_chat("user", "user", "assistant"), "message 2 is of user, and after user comes assistant"),
+    "assistant first": (
+        build_chat("assistant", "user", "assistant"),
+        "message 1 is of assistant, and at the beginning comes system or user",
+    ),
+    "late system": (build_chat("user", "assistant", "system"), "message 3 is of system, and after assistant comes user or tool"),
+    "no answer": (build_chat("system", "user"), "ends with user, and not with the assistant's answer"),
     "nothing": ({"messages": []}, "has no list of messages"),
     "a text": ({"messages": "hello"}, "has no list of messages"),
     "no content": ({"messages": [{"role": "user"}]}, "message 1 is not a role and a content"),
@@ -211,18 +216,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_conversations(tmp_path: Path, tokenizer: Path, name: str) -> None:
-    record, said = WRONG[name]
-    path = lines(tmp_path / "a.jsonl", [chat("user", "assistant"), record])
+@pytest.mark.parametrize("name", INVALID_CHATS)
+def test_invalid_conversations(tmp_path: Path, tokenizer: Path, name: str) -> None:
+    record, said = INVALID_CHATS[name]
+    path = write_lines(tmp_path / "a.jsonl", [build_chat("user", "assistant"), record])
     for encoder in ("bytes", str(tokenizer)):
         with pytest.raises(TrainingError) as error:
-            job.prepare(Options(f"{tmp_path}/t", encoder, chat=True, workers=1), [path])
+            pipeline.prepare_token_files(PrepareOptions(f"{tmp_path}/t", encoder, chat=True, workers=1), [path])
         assert f"a.jsonl line 2: {said}" in error.value.message
 
 
 def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That of the tokenizer, that of a file, and those by which it cannot be told where an answer is."""
+    """The tokenizer's template, a template file, and templates that do not show where an answer is."""
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -231,12 +236,12 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
     )
     settings_of = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of))
-    path = lines(tmp_path / "a.jsonl", [chat("user", "assistant", "user", "assistant")])
-    asked = Options(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", chat=True, workers=1)
-    job.prepare(asked, [path])
+    path = write_lines(tmp_path / "a.jsonl", [build_chat("user", "assistant", "user", "assistant")])
+    asked = PrepareOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", chat=True, workers=1)
+    pipeline.prepare_token_files(asked, [path])
     assert "chat template: tokenizer_config.json" in capsys.readouterr().err
     config = {"transformer_architecture": {"sequence_length": 200, "vocab_size": 500}, "data": {"data_prefixes": [f"{tmp_path}/t"]}}
-    (shown,) = look(Config.from_json(json.dumps(config)), 1)
+    (shown,) = format_samples(Config.from_json(json.dumps(config)), 1)
     runs = [(line.split()[0], json.loads(line.split(": ", 1)[1])) for line in shown.splitlines()[1:]]
     assert runs == [
         ("no", "<|endoftext|>[user says]A:"),
@@ -248,16 +253,16 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
         "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "writes messages otherwise once others follow",
         "{{ raise_exception('only weather') }}": "the chat template: only weather",
         "{{ messages[0].a.b }}": "the chat template: ",
-        "{% for %}": "is no template",
+        "{% for %}": "is not a template",
     }.items():
         (tmp_path / "own.jinja").write_text(source)
         with pytest.raises(TrainingError, match=said):
-            job.prepare(replace(asked, chat_template=f"{tmp_path}/own.jinja"), [path])
+            pipeline.prepare_token_files(replace(asked, chat_template=f"{tmp_path}/own.jinja"), [path])
 
 
 def test_options_that_contradict_each_other(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", [{}])
-    plain = Options(f"{tmp_path}/t", "bytes", workers=1)
+    path = write_lines(tmp_path / "a.jsonl", [{}])
+    plain = PrepareOptions(f"{tmp_path}/t", "bytes", workers=1)
     for changes, said in (
         ({"prompt_key": "p"}, "go together"),
         ({"prompt_key": "p", "completion_key": "c", "chat": True}, "without --chat"),
@@ -266,4 +271,4 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
         ({"chat": True, "chat_template": f"{tmp_path}/none.jinja"}, "has no chat template"),
     ):
         with pytest.raises(TrainingError, match=said):
-            job.prepare(replace(plain, **changes), [path])  # type: ignore[arg-type]
+            pipeline.prepare_token_files(replace(plain, **changes), [path])  # type: ignore[arg-type]

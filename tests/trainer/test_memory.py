@@ -1,4 +1,4 @@
-"""The memory that a rehearsal foretells, against what tensors have in real worlds, and what their processes take."""
+"""The simulated memory estimate, compared with the memory of tensors and processes in real worlds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import worlds
 
 from swarmtrain.config import Config
-from swarmtrain.trainer.memory import Kind, alternatives, needs
-from swarmtrain.trainer.memory.rehearsal import rehearse
+from swarmtrain.trainer.memory import AllocationKind, estimate_memory, suggest_memory_savings
+from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
 
 TOLERANCE = 0.06
-"""Of what tensors have. fully_shard over gloo holds a block's gradients for a moment longer than a rehearsal can know."""
-KERNELS = 0.3
-"""What the C library has given out beside it, at most: what operations and gloo take for a moment, and Python itself."""
+"""Relative to tensor memory. fully_shard over gloo holds a block's gradients for a moment longer than a simulation can know."""
+KERNEL_TOLERANCE = 0.3
+"""Maximum share of the C library's allocations beyond the estimate: temporaries of operations and gloo, and Python itself."""
 SHAPE = {"vocab_size": 2048, "hidden_size": 256, "num_layers": 4, "sequence_length": 64}
 WORLDS: dict[str, dict[str, Any]] = {
     "ddp": {"transformer_architecture": {"precision": "bfloat16"}, "topology": {"activation_checkpointing_type": "every_layer"}},
@@ -38,41 +38,43 @@ WORLDS: dict[str, dict[str, Any]] = {
         pytest.param("pipeline", marks=pytest.mark.test_all_only("a fourth topology")),
     ],
 )
-def test_a_rehearsal_foretells_the_peak(name: str, config: Mapping[str, Any], tmp_path: Path) -> None:
-    wanted = worlds.changed(worlds.changed(config, transformer_architecture=SHAPE, topology={"global_batch_size": 8}), **WORLDS[name])
-    world = worlds.World(tmp_path, wanted, 2, script="measured")
-    assert world.wait() == [0, 0], world.log()
+def test_a_simulation_estimates_the_peak(name: str, config: Mapping[str, Any], tmp_path: Path) -> None:
+    wanted = worlds.merge_config(
+        worlds.merge_config(config, transformer_architecture=SHAPE, topology={"global_batch_size": 8}), **WORLDS[name]
+    )
+    world = worlds.LocalWorld(tmp_path, wanted, 2, script="measure_peak_memory")
+    assert world.wait() == [0, 0], world.read_log()
     for rank in range(2):
-        started, stepped = rehearse(Config.model_validate_json(json.dumps(wanted)), 2, rank)
+        started, stepped = simulate_memory_peaks(Config.model_validate_json(json.dumps(wanted)), 2, rank)
         foretold = max(started.size, stepped.size)
         tensors, process = map(int, (tmp_path / f"peak-{rank}").read_text().split())
         assert abs(foretold / tensors - 1) < TOLERANCE
-        assert foretold / process - 1 > -KERNELS
-        assert sum(stepped.parts.values()) == stepped.size
+        assert foretold / process - 1 > -KERNEL_TOLERANCE
+        assert sum(stepped.breakdown.values()) == stepped.size
 
 
 @pytest.mark.test_all_only("simulates many configs; the gate compares estimate and allocation")
-def test_parts_of_a_pipeline_with_many_micro_batches(config: Mapping[str, Any]) -> None:
-    """What is drawn out from short steps is what the whole step takes."""
+def test_memory_of_a_pipeline_with_many_micro_batches(config: Mapping[str, Any]) -> None:
+    """The estimate extrapolated from short steps equals the peak of the full step."""
     topology = {"pipe_parallel_size": 2, "global_batch_size": 20, "micro_batch_size": 1}
-    wanted = Config.model_validate_json(json.dumps(worlds.changed(config, topology=topology)))
-    for need in needs(wanted, 2):
-        assert need.peak == rehearse(wanted, 2, need.rank)[1].size
-        assert need.parts[Kind.buffers] > 0
+    wanted = Config.model_validate_json(json.dumps(worlds.merge_config(config, topology=topology)))
+    for need in estimate_memory(wanted, 2):
+        assert need.peak == simulate_memory_peaks(wanted, 2, need.rank)[1].size
+        assert need.breakdown[AllocationKind.pipeline_buffers] > 0
 
 
 @pytest.mark.test_all_only("simulates many configs; the gate compares estimate and allocation")
 def test_what_would_need_less(config: Mapping[str, Any]) -> None:
-    """Every change is tried, and what does not go with the rest is left out."""
-    wanted = Config.model_validate_json(json.dumps(worlds.changed(config, transformer_architecture={"precision": "bfloat16"})))
-    whole = needs(wanted, 2)[0].peak
-    tried = {changes: found[0].peak for changes, found in alternatives(wanted, 2)}
+    """Every change is tried, and changes that are incompatible with the rest are skipped."""
+    wanted = Config.model_validate_json(json.dumps(worlds.merge_config(config, transformer_architecture={"precision": "bfloat16"})))
+    whole = estimate_memory(wanted, 2)[0].peak
+    tried = {changes: found[0].peak for changes, found in suggest_memory_savings(wanted, 2)}
     assert tried[("topology.data_parallel_type=fsdp",)] < whole
     assert tried[("topology.activation_checkpointing_type=every_layer",)] < whole
     assert min(tried.values()) < tried[("topology.micro_batch_size=1",)] < whole
 
 
-def test_it_is_told_without_a_cluster(config: Mapping[str, Any], tmp_path: Path) -> None:
+def test_it_is_printed_without_a_cluster(config: Mapping[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.yml").write_text(json.dumps(config))
     options = ["--ranks", "2", "--device-memory", "1GiB", "-o", "transformer_architecture.num_layers=1", "--json"]
     command = [sys.executable, "-m", "swarmtrain", "memory", "config.yml", *options]
@@ -80,18 +82,18 @@ def test_it_is_told_without_a_cluster(config: Mapping[str, Any], tmp_path: Path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["world_size"], told["worst"], told["fits"], told["alternatives"]) == (2, 0, True, [])
-    assert sum(told["ranks"][0]["parts"].values()) == told["ranks"][0]["peak"] > 2**16
+    assert sum(told["ranks"][0]["memory_by_category"].values()) == told["ranks"][0]["peak"] > 2**16
 
 
 def test_a_simulated_world_does_not_depend_on_those_simulated_before() -> None:
-    """DTensor caches layouts with their mesh, and process groups of an earlier world do not exist any more."""
+    """DTensor caches layouts with their mesh, and process groups of an earlier world no longer exist."""
     architecture = {"vocab_size": 16, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 4, "sequence_length": 8}
     topology = {"global_batch_size": 2, "micro_batch_size": 1, "model_parallel_size": 4, "sequence_parallel": True}
     ddp, hsdp = (
         Config.model_validate_json(json.dumps({"topology": topology | kind, "transformer_architecture": architecture}))
         for kind in ({"data_parallel_type": "ddp"}, {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2})
     )
-    alone = rehearse(ddp, 8, 1)
-    rehearse(ddp, 8, 5)
-    rehearse(hsdp, 8, 5)
-    assert [peak.size for peak in rehearse(ddp, 8, 1)] == [peak.size for peak in alone]
+    alone = simulate_memory_peaks(ddp, 8, 1)
+    simulate_memory_peaks(ddp, 8, 5)
+    simulate_memory_peaks(hsdp, 8, 5)
+    assert [peak.size for peak in simulate_memory_peaks(ddp, 8, 1)] == [peak.size for peak in alone]

@@ -9,26 +9,32 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from swarmtrain.config.transformer_architecture import LayerNormConfig, MlpType, NormType, PositionType, TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import (
+    LayerNormConfig,
+    MlpType,
+    NormType,
+    PositionType,
+    TransformerArchitectureConfig,
+)
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.model import dropout, masks
-from swarmtrain.trainer.model.rotary import Rotary, rotate
-from swarmtrain.trainer.model.targets import IGNORE
-from swarmtrain.trainer.model.transformer import Loss
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+from swarmtrain.trainer.model.rotary import RotaryEmbedding, apply_rotary
+from swarmtrain.trainer.model.transformer import InPlaceCrossEntropyLoss
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 16}
 TOKENS = torch.arange(16).reshape(1, 16)
 
 
-def made(seed: int = 0, **changes: object) -> Transformer:
-    return Transformer(TransformerArchitectureConfig(**{**SHAPE, **changes}), seed).fill()
+def build_small_model(seed: int = 0, **changes: object) -> Transformer:
+    return Transformer(TransformerArchitectureConfig(**{**SHAPE, **changes}), seed).init_weights()
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"norm_type": NormType.rms, "mlp_type": MlpType.swiglu, "attention_num_kv_heads": 1, "weight_tying": False}]
 )
 def test_no_position_sees_the_future(options: dict[str, Any]) -> None:
-    model = made(**options)
+    model = build_small_model(**options)
     changed = TOKENS.clone()
     changed[0, 9] = 63
     before, after = model(TOKENS), model(changed)
@@ -38,7 +44,7 @@ def test_no_position_sees_the_future(options: dict[str, Any]) -> None:
 
 def test_order_of_tokens_matters() -> None:
     """Without positions, attention would give the last token the same output for any order of those before it."""
-    model = made()
+    model = build_small_model()
     swapped = TOKENS.clone()
     swapped[0, [2, 7]] = swapped[0, [7, 2]]
     assert not torch.allclose(model(TOKENS)[0, -1], model(swapped)[0, -1], atol=1e-6)
@@ -46,9 +52,9 @@ def test_order_of_tokens_matters() -> None:
 
 def test_parameters_are_a_function_of_seed_and_name() -> None:
     torch.manual_seed(1)
-    model = dict(made().named_parameters())
+    model = dict(build_small_model().named_parameters())
     torch.manual_seed(2)
-    again, deeper, other = (dict(made(**options).named_parameters()) for options in ({}, {"num_layers": 3}, {"seed": 1}))
+    again, deeper, other = (dict(build_small_model(**options).named_parameters()) for options in ({}, {"num_layers": 3}, {"seed": 1}))
     matrices = [name for name, parameter in model.items() if parameter.dim() == 2]
     assert all(torch.equal(model[name], again[name]) for name in matrices)
     assert not any(torch.equal(model[name], other[name]) for name in matrices)
@@ -58,51 +64,51 @@ def test_parameters_are_a_function_of_seed_and_name() -> None:
 
 
 def test_tied_weights_are_one() -> None:
-    model = made()
+    model = build_small_model()
     assert model.head.weight is model.embedding.weight
-    untied = made(weight_tying=False)
+    untied = build_small_model(weight_tying=False)
     assert untied.head.weight is not untied.embedding.weight
 
 
 def test_loss_is_the_sum_over_valid_targets() -> None:
-    model = made()
+    model = build_small_model()
     targets = torch.roll(TOKENS, -1)
     some = targets.clone()
-    some[0, 5:] = IGNORE
+    some[0, 5:] = IGNORE_INDEX
     probabilities = model(TOKENS).log_softmax(-1)[0, torch.arange(16), targets[0]]
     assert model(TOKENS, targets).item() == pytest.approx(-probabilities.sum().item(), rel=1e-6)
     assert model(TOKENS, some).item() == pytest.approx(-probabilities[:5].sum().item(), rel=1e-6)
-    assert model(TOKENS, torch.full_like(TOKENS, IGNORE)).item() == 0
+    assert model(TOKENS, torch.full_like(TOKENS, IGNORE_INDEX)).item() == 0
 
 
 def test_gradients_of_the_loss_are_torchs() -> None:
     logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([3, 0, IGNORE, 10, 3, IGNORE])
-    theirs = functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    targets = torch.tensor([3, 0, IGNORE_INDEX, 10, 3, IGNORE_INDEX])
+    theirs = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     [slope] = torch.autograd.grad(theirs * 3, logits)
-    ours = Loss()(logits * 1, targets).sum()
+    ours = InPlaceCrossEntropyLoss()(logits * 1, targets).sum()
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
     torch.testing.assert_close(torch.autograd.grad(ours * 3, logits), (slope,), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("percentage", [1.0, 0.5])
 @pytest.mark.parametrize("kind", [PositionType.rotary, PositionType.rotary_complex])
-def test_pairs_turn_by_their_angle_and_gradients_turn_back(kind: PositionType, percentage: float) -> None:
-    shape = TransformerArchitectureConfig(**{**SHAPE, "relative_position_embedding_type": kind, "rotary_percentage": percentage})
-    rotation = Rotary(shape)(7)
+def test_pairs_rotate_by_their_angle_and_gradients_rotate_back(kind: PositionType, percentage: float) -> None:
+    architecture = TransformerArchitectureConfig(**{**SHAPE, "relative_position_embedding_type": kind, "rotary_percentage": percentage})
+    rotation = RotaryEmbedding(architecture)(7)
     assert rotation is not None
     cosine, sine = (table.double() for table in rotation)
-    heads = torch.randn(2, 3, 7, shape.head_size, dtype=torch.float64, requires_grad=True)
-    turned, pairs = rotate(heads, (cosine, sine), kind), shape.rotary_dimensions // 2
+    heads = torch.randn(2, 3, 7, architecture.head_size, dtype=torch.float64, requires_grad=True)
+    turned, pairs = apply_rotary(heads, (cosine, sine), kind), architecture.rotary_dimensions // 2
     for pair in range(pairs):
         first, second = (pair, pair + pairs) if kind is PositionType.rotary else (2 * pair, 2 * pair + 1)
         whole = torch.complex(cosine[:, first], sine[:, pair]) * torch.complex(heads[..., first], heads[..., second])
         torch.testing.assert_close(torch.complex(turned[..., first], turned[..., second]), whole)
     assert torch.equal(turned[..., 2 * pairs :], heads[..., 2 * pairs :])
-    assert torch.autograd.gradcheck(lambda given: rotate(given, (cosine, sine), kind), heads)
+    assert torch.autograd.gradcheck(lambda given: apply_rotary(given, (cosine, sine), kind), heads)
 
 
-EVERYTHING: dict[str, Any] = {
+ALL_OPTIONS: dict[str, Any] = {
     "attention_bias": True,
     "mlp_bias": True,
     "key_query_norm": True,
@@ -114,11 +120,11 @@ EVERYTHING: dict[str, Any] = {
     "reset_position_ids": True,
     "layernorm": LayerNormConfig(layernorm_bias=True),
 }
-DROPPED: dict[str, Any] = {"dropout_embedding": 0.2, "dropout_after_attention": 0.2, "dropout_after_mlp": 0.2}
+DROPOUT: dict[str, Any] = {"dropout_embedding": 0.2, "dropout_after_attention": 0.2, "dropout_after_mlp": 0.2}
 
 
 def test_every_option_adds_what_it_says() -> None:
-    plain, full = ({name for name, _ in made(**options).named_parameters()} for options in ({}, EVERYTHING))
+    plain, full = ({name for name, _ in build_small_model(**options).named_parameters()} for options in ({}, ALL_OPTIONS))
     block = {
         "query.bias",
         "key.bias",
@@ -136,64 +142,64 @@ def test_every_option_adds_what_it_says() -> None:
 
 @pytest.mark.parametrize("kind", [PositionType.rotary, PositionType.rotary_complex])
 def test_a_packed_sample_is_its_documents_one_by_one(kind: PositionType) -> None:
-    model = made(**EVERYTHING, relative_position_embedding_type=kind)
+    model = build_small_model(**ALL_OPTIONS, relative_position_embedding_type=kind)
     documents = torch.tensor([[0] * 5 + [1] * 4 + [2] * 7])
     packed = model(TOKENS, documents=documents)
     alone = torch.cat([model(part) for part in TOKENS.split([5, 4, 7], dim=1)], dim=1)
     assert torch.allclose(packed, alone, atol=1e-6)
     assert not torch.allclose(packed[0, 5:], model(TOKENS)[0, 5:], atol=1e-4), "else nothing was kept apart"
-    without_positions = made(**{**EVERYTHING, "reset_position_ids": False}, relative_position_embedding_type=kind)
+    without_positions = build_small_model(**{**ALL_OPTIONS, "reset_position_ids": False}, relative_position_embedding_type=kind)
     assert torch.allclose(without_positions(TOKENS, documents=documents), packed, atol=1e-5), "only distances count"
 
 
 def test_local_heads_see_their_window_alone() -> None:
-    """Two layers of a window of 3 reach six tokens back."""
+    """Two layers with a window of 3 reach six tokens back."""
     changed = TOKENS.clone()
     changed[0, 2] = 63
-    local, mixed = (made(num_local_attention_heads=heads, local_attention_window_size=3) for heads in (4, 1))
+    local, mixed = (build_small_model(num_local_attention_heads=heads, local_attention_window_size=3) for heads in (4, 1))
     assert torch.equal(local(TOKENS)[0, 9:], local(changed)[0, 9:])
     assert not torch.allclose(local(TOKENS)[0, 8], local(changed)[0, 8], atol=1e-7)
     assert not torch.allclose(mixed(TOKENS)[0, 9:], mixed(changed)[0, 9:], atol=1e-7)
 
 
 def test_without_positions_a_token_sees_a_set() -> None:
-    model = made(relative_position_embedding_type=PositionType.none, num_layers=1)
+    model = build_small_model(relative_position_embedding_type=PositionType.none, num_layers=1)
     swapped = TOKENS.clone()
     swapped[0, [2, 7]] = swapped[0, [7, 2]]
     assert torch.allclose(model(TOKENS)[0, -1], model(swapped)[0, -1], atol=1e-6)
 
 
-def test_flex_attention_sees_what_a_mask_of_truth_values_shows() -> None:
+def test_flex_attention_sees_what_a_boolean_mask_shows() -> None:
     documents = torch.tensor([[0] * 100 + [1] * 156, [0] * 30 + [1] * 200 + [2] * 26])
     random = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(2, heads, 256, 16, generator=random) for heads in (4, 2, 2))
-    for seen in (masks.sees(documents, None), masks.sees(documents, 20), masks.sees(None, 20)):
+    for seen in (masks.build_mask_mod(documents, None), masks.build_mask_mod(documents, 20), masks.build_mask_mod(None, 20)):
         blocks = create_block_mask(seen, 2, None, 256, 256, device="cpu")
         flex = flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
-        shown = masks.mix(query, key, value, masks.truth(seen, 2, (256, 256), torch.device("cpu")))
+        shown = masks.compute_attention(query, key, value, masks.build_dense_mask(seen, 2, (256, 256), torch.device("cpu")))
         assert torch.allclose(flex, shown, atol=1e-5)
 
 
 def test_dropout_is_a_function_of_step_sample_layer_place_and_token() -> None:
-    model = made(**DROPPED)
+    model = build_small_model(**DROPOUT)
     four = TOKENS.repeat(4, 1)
-    with dropout.at(seed=7, first=0):
+    with dropout.seeded_dropout(seed=7, first_sample=0):
         whole = model(four)
         assert torch.equal(model(four), whole), "whatever was drawn before"
-    with dropout.at(seed=7, first=2):
+    with dropout.seeded_dropout(seed=7, first_sample=2):
         assert torch.allclose(model(four[2:]), whole[2:], atol=1e-6), "however samples are divided"
-    with dropout.at(seed=8, first=0):
+    with dropout.seeded_dropout(seed=8, first_sample=0):
         assert not torch.allclose(model(four), whole, atol=1e-3)
     assert not torch.allclose(whole[0], whole[1], atol=1e-3)
     model.eval()
-    assert torch.equal(model(four), made()(four))
+    assert torch.equal(model(four), build_small_model()(four))
 
 
 def test_dropout_drops_its_part_everywhere_alike() -> None:
-    """Within five standard deviations, for all elements, each token, each dimension, pairs of neighbours and of places."""
+    """Within five standard deviations: over all elements, each token, each dimension, and pairs of neighbours and of dropout places."""
     first, second = (dropout.Dropout(0.3, place) for place in ("0 attention", "1 attention"))
-    with dropout.at(seed=3, first=5):
-        numbers = dropout.noise(4, torch.arange(100))
+    with dropout.seeded_dropout(seed=3, first_sample=5):
+        numbers = dropout.compute_token_noise(4, torch.arange(100))
     one, other = (module(torch.ones(4, 100, 500), numbers) for module in (first, second))
     kept, too = one != 0, other != 0
     assert torch.allclose(one[kept], torch.tensor(1 / 0.7))
@@ -203,11 +209,11 @@ def test_dropout_drops_its_part_everywhere_alike() -> None:
             assert (part.float().mean(kinds) - mean).abs().max() < 5 * (mean * (1 - mean) / count) ** 0.5
 
 
-def test_dropout_of_attention_weights_is_off_when_a_loss_is_only_looked_at() -> None:
-    model = made(dropout_attention_probs=0.5)
+def test_dropout_of_attention_weights_is_off_in_evaluation() -> None:
+    model = build_small_model(dropout_attention_probs=0.5)
     torch.manual_seed(1)
     first = model(TOKENS)
     torch.manual_seed(1)
     assert torch.equal(model(TOKENS), first), "the same seed drops the same"
-    assert not torch.allclose(first, made()(TOKENS), atol=1e-4)
-    assert torch.equal(model.eval()(TOKENS), made()(TOKENS))
+    assert not torch.allclose(first, build_small_model()(TOKENS), atol=1e-4)
+    assert torch.equal(model.eval()(TOKENS), build_small_model()(TOKENS))

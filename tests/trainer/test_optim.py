@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import World, changed, deviation, train
+from worlds import LocalWorld, compute_deviation, merge_config, run_training
 
 from swarmtrain.config import Config
-from swarmtrain.config.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer import Optimizer, Transformer, parallelize, runtime
-from swarmtrain.trainer.optim.groups import divide
-from swarmtrain.trainer.optim.schedule import learning_rate
+from swarmtrain.trainer import Optimizer, Transformer, parallelize, start_runtime
+from swarmtrain.trainer.optim.lr_schedule import compute_learning_rate
+from swarmtrain.trainer.optim.param_groups import build_parameter_groups
 
 NAMES = ["embedding.weight", "blocks.0.attention.query.weight", "blocks.0.attention_norm.weight", "norm.weight"]
 
@@ -60,38 +60,40 @@ NAMES = ["embedding.weight", "blocks.0.attention.query.weight", "blocks.0.attent
 )
 def test_schedule(options: dict[str, Any], rates: dict[int, float]) -> None:
     schedule = LearningRateSchedulerConfig.model_validate_json(json.dumps({"learning_rate": 1.0, **options}))
-    assert {step: learning_rate(schedule, step, 10) for step in rates} == pytest.approx(rates)
+    assert {step: compute_learning_rate(schedule, step, 10) for step in rates} == pytest.approx(rates)
 
 
-def config_with(*groups: dict[str, Any]) -> Config:
+def build_groups_config(*groups: dict[str, Any]) -> Config:
     return Config.model_validate_json(json.dumps({"training_groups": groups}))
 
 
 def test_without_groups_there_is_one_of_all() -> None:
-    (group,) = divide(NAMES, config_with())
-    assert (group.parameters, group.weight_decay) == (tuple(NAMES), 1e-4)
+    (group,) = build_parameter_groups(NAMES, build_groups_config())
+    assert (group.parameter_names, group.weight_decay) == (tuple(NAMES), 1e-4)
 
 
 def test_groups_by_include_and_exclude() -> None:
     own = {"learning_rate": 0.5}
-    groups = divide(
+    groups = build_parameter_groups(
         NAMES,
-        config_with(
+        build_groups_config(
             {"group_name": "norms", "parameters_include": ["norm"], "weight_decay": 0.0, "learning_rate_scheduler": own},
             {"group_name": "rest", "parameters_exclude": ["norm"]},
         ),
     )
-    assert [group.parameters for group in groups] == [(NAMES[2], NAMES[3]), (NAMES[0], NAMES[1])]
+    assert [group.parameter_names for group in groups] == [(NAMES[2], NAMES[3]), (NAMES[0], NAMES[1])]
     assert [group.schedule.learning_rate for group in groups] == [0.5, 1e-3]
 
 
 def test_independent_weight_decay_is_the_same_at_every_learning_rate() -> None:
-    """At the height of the schedule a step takes exactly `weight_decay` off; a group that never moves loses nothing either."""
+    """At the schedule's peak a step decays by exactly `weight_decay`; a group whose rate is always 0 does not decay either."""
     for rate, decay in ((0.5, 0.02), (0.25, 0.04), (0.0, 0.0)):
         schedule = {"learning_rate": rate}
-        (group,) = divide(
+        (group,) = build_parameter_groups(
             NAMES,
-            config_with({"group_name": "all", "weight_decay": 0.01, "independent_weight_decay": True, "learning_rate_scheduler": schedule}),
+            build_groups_config(
+                {"group_name": "all", "weight_decay": 0.01, "independent_weight_decay": True, "learning_rate_scheduler": schedule}
+            ),
         )
         assert group.weight_decay == decay
 
@@ -109,23 +111,23 @@ def test_independent_weight_decay_is_the_same_at_every_learning_rate() -> None:
 )
 def test_groups_that_do_not_fit(groups: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(TrainingError) as caught:
-        divide(NAMES, config_with(*groups))
+        build_parameter_groups(NAMES, build_groups_config(*groups))
     assert caught.value.message == message
     assert caught.value.hint
     assert "embedding.weight" in caught.value.hint
 
 
 def test_groups_reach_the_optimizer(tmp_path: Path, config: dict[str, Any]) -> None:
-    """A group with rate 0 stands still: the run differs from one without groups, and two equal groups do not."""
+    """A group with rate 0 does not change: the run differs from one without groups. With two equal groups it does not."""
     halves = [{"group_name": "norms", "parameters_include": ["norm"]}, {"group_name": "rest", "parameters_exclude": ["norm"]}]
     frozen = [halves[0], {**halves[1], "learning_rate_scheduler": {"learning_rate": 0.0}}]
-    plain = train(tmp_path / "plain", config)
-    assert train(tmp_path / "halves", {**config, "training_groups": halves}) == plain
-    assert deviation(train(tmp_path / "frozen", {**config, "training_groups": frozen}), plain) > 1e-3
+    plain = run_training(tmp_path / "plain", config)
+    assert run_training(tmp_path / "halves", {**config, "training_groups": halves}) == plain
+    assert compute_deviation(run_training(tmp_path / "frozen", {**config, "training_groups": frozen}), plain) > 1e-3
 
 
-class _Asked(TorchDispatchMode):
-    """Counts numbers that are read one by one."""
+class _ScalarReadCounter(TorchDispatchMode):
+    """Counts the scalars that are read from tensors one by one."""
 
     count = 0
 
@@ -134,7 +136,7 @@ class _Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_norm_is_told_as_it_was_before_clipping() -> None:
+def test_the_norm_is_logged_as_it_was_before_clipping() -> None:
     sections = {
         "optimizer": {"method": "sgd", "momentum": 0.0, "gradient_clipping": 0.5},
         "learning_rate_scheduler": {"learning_rate": 1.0, "learning_rate_decay_style": "constant"},
@@ -142,17 +144,17 @@ def test_the_norm_is_told_as_it_was_before_clipping() -> None:
         "transformer_architecture": {"hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 8},
     }
     config = Config.model_validate_json(json.dumps(sections))
-    with runtime.start(config) as here:
-        model = parallelize(Transformer(config.transformer_architecture, 1), here)
+    with start_runtime(config) as rank_runtime:
+        model = parallelize(Transformer(config.transformer_architecture, 1), rank_runtime)
         optimizer = Optimizer(model, config)
         before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
         slopes = {name: torch.randn_like(parameter) for name, parameter in before.items()}
         for name, parameter in model.parameters.items():
             parameter.grad = slopes[name].clone()
-        with _Asked() as asked:
-            made = optimizer.prepare(1, torch.tensor(7.0))
+        with _ScalarReadCounter() as asked:
+            made = optimizer.prepare_step(1, torch.tensor(7.0))
             optimizer.step(1)
-    assert made.beside == (7.0,)
+    assert made.extra_scalars == (7.0,)
     assert not asked.count, "numbers are read together, or a GPU waits for each"
     size = sum(float((slope.double() ** 2).sum()) for slope in slopes.values()) ** 0.5
     assert made.gradient_norm == pytest.approx(size, rel=1e-6)
@@ -162,9 +164,9 @@ def test_the_norm_is_told_as_it_was_before_clipping() -> None:
         assert parameter.grad is None
 
 
-def test_loss_that_is_no_number_ends_the_run(tmp_path: Path, config: dict[str, Any]) -> None:
-    wild = changed(config, learning_rate_scheduler={"learning_rate": 1e30}, trainer={"save_interval": 1})
-    world = World(tmp_path, wild, 2)
+def test_a_nan_loss_ends_the_run(tmp_path: Path, config: dict[str, Any]) -> None:
+    wild = merge_config(config, learning_rate_scheduler={"learning_rate": 1e30}, trainer={"save_interval": 1})
+    world = LocalWorld(tmp_path, wild, 2)
     assert world.wait() == [1, 1]
-    assert "the loss is nan; " in world.log()
-    assert "values of rank 0's gradients are not finite, in embedding.weight, " in world.log()
+    assert "the loss is nan; " in world.read_log()
+    assert "values of rank 0's gradients are not finite, in embedding.weight, " in world.read_log()

@@ -1,4 +1,4 @@
-"""Learning from pairs: the loss is that of two models, one of which stays as it was, however all is divided."""
+"""Preference tuning: the loss is that of the tuned model and a frozen reference model, under every parallelism."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
-from worlds import changed, held_out, losses, manifest, told, train
+from worlds import merge_config, read_losses, read_manifest, read_metric, read_validation_losses, run_training
 
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.checkpoint import whole
+from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
-from swarmtrain.trainer.data.samples import Samples, open_data
+from swarmtrain.trainer.data.samples import TokenDataset, open_data
+from swarmtrain.trainer.inference import evaluate
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.use import evaluate
 
-LONG = 32
+SEQUENCE_LENGTH = 32
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "data": ({}, 2),
     "tensor": ({"model_parallel_size": 2}, 2),
@@ -30,31 +30,31 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "pipe": ({"pipe_parallel_size": 2}, 2),
     "fsdp": ({"data_parallel_type": "fsdp", "activation_checkpointing_type": "every_layer"}, 2),
 }
-BESIDE: dict[str, dict[str, Any]] = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"lora_config": {"rank": 4, "layers": ["query", "key", "value", "output", "up", "down"]}},
     "adapter": {"adapter_config": {}},
 }
 
 
-def pairs(folder: Path, name: str, count: int) -> None:
-    """Write `count` prompts of 3 to 9 tokens, each with a better answer of small and a worse one of great numbers."""
+def write_pairs(folder: Path, name: str, count: int) -> None:
+    """Write `count` prompts of 3 to 9 tokens, each with a preferred response of small token ids and a rejected one of large ids."""
     random = np.random.default_rng(count)
     prompts = [random.integers(0, 64, size=random.integers(3, 10)) for _ in range(count)]
     for kind, (low, high) in (("better", (0, 20)), ("worse", (40, 64))):
         answers = [random.integers(low, high, size=random.integers(2, 9)) for _ in prompts]
-        documents = [np.concatenate(both) for both in zip(prompts, answers, strict=True)]
-        memory_map.write(folder / f"{name}-{kind}", documents, "uint8", {"loss_mask": True})
+        documents = [np.concatenate(prompt_and_answer) for prompt_and_answer in zip(prompts, answers, strict=True)]
+        memory_map.write_token_files(folder / f"{name}-{kind}", documents, "uint8", {"loss_mask": True})
         mask = np.concatenate([np.repeat([0, 1], [len(prompt), len(answer)]) for prompt, answer in zip(prompts, answers, strict=True)])
         (folder / f"{name}-{kind}.mask.bin").write_bytes(mask.astype(np.uint8).tobytes())
 
 
 @pytest.fixture(scope="module")
-def base(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A model, and a config that tunes it on pairs."""
+def base_run(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of a language model, and a config that tunes the model on pairs."""
     folder = tmp_path_factory.mktemp("base")
-    train(folder, changed(config, trainer={"train_iterations": 3, "eval_iterations": 1}))
-    for name, count in (("train", 60), ("held-out", 24)):
-        pairs(folder, name, count)
+    run_training(folder, merge_config(config, trainer={"train_iterations": 3, "eval_iterations": 1}))
+    for name, count in (("train", 60), ("validation", 24)):
+        write_pairs(folder, name, count)
     data = {
         "data_prefixes": [str(folder / "train-better")],
         "rejected_prefixes": [str(folder / "train-worse")],
@@ -63,134 +63,151 @@ def base(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tu
     }
     begins = {"init_from": str(folder / "run" / "step-00000003"), "save_frozen_parameters": False, "train_iterations": 6}
     tuned = {**begins, "preference_config": {"beta": 0.5, "label_smoothing": 0.1}, "eval_iterations": 2}
-    return folder, changed(config, data=data, trainer=tuned, transformer_architecture=BESIDE["lora"])
+    return folder, merge_config(config, data=data, trainer=tuned, transformer_architecture=ADAPTERS["lora"])
 
 
 @pytest.fixture(scope="module")
-def alone(base: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single_rank_run(base_run: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    train(folder, base[1])
+    run_training(folder, base_run[1])
     return folder
 
 
-def model(found: whole.Whole, *, tuned: bool) -> Transformer:
-    shape = found.config.transformer_architecture
-    made = Transformer(shape if tuned else shape.model_copy(update={"lora_config": None, "adapter_config": None}), 0)
-    made.initial = found.parameter
-    return made.fill().eval()
+def load_trained_model(checkpoint: consolidated.ConsolidatedCheckpoint, *, tuned: bool) -> Transformer:
+    architecture = checkpoint.config.transformer_architecture
+    model = Transformer(architecture if tuned else architecture.model_copy(update={"lora_config": None, "adapter_config": None}), 0)
+    model.initial_value = checkpoint.load_parameter
+    return model.init_weights().eval()
 
 
-def likelihood(of: Transformer, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-likelihood of each answer, by the logits alone."""
+def compute_log_likelihood(model: Transformer, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-likelihood of each response, from the logits alone."""
     return (
-        -cross_entropy(of(tokens).flatten(0, 1).double(), targets.flatten(), ignore_index=-1, reduction="none").view(targets.shape).sum(1)
+        -cross_entropy(model(tokens).flatten(0, 1).double(), targets.flatten(), ignore_index=-1, reduction="none")
+        .view(targets.shape)
+        .sum(1)
     )
 
 
-def by_hand(config: Config, found: whole.Whole, data: Samples, ids: Any) -> tuple[float, float]:
-    """Return the mean loss of pairs, and the part of them that is judged right."""
+def compute_loss_by_hand(
+    config: Config, checkpoint: consolidated.ConsolidatedCheckpoint, data: TokenDataset, ids: Any
+) -> tuple[float, float]:
+    """Return the mean loss of pairs, and the fraction of pairs that is ranked correctly."""
     rows = data.load(ids)
-    (tuned, before) = (likelihood(model(found, tuned=each), rows.inputs, rows.targets) for each in (True, False))
-    gained = (tuned - before).view(-1, 2)
-    wished = config.trainer.preference_config
-    assert wished
-    margins = wished.beta * (gained[:, 0] - gained[:, 1])
-    smooth = wished.label_smoothing
+    (tuned, reference) = (
+        compute_log_likelihood(load_trained_model(checkpoint, tuned=each), rows.inputs, rows.targets) for each in (True, False)
+    )
+    gained = (tuned - reference).view(-1, 2)
+    preference_config = config.trainer.preference_config
+    assert preference_config
+    margins = preference_config.beta * (gained[:, 0] - gained[:, 1])
+    smooth = preference_config.label_smoothing
     return float(((1 - smooth) * -logsigmoid(margins) + smooth * -logsigmoid(-margins)).mean()), float((margins > 0).double().mean())
 
 
 @torch.no_grad()
-def test_the_loss_is_that_of_two_models(base: tuple[Path, dict[str, Any]], alone: Path) -> None:
-    measured, right = held_out(alone), told(alone, "held_out_accuracy")
+def test_the_loss_is_that_of_two_models(base_run: tuple[Path, dict[str, Any]], single_rank_run: Path) -> None:
+    measured, right = read_validation_losses(single_rank_run), read_metric(single_rank_run, "validation_accuracy")
     assert measured[0] == pytest.approx(np.log(2), abs=1e-4), "it begins as the other"
     assert measured[6] < measured[0] - 0.05
     assert 0.6 < right[6] < 1
-    config = Config.from_json(json.dumps(base[1]))
+    config = Config.from_json(json.dumps(base_run[1]))
     _, data = open_data(config)
     assert data
-    found = whole.find(alone / "run")
-    assert all(".lora." in name for name in found.content.tensors if name.startswith("model/"))
-    assert by_hand(config, found, data, data.batch(0, 24).ids) == pytest.approx((measured[6], right[6]), abs=1e-4)
-    assert manifest(alone, 6)["consumed_samples"] == 6 * 12
+    found = consolidated.find_checkpoint(single_rank_run / "run")
+    assert all(".lora." in name for name in found.manifest.tensors if name.startswith("model/"))
+    assert compute_loss_by_hand(config, found, data, data.build_batch(0, 24).ids) == pytest.approx((measured[6], right[6]), abs=1e-4)
+    assert read_manifest(single_rank_run, 6)["consumed_samples"] == 6 * 12
 
 
 @pytest.mark.test_all_only("more topologies; the gate has the loss of two models, and LoRA in these topologies")
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_divided_it_learns_the_same(base: tuple[Path, dict[str, Any]], alone: Path, name: str, tmp_path: Path) -> None:
+def test_sharded_it_learns_the_same(base_run: tuple[Path, dict[str, Any]], single_rank_run: Path, name: str, tmp_path: Path) -> None:
     topology, size = TOPOLOGIES[name]
-    assert train(tmp_path, changed(base[1], topology=topology), size) == pytest.approx(losses(alone), rel=1e-5)
-    # Where a model begins no pair is decided, and which way rounding has it is no matter.
-    right, alike = ({step: part for step, part in told(where, "accuracy").items() if step > 1} for where in (tmp_path, alone))
+    assert run_training(tmp_path, merge_config(base_run[1], topology=topology), size) == pytest.approx(
+        read_losses(single_rank_run), rel=1e-5
+    )
+    # At step 1 both models are equal and no pair is decided: only rounding ranks it.
+    right, alike = (
+        {step: part for step, part in read_metric(where, "accuracy").items() if step > 1} for where in (tmp_path, single_rank_run)
+    )
     assert right == pytest.approx(alike)
-    assert told(tmp_path, "held_out_accuracy")[6] == pytest.approx(told(alone, "held_out_accuracy")[6])
+    assert read_metric(tmp_path, "validation_accuracy")[6] == pytest.approx(read_metric(single_rank_run, "validation_accuracy")[6])
 
 
 @torch.no_grad()
-def test_adapters_learn_from_pairs_too(base: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    own = changed(base[1], transformer_architecture={"lora_config": None, **BESIDE["adapter"]})
-    train(tmp_path / "one", own)
-    assert held_out(tmp_path / "one")[6] < np.log(2) - 0.02
+def test_adapters_learn_from_pairs_too(base_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    own = merge_config(base_run[1], transformer_architecture={"lora_config": None, **ADAPTERS["adapter"]})
+    run_training(tmp_path / "one", own)
+    assert read_validation_losses(tmp_path / "one")[6] < np.log(2) - 0.02
     config = Config.from_json(json.dumps(own))
     _, data = open_data(config)
     assert data
-    assert by_hand(config, whole.find(tmp_path / "one" / "run"), data, data.batch(0, 24).ids)[0] == pytest.approx(
-        held_out(tmp_path / "one")[6], abs=1e-4
+    assert compute_loss_by_hand(config, consolidated.find_checkpoint(tmp_path / "one" / "run"), data, data.build_batch(0, 24).ids)[
+        0
+    ] == pytest.approx(read_validation_losses(tmp_path / "one")[6], abs=1e-4)
+    assert run_training(tmp_path / "two", merge_config(own, topology=TOPOLOGIES["pipe"][0]), 2) == pytest.approx(
+        read_losses(tmp_path / "one"), rel=1e-5
     )
-    assert train(tmp_path / "two", changed(own, topology=TOPOLOGIES["pipe"][0]), 2) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-def test_it_speaks_as_it_is_tuned(base: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Samples of a model that is tuned by pairs are those of the tuned model."""
+def test_it_generates_as_it_is_tuned(base_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Samples during preference tuning are those of the tuned model, not of the reference."""
     from swarmtrain.trainer.model import preference
 
-    made = Transformer(Config.from_json(json.dumps(base[1])).transformer_architecture, 1).fill()
+    made = Transformer(Config.from_json(json.dumps(base_run[1])).transformer_architecture, 1).init_weights()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if name.endswith(".b.weight"):
                 parameter.normal_()
     tokens = torch.randint(64, (2, 8))
     wanted = made(tokens)[:, -1]
-    preference.learn(made)
-    torch.testing.assert_close(made.last(tokens), wanted)
+    preference.restrict_adapters_to_first_half(made)
+    torch.testing.assert_close(made.compute_next_token_logits(tokens), wanted)
     assert (made(tokens)[1, -1] - wanted[1]).abs().max() > 0.1, "for the second half it does not count"
 
 
-def test_it_goes_on_in_another_world(base: tuple[Path, dict[str, Any]], alone: Path, tmp_path: Path) -> None:
-    train(tmp_path, changed(base[1], trainer={"train_iterations": 3}), 2)
-    train(tmp_path, base[1])
-    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
+def test_it_resumes_in_another_world(base_run: tuple[Path, dict[str, Any]], single_rank_run: Path, tmp_path: Path) -> None:
+    run_training(tmp_path, merge_config(base_run[1], trainer={"train_iterations": 3}), 2)
+    run_training(tmp_path, base_run[1])
+    assert read_losses(tmp_path) == pytest.approx(read_losses(single_rank_run), rel=1e-5)
 
 
-def test_long_answers_are_cut_and_pairs_stay_pairs(base: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_long_responses_are_truncated_and_pairs_stay_pairs(base_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     for kind, documents in (("better", [range(50), range(3)]), ("worse", [range(40), range(7)])):
-        memory_map.write(tmp_path / kind, [np.array(document) for document in documents], "uint8")
-    memory_map.write(tmp_path / "other", [np.arange(5)], "uint8")
-    shape = Config.from_json(json.dumps(base[1])).transformer_architecture
-    data = Samples([tmp_path / "better"], shape, 1, beside=[[tmp_path / "worse"]])
+        memory_map.write_token_files(tmp_path / kind, [np.array(document) for document in documents], "uint8")
+    memory_map.write_token_files(tmp_path / "other", [np.arange(5)], "uint8")
+    architecture = Config.from_json(json.dumps(base_run[1])).transformer_architecture
+    data = TokenDataset([tmp_path / "better"], architecture, 1, companion_prefixes=[[tmp_path / "worse"]])
     rows = data.load(np.array([1, 0]))
-    assert (rows.targets >= 0).sum(1).tolist() == [2, 6, LONG, LONG]
-    assert (data.targets(np.array([1, 0])), data.counted(np.array([1, 0]))) == (8 + 2 * LONG, 2)
+    assert (rows.targets >= 0).sum(1).tolist() == [2, 6, SEQUENCE_LENGTH, SEQUENCE_LENGTH]
+    assert (data.count_loss_tokens(np.array([1, 0])), data.compute_loss_denominator(np.array([1, 0]))) == (8 + 2 * SEQUENCE_LENGTH, 2)
     with pytest.raises(TrainingError, match=r"other has 1 documents, and .*better 2"):
-        Samples([tmp_path / "better"], shape, 1, beside=[[tmp_path / "other"]])
+        TokenDataset([tmp_path / "better"], architecture, 1, companion_prefixes=[[tmp_path / "other"]])
 
 
-def test_what_does_not_go_together_is_refused(base: tuple[Path, dict[str, Any]]) -> None:
+def test_incompatible_settings_are_refused(base_run: tuple[Path, dict[str, Any]]) -> None:
     def refused(match: str, **sections: Any) -> None:
         with pytest.raises(ValidationError, match=match):
-            Config.from_json(json.dumps(changed(base[1], **sections)))
+            Config.from_json(json.dumps(merge_config(base_run[1], **sections)))
 
     refused("they go together", trainer={"preference_config": None})
     refused("they go together", data={"rejected_prefixes": [], "validation_rejected_prefixes": []})
-    refused("something to tune beside", transformer_architecture={"lora_config": None}, trainer={"save_frozen_parameters": True})
+    refused("adapter parameters to train", transformer_architecture={"lora_config": None}, trainer={"save_frozen_parameters": True})
     refused("would change it", trainer={"finetunable_parameters": ["norm"]})
     refused("context_parallel_size", topology={"context_parallel_size": 2})
     refused("are missing", data={"validation_rejected_prefixes": []})
     refused("are 2 for 1", data={"rejected_prefixes": ["a", "b"]})
 
 
-@pytest.mark.usefixtures("_alone")
-def test_what_it_is_worth_is_what_training_said(base: tuple[Path, dict[str, Any]], alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"config": json.dumps(base[1]), "model": str(alone / "run"), "tasks": [], "json": False}
+@pytest.mark.usefixtures("_single_process")
+def test_evaluation_gives_what_training_logged(
+    base_run: tuple[Path, dict[str, Any]], single_rank_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"config": json.dumps(base_run[1]), "model": str(single_rank_run / "run"), "tasks": [], "json": False}
     assert evaluate.main(asked) == 0
-    accuracy = f"accuracy {told(alone, 'held_out_accuracy')[6]:.1%}"
-    assert f"held-out loss {held_out(alone)[6]:.4f} nats per pair, {accuracy}, over 24 samples" in capsys.readouterr().out
+    accuracy = f"accuracy {read_metric(single_rank_run, 'validation_accuracy')[6]:.1%}"
+    assert (
+        f"validation loss {read_validation_losses(single_rank_run)[6]:.4f} nats per pair, {accuracy}, over 24 samples"
+        in capsys.readouterr().out
+    )

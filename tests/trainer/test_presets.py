@@ -1,4 +1,4 @@
-"""Shapes of well-known models have as many parameters as those have."""
+"""Presets of well-known models have as many parameters as these models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from swarmtrain.config import presets
 from swarmtrain.trainer.model.transformer import Transformer
 
-# As their authors, or the files that are published, count them.
+# As counted by the authors, or in the published files.
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -33,6 +33,6 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", presets.NAMES)
+@pytest.mark.parametrize("name", presets.PRESET_NAMES)
 def test_parameters(name: str) -> None:
-    assert sum(parameter.numel() for parameter in Transformer(presets.preset(name), 0).parameters()) == PARAMETERS[name]
+    assert sum(parameter.numel() for parameter in Transformer(presets.load_preset(name), 0).parameters()) == PARAMETERS[name]

@@ -1,4 +1,4 @@
-"""Where time goes: a trace and a table of operations."""
+"""Profiling: a trace and a table of operations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import World, changed, train
+from worlds import LocalWorld, merge_config, run_training
 
 
 @pytest.mark.test_all_only("writes a whole trace")
 def test_trace_of_chosen_ranks_and_steps(tmp_path: Path, config: dict[str, Any]) -> None:
     options = {"profile_steps": 2, "profile_start_at_step": 3, "profile_ranks": [1], "record_shapes": True, "memory_snapshot": True}
-    world = World(tmp_path, changed(config, profiler=options), 2)
-    assert world.wait() == [0, 0], world.log()
+    world = LocalWorld(tmp_path, merge_config(config, profiler=options), 2)
+    assert world.wait() == [0, 0], world.read_log()
     assert sorted(path.name for path in (tmp_path / "run").glob("profile*")) == ["profile-rank-1.json", "profile-rank-1.txt"]
     events = json.loads((tmp_path / "run" / "profile-rank-1.json").read_text())["traceEvents"]
     attention = [event for event in events if "scaled_dot_product" in event.get("name", "") and "backward" not in event["name"]]
@@ -25,26 +25,26 @@ def test_trace_of_chosen_ranks_and_steps(tmp_path: Path, config: dict[str, Any])
     assert len(steps) == 2, "one to warm up is not in it"
     table = (tmp_path / "run" / "profile-rank-1.txt").read_text()
     assert "aten::addmm" in table or "aten::mm" in table
-    assert "no snapshot can be had" in (tmp_path / "rank-1.log").read_text()
+    assert "a snapshot of CPU memory is not available" in (tmp_path / "rank-1.log").read_text()
 
 
-def test_a_run_that_ends_too_early_leaves_what_was_traced(tmp_path: Path, config: dict[str, Any]) -> None:
-    short = changed(config, trainer={"train_iterations": 4}, profiler={"profile_steps": 20, "profile_start_at_step": 2})
-    train(tmp_path, short)
+def test_a_run_that_ends_too_early_writes_what_was_traced(tmp_path: Path, config: dict[str, Any]) -> None:
+    short = merge_config(config, trainer={"train_iterations": 4}, profiler={"profile_steps": 20, "profile_start_at_step": 2})
+    run_training(tmp_path, short)
     events = json.loads((tmp_path / "run" / "profile.json").read_text())["traceEvents"]
     assert any("scaled_dot_product" in event.get("name", "") for event in events)
 
 
 def test_one_timeline_of_all_ranks(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Two nodes, a pipeline of two stages with two chunks each, and a run that ends with the last step that is shown."""
-    piped = changed(
+    """A pipeline of two ranks with two stages each, and a run that ends with the last step that is shown."""
+    piped = merge_config(
         config,
         topology={"pipe_parallel_size": 2, "pipe_stages_per_rank": 2, "micro_batch_size": 3},
         transformer_architecture={"num_layers": 4},
         profiler={"timeline_steps": 2, "timeline_start_at_step": 10},
     )
-    world = World(tmp_path, piped, 2)
-    assert world.wait() == [0, 0], world.log()
+    world = LocalWorld(tmp_path, piped, 2)
+    assert world.wait() == [0, 0], world.read_log()
     whole = json.loads((tmp_path / "run" / "timeline.json").read_text())
     assert 0 < whole["otherData"]["accuracy_microseconds"] < 5000
     spans = [event for event in whole["traceEvents"] if event["ph"] == "X"]

@@ -1,4 +1,4 @@
-"""A rank's surroundings: stores of successive attempts, the config's origin, the user's options, secrets, signals."""
+"""A rank's runtime: stores of successive attempts, the config's origin, the user's options, secrets, signals."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ import pytest
 import torch
 from pydantic import BaseModel
 from torch.distributed import TCPStore
-from worlds import World
+from worlds import LocalWorld
 
 from swarmtrain.config import Config
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
-from swarmtrain.trainer import runtime
-from swarmtrain.trainer.guard import StopFlag
-from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.runtime import Runtime, _create_store, read_config, read_options, seed_everything
 
 
-class Options(BaseModel, extra="forbid"):
+class ScriptOptions(BaseModel, extra="forbid"):
     colour: Literal["red", "blue"] = "red"
 
 
-def here(secrets: dict[str, str]) -> Runtime:
+def build_runtime(secrets: dict[str, str]) -> Runtime:
     return Runtime(Config(), 0, 1, 0, torch.device("cpu"), "run", "node0", None, secrets)
 
 
 @pytest.mark.parametrize(("agents", "shared"), [(1, False), (2, True)])
 def test_attempts_of_one_agent_do_not_share_keys(monkeypatch: pytest.MonkeyPatch, agents: int, shared: bool) -> None:
-    """With several agents restart counts differ, so that a prefix made of them would keep ranks apart for ever."""
+    """With several agents restart counts differ, so that a prefix made from them would keep ranks apart forever."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in {**environ, "GROUP_WORLD_SIZE": str(agents)}.items():
@@ -38,7 +37,7 @@ def test_attempts_of_one_agent_do_not_share_keys(monkeypatch: pytest.MonkeyPatch
     stores = []
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        stores.append(runtime._store(here({})))
+        stores.append(_create_store(build_runtime({})))
     stores[0].set("address of rank 0", "stale")
     stores[0].get("address of rank 0")  # set alone does not wait for the server
     assert stores[1].check(["address of rank 0"]) is shared
@@ -47,38 +46,38 @@ def test_attempts_of_one_agent_do_not_share_keys(monkeypatch: pytest.MonkeyPatch
 def test_the_launchers_config_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(Config.model_validate_json('{"trainer": {"seed": 7}}').to_json())
     (tmp_path / "config.yml").write_text("trainer: {seed: 8}")
-    assert runtime.read_config([str(tmp_path / "config.yml")]).trainer.seed == 8
-    assert runtime.read_config([str(tmp_path / "config.yml"), "-o", "trainer.seed=9"]).trainer.seed == 9
+    assert read_config([str(tmp_path / "config.yml")]).trainer.seed == 8
+    assert read_config([str(tmp_path / "config.yml"), "-o", "trainer.seed=9"]).trainer.seed == 9
     monkeypatch.setenv("SWARMTRAIN_CONFIG", str(tmp_path / "config.json"))
-    assert runtime.read_config(["an argument of the script's own"]).trainer.seed == 7
+    assert read_config(["an argument of the script's own"]).trainer.seed == 7
 
 
 def test_no_config_at_all() -> None:
     with pytest.raises(SwarmtrainError, match="needs a config"):
-        runtime.read_config([])
+        read_config([])
 
 
 def test_the_users_options() -> None:
     good, bad = (Config.model_validate_json(f'{{"script": {{"colour": "{colour}"}}}}') for colour in ("blue", "green"))
-    assert runtime.read_options(Options, good).colour == "blue"
+    assert read_options(ScriptOptions, good).colour == "blue"
     with pytest.raises(ConfigError, match=r"config script\.colour: must be 'red' or 'blue'"):
-        runtime.read_options(Options, bad)
+        read_options(ScriptOptions, bad)
 
 
 def test_secrets(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("sesame\n")
-    assert here({"TOKEN": str(tmp_path / "token")}).secret("TOKEN") == "sesame"
-    assert here({}).secret("TOKEN") is None
+    assert build_runtime({"TOKEN": str(tmp_path / "token")}).read_secret("TOKEN") == "sesame"
+    assert build_runtime({}).read_secret("TOKEN") is None
     with pytest.raises(TrainingError, match="secret TOKEN"):
-        here({"TOKEN": str(tmp_path / "nothing")}).secret("TOKEN")
+        build_runtime({"TOKEN": str(tmp_path / "nothing")}).read_secret("TOKEN")
 
 
 def test_seeds_repeat() -> None:
-    runtime.seed("a", 1)
+    seed_everything("a", 1)
     first = torch.rand(3)
-    runtime.seed("a", 2)
+    seed_everything("a", 2)
     second = torch.rand(3)
-    runtime.seed("a", 1)
+    seed_everything("a", 1)
     assert torch.equal(first, torch.rand(3))
     assert not torch.equal(first, second)
 
@@ -86,22 +85,22 @@ def test_seeds_repeat() -> None:
 def test_stop_flag() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopFlag() as stop:
-        assert not stop.raised
+        assert not stop.is_set
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.raised
+        assert stop.is_set
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_second_interrupt_is_obeyed_at_once() -> None:
+def test_a_second_interrupt_stops_at_once() -> None:
     with StopFlag() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.raised
+        assert stop.is_set
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ranks_of_which_some_have_no_gpu(config: dict[str, Any], tmp_path: Path) -> None:
-    """Each kind of device has a backend of its own, at which those who have none would be waited for."""
-    world = World(tmp_path, config, 2, {"SWARMTRAIN_NODE": "node7"}, script="other_device")
+def test_ranks_of_which_some_have_no_gpu_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    """Each device type has its own backend, which would wait for the ranks without that device."""
+    world = LocalWorld(tmp_path, config, 2, {"SWARMTRAIN_NODE": "node7"}, script="mixed_devices")
     assert world.wait() == [1, 1]
-    assert world.log().count("TrainingError: rank 1 on node7: sees no GPU, and other ranks of this run do") == 2
+    assert world.read_log().count("TrainingError: rank 1 on node7: sees no GPU, and other ranks of this run do") == 2

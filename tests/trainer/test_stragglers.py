@@ -1,4 +1,4 @@
-"""Which rank the others wait for: found where there is one, and nothing said where there is none."""
+"""Stragglers, for which the other ranks wait: found if there is one, and not reported if there is none."""
 
 from __future__ import annotations
 
@@ -14,108 +14,111 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds import CONTEXT, World, changed
+from worlds import CONTEXT, LocalWorld, merge_config
 
-from swarmtrain import wire
-from swarmtrain.entrypoint.notices import Notices
-from swarmtrain.entrypoint.rendezvous import BoardServer
-from swarmtrain.trainer.metrics.pace import Work
-from swarmtrain.trainer.metrics.stragglers import IN_A_ROW, Report, Slowest, Stragglers, slower
-from swarmtrain.wire import Event
+from swarmtrain import protocol
+from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
+from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
+from swarmtrain.protocol import Event
+from swarmtrain.trainer.health.rank_timing import RankTiming
+from swarmtrain.trainer.health.stragglers import CONSECUTIVE_COMPARISONS, Straggler, StragglerDetector, StragglerReport, find_slow_ranks
 
-EVEN = [Work(f"node{rank // 2}", stage=0, step=1.0, passes=2, blocks=10, block=0.015, data=0.001) for rank in range(8)]
-SLOW = Slowest(3, "node1", 0.3, "compute")
+EVEN_RANKS = [
+    RankTiming(f"node{rank // 2}", stage=0, step_seconds=1.0, micro_batch_count=2, block_count=10, block_seconds=0.015, data_seconds=0.001)
+    for rank in range(8)
+]
+SLOWEST_RANK = Straggler(3, "node1", 0.3, "compute")
 
 
-def with_rank(rank: int, **values: Any) -> list[Work]:
-    return [replace(work, **values) if each == rank else work for each, work in enumerate(EVEN)]
+def change_rank(rank: int, **values: Any) -> list[RankTiming]:
+    return [replace(work, **values) if each == rank else work for each, work in enumerate(EVEN_RANKS)]
 
 
 def test_of_ranks_that_are_alike_none_is_the_slowest() -> None:
-    assert not slower(EVEN)
-    assert not slower(EVEN[:1])
+    assert not find_slow_ranks(EVEN_RANKS)
+    assert not find_slow_ranks(EVEN_RANKS[:1])
 
 
 def test_a_step_is_longer_by_what_one_rank_does_beyond_the_median() -> None:
-    (found,) = slower(with_rank(3, block=0.018))  # 2 passes of 10 blocks, three times 3 ms: 180 ms of a second
-    assert found == Slowest(3, "node1", pytest.approx(0.18 / max(0.82, 0.902)), "compute")
-    (found,) = slower(with_rank(6, data=0.101))
-    assert found == Slowest(6, "node3", pytest.approx(0.2 / 0.902), "data")
+    (found,) = find_slow_ranks(change_rank(3, block_seconds=0.018))  # 2 micro batches x 10 blocks x 3 x 3 ms = 180 ms of a second
+    assert found == Straggler(3, "node1", pytest.approx(0.18 / max(0.82, 0.902)), "compute")
+    (found,) = find_slow_ranks(change_rank(6, data_seconds=0.101))
+    assert found == Straggler(6, "node3", pytest.approx(0.2 / 0.902), "data")
 
 
-def test_who_was_dealt_less_makes_nobody_wait() -> None:
-    assert not slower(with_rank(3, block=0.025, passes=1))
-    assert not slower(with_rank(3, passes=0, block=0.0))
+def test_a_rank_that_was_assigned_less_makes_no_other_wait() -> None:
+    assert not find_slow_ranks(change_rank(3, block_seconds=0.025, micro_batch_count=1))
+    assert not find_slow_ranks(change_rank(3, micro_batch_count=0, block_seconds=0.0))
 
 
 def test_of_two_ranks_the_slower_one_is_slow_by_all_of_the_difference() -> None:
-    (found,) = slower([EVEN[0], replace(EVEN[2], data=0.201)])
-    assert (found.rank, found.by) == (1, pytest.approx(0.4 / 0.902))
+    (found,) = find_slow_ranks([EVEN_RANKS[0], replace(EVEN_RANKS[2], data_seconds=0.201)])
+    assert (found.rank, found.slowdown) == (1, pytest.approx(0.4 / 0.902))
 
 
-def test_the_stages_of_a_pipeline_are_no_match_for_each_other() -> None:
-    staged = [replace(work, stage=rank // 4, block=0.015 * (1 + rank // 4)) for rank, work in enumerate(EVEN)]
-    assert not slower(staged)
-    assert [each.rank for each in slower([*staged[:5], replace(staged[5], block=0.04), *staged[6:]])] == [5]
-    assert not slower([EVEN[0], replace(EVEN[1], stage=1, block=0.1)])
+def test_the_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
+    staged = [replace(work, stage=rank // 4, block_seconds=0.015 * (1 + rank // 4)) for rank, work in enumerate(EVEN_RANKS)]
+    assert not find_slow_ranks(staged)
+    assert [each.rank for each in find_slow_ranks([*staged[:5], replace(staged[5], block_seconds=0.04), *staged[6:]])] == [5]
+    assert not find_slow_ranks([EVEN_RANKS[0], replace(EVEN_RANKS[1], stage=1, block_seconds=0.1)])
 
 
-def judged(*found: tuple[Slowest, ...]) -> list[Report]:
-    judge = Stragglers()
-    return [told for each in found if (told := judge.judge(each))]
+def judge_all(*measurements: tuple[Straggler, ...]) -> list[StragglerReport]:
+    judge = StragglerDetector()
+    return [report for each in measurements if (report := judge.update(each))]
 
 
-def test_it_is_told_once_and_again_when_it_changes() -> None:
-    slow, other = (SLOW,), (replace(SLOW, part="data", by=0.5),)
-    assert not judged(*[slow] * (IN_A_ROW - 1), (), *[slow] * (IN_A_ROW - 1))
-    assert not judged(*[(replace(SLOW, by=0.19),)] * 50)
-    assert not judged(*[slow, (replace(SLOW, rank=2),)] * 50), "by turns, so that it is chance"
-    told = judged(*[slow] * 50, *[other] * 50, *[()] * 50, *[slow] * 50)
-    assert [(each.slowest, each.message) for each in told] == [
-        (SLOW, "rank 3 on node1: the others wait, a step takes 30% longer, since computing is slower there"),
+def test_it_is_reported_once_and_again_when_it_changes() -> None:
+    slow, other = (SLOWEST_RANK,), (replace(SLOWEST_RANK, phase="data", slowdown=0.5),)
+    assert not judge_all(*[slow] * (CONSECUTIVE_COMPARISONS - 1), (), *[slow] * (CONSECUTIVE_COMPARISONS - 1))
+    assert not judge_all(*[(replace(SLOWEST_RANK, slowdown=0.19),)] * 50)
+    assert not judge_all(*[slow, (replace(SLOWEST_RANK, rank=2),)] * 50), "by turns, so that it is chance"
+    told = judge_all(*[slow] * 50, *[other] * 50, *[()] * 50, *[slow] * 50)
+    assert [(each.straggler, each.message) for each in told] == [
+        (SLOWEST_RANK, "rank 3 on node1: the others wait, a step takes 30% longer, since computing is slower there"),
         (*other, "rank 3 on node1: the others wait, a step takes 50% longer, since data is slow to come there"),
         (None, "node1 keeps up with the others again"),
-        (SLOW, "rank 3 on node1: the others wait, a step takes 30% longer, since computing is slower there"),
+        (SLOWEST_RANK, "rank 3 on node1: the others wait, a step takes 30% longer, since computing is slower there"),
     ]
-    (node,) = judged(*[(SLOW, replace(SLOW, rank=2), replace(SLOW, rank=4, node="node2", by=0.25))] * 50)
+    (node,) = judge_all(*[(SLOWEST_RANK, replace(SLOWEST_RANK, rank=2), replace(SLOWEST_RANK, rank=4, node="node2", slowdown=0.25))] * 50)
     assert node.message.startswith("ranks 2, 3 on node1: "), "once, and not of both nodes by turns"
 
 
-def test_ranks_that_are_slow_by_chance_are_no_stragglers() -> None:
-    """A day's comparisons of eight ranks, each of which is slower than it should be by 30 % every now and then."""
-    judge, chance = Stragglers(), np.random.default_rng(1).choice([1.0, 1.0, 1.0, 1.3], (24 * 360, len(EVEN)))
+def test_ranks_that_are_slow_by_chance_are_not_stragglers() -> None:
+    """One day of comparisons of eight ranks, each of which is 30 % slower now and then."""
+    judge, chance = StragglerDetector(), np.random.default_rng(1).choice([1.0, 1.0, 1.0, 1.3], (24 * 360, len(EVEN_RANKS)))
     for factors in chance.tolist():
-        works = [replace(work, block=work.block * factor) for work, factor in zip(EVEN, factors, strict=True)]
-        assert judge.judge(slower(works)) is None
+        works = [replace(work, block_seconds=work.block_seconds * factor) for work, factor in zip(EVEN_RANKS, factors, strict=True)]
+        assert judge.update(find_slow_ranks(works)) is None
 
 
-def _burn() -> None:
+def _burn_cpu() -> None:
     while True:
         pass
 
 
 @contextmanager
-def load() -> Iterator[None]:
-    """Other work for every core of a small machine, in the body."""
-    burning = [CONTEXT.Process(target=_burn, daemon=True) for _ in range(2)]
-    for process in burning:
+def cpu_load() -> Iterator[None]:
+    """Load every core of a small machine with other work during the body."""
+    processes = [CONTEXT.Process(target=_burn_cpu, daemon=True) for _ in range(2)]
+    for process in processes:
         process.start()
     yield
-    for process in burning:
+    for process in processes:
         process.kill()
         process.join()
 
 
 @pytest.fixture
-def published() -> list[Event]:
+def published_events() -> list[Event]:
     return []
 
 
 @pytest.fixture
-def board(published: list[Event]) -> Iterator[str]:
+def coordinator_address(published_events: list[Event]) -> Iterator[str]:
     limits = {"max_restarts": 3, "max_restarts_per_hour": 20, "min_nodes": 1}
-    notices = Notices(run="test", **limits, boot="b", now=time.monotonic, publish=published.append)
-    with BoardServer(("127.0.0.1", 0), notices) as server:
+    coordinator = Coordinator(run="test", **limits, boot_id="b", clock=time.monotonic, publish=published_events.append)
+    with CoordinatorServer(("127.0.0.1", 0), coordinator) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield f"127.0.0.1:{server.server_address[1]}"
         server.shutdown()
@@ -123,28 +126,30 @@ def board(published: list[Event]) -> Iterator[str]:
 
 @pytest.mark.test_all_only("measures for 10 s and more which rank is slow")
 def test_ranks_that_load_or_compute_more_slowly_are_named_and_even_ones_under_load_are_not(
-    tmp_path: Path, config: dict[str, Any], board: str, published: list[Event]
+    tmp_path: Path, config: dict[str, Any], coordinator_address: str, published_events: list[Event]
 ) -> None:
-    def told() -> list[dict[str, Any]]:
-        return [event.data for event in published if event.kind == wire.STRAGGLER]
+    def list_stragglers() -> list[dict[str, Any]]:
+        return [event.data for event in published_events if event.kind == protocol.EVENT_STRAGGLER]
 
-    def compared() -> list[dict[str, Any]]:
+    def list_comparisons() -> list[dict[str, Any]]:
         path = tmp_path / "run" / "metrics.jsonl"
-        return [line for line in map(json.loads, path.read_text().splitlines() if path.exists() else []) if "slowest_by" in line]
+        return [line for line in map(json.loads, path.read_text().splitlines() if path.exists() else []) if "slowest_rank_slowdown" in line]
 
-    endless = changed(config, trainer={"train_iterations": 1_000_000, "eval_interval": None}, logger={"audit_dir": None})
-    world = World(tmp_path, endless, 3, {"SWARMTRAIN_BOARD": board, "SWARMTRAIN_NODE": "node7"}, script="uneven")
-    with load():
-        world.until(lambda: len(compared()) >= 8)
-    assert not told(), compared()
+    endless = merge_config(config, trainer={"train_iterations": 1_000_000, "eval_interval": None}, logger={"audit_dir": None})
+    world = LocalWorld(
+        tmp_path, endless, 3, {"SWARMTRAIN_COORDINATOR": coordinator_address, "SWARMTRAIN_NODE": "node7"}, script="slow_ranks"
+    )
+    with cpu_load():
+        world.wait_until(lambda: len(list_comparisons()) >= 8)
+    assert not list_stragglers(), list_comparisons()
     (tmp_path / "slow-data").touch()
-    world.until(told)
-    assert {key: told()[0][key] for key in ("rank", "node", "part")} == {"rank": 1, "node": "node7", "part": "data"}
-    assert compared()[-1]["slowest_rank"] == 1
+    world.wait_until(list_stragglers)
+    assert {key: list_stragglers()[0][key] for key in ("rank", "node", "phase")} == {"rank": 1, "node": "node7", "phase": "data"}
+    assert list_comparisons()[-1]["slowest_rank"] == 1
     (tmp_path / "slow-data").rename(tmp_path / "slow-compute")
-    world.until(lambda: len(told()) > 1)
-    assert {key: told()[1][key] for key in ("rank", "part")} == {"rank": 2, "part": "compute"}
-    world.send(0, signal.SIGTERM)
+    world.wait_until(lambda: len(list_stragglers()) > 1)
+    assert {key: list_stragglers()[1][key] for key in ("rank", "phase")} == {"rank": 2, "phase": "compute"}
+    world.send_signal(0, signal.SIGTERM)
     world.wait()
-    assert "rank 1 on node7: the others wait, a step takes " in world.log()
-    assert len(told()) == 2
+    assert "rank 1 on node7: the others wait, a step takes " in world.read_log()
+    assert len(list_stragglers()) == 2

@@ -1,4 +1,4 @@
-"""Every way to divide a run is the same run: each takes over from the one before, and no loss shows where."""
+"""Every topology gives the same run: each resumes from the one before, and the losses do not show where."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import World, changed, deviation, held_out, losses, manifest, train
+from worlds import LocalWorld, compute_deviation, merge_config, read_losses, read_manifest, read_validation_losses, run_training
 
 BATCH = 16
 FSDP = {"data_parallel_type": "fsdp"}
 RECOMPUTED = {"activation_checkpointing_type": "every_layer"}
 HSDP = {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2}
-EACH = {"reduce_every_micro_batch": True}
+REDUCE_EVERY_MICRO_BATCH = {"reduce_every_micro_batch": True}
 TENSOR = {"model_parallel_size": 2}
 PIPE = {"pipe_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 
-# topology, ranks, optimizer, ranks that divide the embedding among them
+# topology, ranks, optimizer, number of ranks that shard the embedding
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "fsdp": ({**FSDP, **RECOMPUTED}, 2, {}, 2),
     "pipe x fsdp": ({**PIPE, **FSDP, "activation_checkpointing_type": "every_pipe_stage"}, 4, {}, 2),
@@ -30,7 +30,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "tensor x fsdp": ({**TENSOR, **FSDP, "cpu_offload": True}, 4, {}, 4),
     "tensor and sequence": ({**TENSOR, "sequence_parallel": True, "activation_checkpointing_type": "selective"}, 2, {}, 2),
     "zero": ({}, 2, {"zero": True}, 2),
-    "hsdp": ({**HSDP, **EACH}, 4, {}, 2),
+    "hsdp": ({**HSDP, **REDUCE_EVERY_MICRO_BATCH}, 4, {}, 2),
     "context": (CONTEXT, 2, {}, 1),
     "context x hsdp": ({**CONTEXT, **HSDP, **RECOMPUTED}, 4, {}, 2),
     "context x tensor x fsdp": ({**CONTEXT, **TENSOR, **FSDP, "sequence_parallel": True}, 4, {}, 4),
@@ -63,59 +63,62 @@ UNTIED = {
 }
 
 
-def _without(name: str) -> list[str]:
-    """Return all topologies but one: eight ranks are much for two cores."""
+def _list_others(name: str) -> list[str]:
+    """Return all topologies but `name`: eight ranks are a lot for two cores."""
     return [other for other in TOPOLOGIES if other != name]
 
 
 @pytest.mark.parametrize(
     ("shape", "accumulation", "names"),
     [
-        (TIED, 2, _without("pipe x tensor x fsdp")),
-        pytest.param(UNTIED, 1, _without("pipe x hsdp")[::-1], marks=pytest.mark.test_all_only("a second chain of 16 topologies")),
+        (TIED, 2, _list_others("pipe x tensor x fsdp")),
+        pytest.param(UNTIED, 1, _list_others("pipe x hsdp")[::-1], marks=pytest.mark.test_all_only("a second chain of 16 topologies")),
     ],
     ids=["fp32, tied, accumulation 2", "fp64, untied, accumulation 1"],
 )
-def test_each_takes_over_from_the_other(
+def test_each_topology_resumes_the_other(
     tmp_path: Path, config: dict[str, Any], shape: dict[str, Any], accumulation: int, names: list[str]
 ) -> None:
-    base = changed(
+    base = merge_config(
         config,
         transformer_architecture=shape,
         topology={"global_batch_size": BATCH},
         learning_rate_scheduler={"learning_rate": 3e-3, "learning_rate_decay_iters": 30},
     )
     last = 2 * len(names)
-    groups = 4 + 1  # one a block and one for the rest
+    groups = 4 + 1  # one per block and one for the rest
     traced = {"fsdp": groups, "hsdp": groups * accumulation}
     for number, name in enumerate(names, start=1):
         topology, size, optimizer, parts = TOPOLOGIES[name]
         replicas = size // prod(topology.get(f"{kind}_parallel_size", 1) for kind in ("model", "pipe", "context"))
-        one = changed(
+        one = merge_config(
             base,
             topology={**topology, "micro_batch_size": BATCH // max(replicas * accumulation, topology.get("pipe_parallel_size", 1))},
             optimizer=optimizer,
             trainer={"train_iterations": 2 * number, "eval_interval": last},
             profiler={"profile_steps": int(name in traced), "profile_start_at_step": 1},
         )
-        train(tmp_path / "many", one, size)
-        chunks = manifest(tmp_path / "many", 2 * number)["tensors"]
+        run_training(tmp_path / "many", one, size)
+        chunks = read_manifest(tmp_path / "many", 2 * number)["tensors"]
         assert {len(chunks[f"{part}/embedding.weight"]["chunks"]) for part in ("model", "optimizer/exp_avg")} == {parts}
         if name in traced:
-            assert collectives(tmp_path / "many", "reduce_scatter") == traced[name]
+            assert count_collectives(tmp_path / "many", "reduce_scatter") == traced[name]
     bound = {"float32": 1e-6, "float64": 1e-12}[shape["precision"]]
     micro = {"micro_batch_size": BATCH // accumulation}
-    together = train(tmp_path / "one", changed(base, topology=micro, trainer={"train_iterations": last, "eval_interval": last}))
-    assert deviation(together, losses(tmp_path / "many")) < bound
-    alone, many = held_out(tmp_path / "one"), held_out(tmp_path / "many")  # each of many has measured at its own end, too
-    assert deviation(alone, {step: many[step] for step in alone}) < bound
+    together = run_training(tmp_path / "one", merge_config(base, topology=micro, trainer={"train_iterations": last, "eval_interval": last}))
+    assert compute_deviation(together, read_losses(tmp_path / "many")) < bound
+    alone, many = (
+        read_validation_losses(tmp_path / "one"),
+        read_validation_losses(tmp_path / "many"),
+    )  # each of many has also evaluated at its own end
+    assert compute_deviation(alone, {step: many[step] for step in alone}) < bound
     assert together[last] < 0.95 * together[1], "a model that learns nothing is equal to anything"
 
 
 @pytest.fixture(scope="module")
-def uneven(config: dict[str, Any]) -> dict[str, Any]:
-    """Three micro batches a step: two ranks have unequal shares, and of four one has none."""
-    return changed(
+def uneven_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Three micro batches per step: two ranks have unequal numbers of them, and one of four ranks has none."""
+    return merge_config(
         config,
         topology={"global_batch_size": 3, "micro_batch_size": 1},
         trainer={"train_iterations": 40, "eval_interval": 20},
@@ -124,39 +127,39 @@ def uneven(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, uneven: dict[str, Any]) -> Path:
-    """That run on one rank."""
+def single_rank_run(tmp_path_factory: pytest.TempPathFactory, uneven_config: dict[str, Any]) -> Path:
+    """A run of `uneven_config` on one rank."""
     folder = tmp_path_factory.mktemp("alone")
-    train(folder, uneven)
+    run_training(folder, uneven_config)
     return folder
 
 
-@pytest.mark.parametrize(("name", "changes"), [("fsdp", EACH), ("hsdp", {}), ("zero", {})])
-def test_divided_state_is_one_process_bit_for_bit(
-    tmp_path: Path, uneven: dict[str, Any], alone: Path, name: str, changes: dict[str, Any]
+@pytest.mark.parametrize(("name", "changes"), [("fsdp", REDUCE_EVERY_MICRO_BATCH), ("hsdp", {}), ("zero", {})])
+def test_a_sharded_state_is_one_process_bit_for_bit(
+    tmp_path: Path, uneven_config: dict[str, Any], single_rank_run: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    """With uneven shares, interrupted half-way, and long enough for a last bit to show."""
+    """With uneven numbers of micro batches, interrupted half-way, and long enough for a difference in a last bit to show."""
     topology, size, optimizer, _ = TOPOLOGIES[name]
-    divided = changed(uneven, topology={**topology, **changes}, optimizer=optimizer)
-    train(tmp_path, changed(divided, trainer={"train_iterations": 20}), size)
-    assert train(tmp_path, divided, size) == losses(alone)
-    assert held_out(tmp_path) == held_out(alone)
+    divided = merge_config(uneven_config, topology={**topology, **changes}, optimizer=optimizer)
+    run_training(tmp_path, merge_config(divided, trainer={"train_iterations": 20}), size)
+    assert run_training(tmp_path, divided, size) == read_losses(single_rank_run)
+    assert read_validation_losses(tmp_path) == read_validation_losses(single_rank_run)
 
 
-def collectives(folder: Path, name: str) -> int:
-    """Return how many collectives called `name` the traced step has started."""
+def count_collectives(folder: Path, name: str) -> int:
+    """Return how many collectives named `name` the traced step has started."""
     events = json.loads((folder / "run" / "profile.json").read_text())["traceEvents"]
     return sum(name in event.get("name", "") and event["name"].startswith("c10d::") for event in events)
 
 
-def test_no_rank_has_the_whole_model_even_while_it_is_drawn(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Two ranks that divide it, and two stages of a pipeline: half of it each, and the block or parameter at hand."""
+def test_no_rank_has_the_whole_model_even_during_initialization(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Two ranks that shard it, and two pipeline stages: each has half of it, plus the current block or parameter."""
     shape = {"hidden_size": 64, "num_layers": 8, "weight_tying": False}
     whole = 4 * (8 * (4 * 64 * 64 + 2 * 4 * 64 * 64 + 2 * 64) + 2 * 64 * 64 + 64)
     for name, topology in (("fsdp", {"data_parallel_type": "fsdp"}), ("pipeline", {"pipe_parallel_size": 2})):
-        deep = changed(config, topology=topology, transformer_architecture=shape, trainer={"train_iterations": 0, "save_dir": None})
-        world = World(tmp_path / name, deep, 2, script="weighed")
-        assert world.wait() == [0, 0], world.log()
-        most = [int(found) for found in re.findall(r"most while drawing: (\d+) bytes", world.log())]
+        deep = merge_config(config, topology=topology, transformer_architecture=shape, trainer={"train_iterations": 0, "save_dir": None})
+        world = LocalWorld(tmp_path / name, deep, 2, script="initialization_memory")
+        assert world.wait() == [0, 0], world.read_log()
+        most = [int(found) for found in re.findall(r"most while drawing: (\d+) bytes", world.read_log())]
         assert len(most) == 2
         assert 0.4 * whole < max(most) < 0.75 * whole

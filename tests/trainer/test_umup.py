@@ -1,4 +1,4 @@
-"""u-muP: numbers near one at every width, rates that follow the width, and the same run however it is divided."""
+"""u-muP: values near one at every width, learning rates that follow the width, and the same run under every parallelism."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from worlds import changed, deviation, train
+from worlds import compute_deviation, merge_config, run_training
 
 from swarmtrain.config import Config
-from swarmtrain.config.transformer_architecture import MlpType, NormType, TransformerArchitectureConfig, UmupConfig
-from swarmtrain.trainer import Optimizer, Transformer, parallelize, runtime
+from swarmtrain.config.schema.transformer_architecture import MlpType, NormType, TransformerArchitectureConfig, UmupConfig
+from swarmtrain.trainer import Optimizer, Transformer, parallelize, start_runtime
 
 LAYERS = ("query", "key", "value", "output", "gate", "up", "down", "attention", "mlp", "embedding", "norm")
 
 
-def deviations(width: int, *, enable: bool) -> dict[str, tuple[float, float]]:
-    """Return the standard deviations of what modules make, and of its gradients."""
-    shape = TransformerArchitectureConfig(
+def measure_deviations(width: int, *, enable: bool) -> dict[str, tuple[float, float]]:
+    """Return the standard deviations of the outputs of modules, and of their gradients."""
+    architecture = TransformerArchitectureConfig(
         vocab_size=512,
         hidden_size=width,
         num_layers=2,
@@ -33,14 +33,14 @@ def deviations(width: int, *, enable: bool) -> dict[str, tuple[float, float]]:
     )
     found: dict[str, tuple[float, float]] = {}
 
-    def watch(name: str, made: Tensor) -> None:
-        size = float(made.detach().std())
-        made.register_hook(lambda gradient: found.__setitem__(name, (size, float(gradient.std()))))
+    def record(name: str, output: Tensor) -> None:
+        deviation = float(output.detach().std())
+        output.register_hook(lambda gradient: found.__setitem__(name, (deviation, float(gradient.std()))))
 
     def note(name: str) -> Any:
-        return lambda _module, _given, made: watch(name, made)
+        return lambda _module, _given, made: record(name, made)
 
-    model = Transformer(shape, 0).fill()
+    model = Transformer(architecture, 0).init_weights()
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in LAYERS:
             module.register_forward_hook(note(name))
@@ -49,12 +49,12 @@ def deviations(width: int, *, enable: bool) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_what_comes_out_and_what_goes_back_begin_near_one_at_every_width() -> None:
-    narrow, wide = (deviations(width, enable=True) for width in (64, 256))
-    usual = [deviations(width, enable=False)["blocks.0.mlp.up"] for width in (64, 256)]
+def test_outputs_and_gradients_start_near_one_at_every_width() -> None:
+    narrow, wide = (measure_deviations(width, enable=True) for width in (64, 256))
+    usual = [measure_deviations(width, enable=False)["blocks.0.mlp.up"] for width in (64, 256)]
     for name, (out, back) in wide.items():
         assert 0.9 < out < 3, name
-        # What queries and keys decide is the average of a few dozen values, so little depends on them at first.
+        # Queries and keys only weight an average of a few dozen values, so little depends on them at first.
         assert (0.05 if name.endswith(("query", "key")) else 0.3) < back < 2.5, name
         assert out == pytest.approx(narrow[name][0], rel=0.15), name
         assert back == pytest.approx(narrow[name][1], rel=0.4), name
@@ -62,7 +62,7 @@ def test_what_comes_out_and_what_goes_back_begin_near_one_at_every_width() -> No
 
 
 def test_rates_follow_the_width_and_independent_decay_does_not() -> None:
-    """AdamW's first step is its rate, in the direction of the gradient."""
+    """AdamW's first step has the size of the learning rate, in the direction of the gradient."""
     sections = {
         "optimizer": {"gradient_clipping": 0},
         "learning_rate_scheduler": {"learning_rate": 0.5, "learning_rate_decay_style": "constant"},
@@ -77,8 +77,8 @@ def test_rates_follow_the_width_and_independent_decay_does_not() -> None:
         },
     }
     config = Config.model_validate_json(json.dumps(sections))
-    with runtime.start(config) as here:
-        model = parallelize(Transformer(config.transformer_architecture, 1), here)
+    with start_runtime(config) as rank_runtime:
+        model = parallelize(Transformer(config.transformer_architecture, 1), rank_runtime)
         optimizer = Optimizer(model, config)
         before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
         for parameter in model.parameters.values():
@@ -99,7 +99,7 @@ def test_rates_follow_the_width_and_independent_decay_does_not() -> None:
 
 
 @pytest.mark.test_all_only("one more topology")
-def test_divided_by_tensors_and_stages_it_is_the_same_run(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_with_tensor_and_pipeline_parallelism_it_is_the_same_run(tmp_path: Path, config: dict[str, Any]) -> None:
     shape = {
         "weight_tying": False,
         "mlp_type": "swiglu",
@@ -109,14 +109,14 @@ def test_divided_by_tensors_and_stages_it_is_the_same_run(tmp_path: Path, config
         "dropout_after_mlp": 0.1,
         "umup": {"enable": True, "attn_mult": 2.0, "act_mult": 0.5, "residual_mult": 0.7, "residual_attn_ratio": 2.0, "loss_mult": 3.0},
     }
-    base = changed(
+    base = merge_config(
         config,
         transformer_architecture=shape,
         optimizer={"gradient_clipping": 0},
         learning_rate_scheduler={"learning_rate": 0.5},
         trainer={"train_iterations": 6},
     )
-    one = train(tmp_path / "one", base)
+    one = run_training(tmp_path / "one", base)
     topology = {"model_parallel_size": 2, "pipe_parallel_size": 2, "sequence_parallel": True}
-    assert deviation(one, train(tmp_path / "divided", changed(base, topology=topology), 4)) < 1e-12
+    assert compute_deviation(one, run_training(tmp_path / "divided", merge_config(base, topology=topology), 4)) < 1e-12
     assert one[6] < 0.9 * one[1], "a model that learns nothing is equal to anything"

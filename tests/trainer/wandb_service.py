@@ -1,4 +1,4 @@
-"""What of W&B's service its client talks to: one run, whose history is the rows that were sent, in their order."""
+"""The part of the W&B service that its client talks to: one run, whose history is the rows that were sent, in order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 RUN = {"id": "cnVu", "displayName": "run", "project": {"name": "swarmtrain", "entity": {"name": "me"}}, "sweepName": None}
 
 
-class Service(ThreadingHTTPServer):
-    """Answers the client, and keeps what it is told."""
+class WandbService(ThreadingHTTPServer):
+    """A service that answers the client and records what it receives."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
+        super().__init__(("127.0.0.1", 0), WandbHandler)
         self.rows: list[str] = []
 
     @property
@@ -27,26 +27,26 @@ class Service(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class Answer(BaseHTTPRequestHandler):
-    server: Service
+class WandbHandler(BaseHTTPRequestHandler):
+    server: WandbService
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        told = json.loads(body or b"{}")
+        request = json.loads(body or b"{}")
         if self.path.endswith("/file_stream"):
-            part = (told.get("files") or {}).get("wandb-history.jsonl")
-            if part:
-                self.server.rows[part["offset"] :] = part["content"]
-            self.say({})
+            history = (request.get("files") or {}).get("wandb-history.jsonl")
+            if history:
+                self.server.rows[history["offset"] :] = history["content"]
+            self.send_json({})
             return
-        self.say({"data": self.answer(told.get("query", ""), told.get("variables") or {})})
+        self.send_json({"data": self.answer_query(request.get("query", ""), request.get("variables") or {})})
 
     def do_GET(self) -> None:
-        self.say({})
+        self.send_json({})
 
-    def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+    def answer_query(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         if "createRunFiles" in query:
             return {"createRunFiles": {"runID": RUN["id"], "uploadHeaders": [], "files": []}}
         if "serverInfo" in query:
@@ -80,7 +80,7 @@ class Answer(BaseHTTPRequestHandler):
             return {"viewer": {"id": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
         return {"model": {"bucket": None}}
 
-    def say(self, answer: dict[str, Any]) -> None:
+    def send_json(self, answer: dict[str, Any]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -91,9 +91,9 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering() -> Iterator[Service]:
-    """Run a service of one's own."""
-    with Service() as server:
+def run_service() -> Iterator[WandbService]:
+    """Run a service on a free local port."""
+    with WandbService() as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield server
         server.shutdown()

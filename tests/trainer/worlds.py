@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-TIMEOUT = 180.0
+TIMEOUT_SECONDS = 180.0
 ROOT = Path(__file__).parents[2]
 
 CONFIG: dict[str, Any] = {
@@ -31,8 +31,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class World:
-    """`size` ranks that train `config` in `folder`, each with a log of its own."""
+class LocalWorld:
+    """A world of `size` ranks that train `config` in `folder`, each with its own log."""
 
     def __init__(
         self,
@@ -44,60 +44,60 @@ class World:
         *,
         nodes: Sequence[str] = (),
     ) -> None:
-        """`nodes`: of each rank, where each has a save_dir of its own, run/NODE."""
+        """`nodes`: the node of each rank, if each node has its own save_dir, run/NODE."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        port = _free_port()
-        self.ranks = [
+        port = _find_free_port()
+        self.processes = [
             CONTEXT.Process(
-                target=_rank,
-                args=(str(folder), script, (rank, size, port), {**_node(folder, config, nodes, rank), **(environ or {})}),
+                target=_run_rank,
+                args=(str(folder), script, (rank, size, port), {**_build_node_environment(folder, config, nodes, rank), **(environ or {})}),
                 daemon=True,
             )
             for rank in range(size)
         ]
-        for process in self.ranks:
+        for process in self.processes:
             process.start()
 
     def wait(self) -> list[int | None]:
         """Return the exit codes of all ranks, and fail if one does not end."""
-        deadline = time.monotonic() + TIMEOUT
-        for process in self.ranks:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        late = [process for process in self.ranks if process.is_alive()]
+        late = [process for process in self.processes if process.is_alive()]
         for process in late:
             process.kill()
-        assert not late, f"{len(late)} ranks hang\n{self.log()}"
-        return [process.exitcode for process in self.ranks]
+        assert not late, f"{len(late)} ranks hang\n{self.read_log()}"
+        return [process.exitcode for process in self.processes]
 
-    def send(self, rank: int, number: signal.Signals) -> None:
+    def send_signal(self, rank: int, signum: signal.Signals) -> None:
         """Send a signal to one rank."""
-        pid = self.ranks[rank].pid
+        pid = self.processes[rank].pid
         assert pid is not None
-        os.kill(pid, number)
+        os.kill(pid, signum)
 
-    def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition; fail if the world ends before."""
-        deadline = time.monotonic() + TIMEOUT
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition; fail if a rank ends first."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, f"too slow\n{self.log()}"
-            assert all(process.is_alive() for process in self.ranks), f"ended early\n{self.log()}"
+            assert time.monotonic() < deadline, f"too slow\n{self.read_log()}"
+            assert all(process.is_alive() for process in self.processes), f"ended early\n{self.read_log()}"
             time.sleep(0.005)
 
-    def log(self) -> str:
+    def read_log(self) -> str:
         """Return what all ranks have printed."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("rank-*.log")))
 
 
-def train(folder: Path, config: Mapping[str, Any], size: int = 1, environ: Mapping[str, str] | None = None) -> dict[int, float]:
+def run_training(folder: Path, config: Mapping[str, Any], size: int = 1, environ: Mapping[str, str] | None = None) -> dict[int, float]:
     """Train to the end, and return the loss of every step."""
-    world = World(folder, config, size, environ)
-    assert world.wait() == [0] * size, world.log()
-    return losses(folder)
+    world = LocalWorld(folder, config, size, environ)
+    assert world.wait() == [0] * size, world.read_log()
+    return read_losses(folder)
 
 
-def changed(base: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
+def merge_config(base: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the config `base` with `sections` merged into it."""
     config = copy.deepcopy(dict(base))
     for name, values in sections.items():
@@ -105,73 +105,73 @@ def changed(base: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str,
     return config
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """Return the loss of every step, from metrics.jsonl. A step that stands twice is a failure."""
-    lines = [line for line in _lines(folder / "run" / "metrics.jsonl") if "loss" in line]
+def read_losses(folder: Path) -> dict[int, float]:
+    """Return the loss of every step, from metrics.jsonl. Fails if a step occurs twice."""
+    lines = [line for line in _read_lines(folder / "run" / "metrics.jsonl") if "loss" in line]
     steps = [line["step"] for line in lines]
     assert sorted(set(steps)) == steps, f"steps not once and in order: {steps}"
     return {line["step"]: line["loss"] for line in lines}
 
 
-def held_out(folder: Path) -> dict[int, float]:
-    """Return the held-out losses, from metrics.jsonl."""
-    return told(folder, "held_out_loss")
+def read_validation_losses(folder: Path) -> dict[int, float]:
+    """Return the validation losses by step, from metrics.jsonl."""
+    return read_metric(folder, "validation_loss")
 
 
-def gradient_norms(folder: Path) -> dict[int, float]:
+def read_gradient_norms(folder: Path) -> dict[int, float]:
     """Return the norm of every step's gradient before clipping, from metrics.jsonl."""
-    return told(folder, "gradient_norm")
+    return read_metric(folder, "gradient_norm")
 
 
-def told(folder: Path, name: str) -> dict[int, float]:
-    """Return the numbers of a name, by step, from metrics.jsonl."""
-    return {line["step"]: line[name] for line in _lines(folder / "run" / "metrics.jsonl") if name in line}
+def read_metric(folder: Path, name: str) -> dict[int, float]:
+    """Return the values of the metric `name` by step, from metrics.jsonl."""
+    return {line["step"]: line[name] for line in _read_lines(folder / "run" / "metrics.jsonl") if name in line}
 
 
-def audit(folder: Path) -> list[dict[str, Any]]:
-    """Return what all ranks have recorded."""
-    return [line for path in sorted((folder / "audit").glob("*.jsonl")) for line in _lines(path)]
+def read_audit(folder: Path) -> list[dict[str, Any]]:
+    """Return the audit lines of all ranks."""
+    return [line for path in sorted((folder / "audit").glob("*.jsonl")) for line in _read_lines(path)]
 
 
-def samples_by_step(folder: Path) -> dict[int, list[int]]:
-    """Return the ids of the samples that each step has seen, all ranks together, sorted."""
-    seen: dict[int, list[int]] = defaultdict(list)
-    for line in audit(folder):
-        seen[line["step"]] += line["samples"]
-    return {step: sorted(samples) for step, samples in seen.items()}
+def read_samples_by_step(folder: Path) -> dict[int, list[int]]:
+    """Return the sorted sample ids of each step, over all ranks."""
+    ids_by_step: dict[int, list[int]] = defaultdict(list)
+    for line in read_audit(folder):
+        ids_by_step[line["step"]] += line["samples"]
+    return {step: sorted(samples) for step, samples in ids_by_step.items()}
 
 
-def manifest(folder: Path, step: int) -> dict[str, Any]:
+def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     """Return the manifest of a checkpoint."""
     values: dict[str, Any] = json.loads((folder / "run" / f"step-{step:08}" / "manifest.json").read_text())
     return values
 
 
-def steps_saved(folder: Path) -> list[int]:
-    """Return the steps of which there is a checkpoint."""
+def list_saved_steps(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, sorted."""
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "run").glob("step-*"))
 
 
-def deviation(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+def compute_deviation(first: Mapping[int, float], second: Mapping[int, float]) -> float:
     """Return the largest relative difference at any step; both must have the same steps."""
-    assert one.keys() == other.keys()
-    assert one
-    return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
+    assert first.keys() == second.keys()
+    assert first
+    return max(abs(first[step] - second[step]) / abs(first[step]) for step in first)
 
 
-def _node(folder: Path, config: Mapping[str, Any], nodes: Sequence[str], rank: int) -> dict[str, str]:
-    """Return the environment of `rank` as torchrun would have it, if there are `nodes`; and its config."""
+def _build_node_environment(folder: Path, config: Mapping[str, Any], nodes: Sequence[str], rank: int) -> dict[str, str]:
+    """Return the environment of `rank` as torchrun would set it, and write its node's config; empty without `nodes`."""
     if not nodes:
         return {}
     name = nodes[rank]
     path = folder / f"config-{name}.json"
-    path.write_text(json.dumps(changed(config, trainer={"save_dir": f"run/{name}", "save_dir_shared": False})))
+    path.write_text(json.dumps(merge_config(config, trainer={"save_dir": f"run/{name}", "save_dir_shared": False})))
     number = list(dict.fromkeys(nodes)).index(name)
     return {"SWARMTRAIN_CONFIG": str(path), "SWARMTRAIN_NODE": name, "GROUP_RANK": str(number)}
 
 
-def _rank(folder: str, script: str, place: tuple[int, int, int], environ: dict[str, str]) -> None:
-    rank, size, port = place
+def _run_rank(folder: str, script: str, rank_size_port: tuple[int, int, int], environ: dict[str, str]) -> None:
+    rank, size, port = rank_size_port
     gc.freeze()  # as ranks of a run do
     os.chdir(folder)
     log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -192,11 +192,11 @@ def _rank(folder: str, script: str, place: tuple[int, int, int], environ: dict[s
     importlib.import_module(script).main()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: exit codes, data on stdout, talk on stderr. Its errors: tests/mistakes."""
+"""The command line as a user sees it: exit codes, data on stdout, messages on stderr. Its errors: tests/mistakes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def swarmtrain(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a person would, far from any engine."""
+def run_swarmtrain(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user would, without a reachable engine."""
     nowhere = {
         "PYTHONPATH": str(ROOT),
         "PATH": os.environ["PATH"],
@@ -34,15 +34,15 @@ def swarmtrain(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess
 
 
 def test_init_writes_a_config_that_generates(project: Path) -> None:
-    assert swarmtrain("init", "new.yml", cwd=project).returncode == 0
-    done = swarmtrain("generate", "new.yml", "-o", "runner.hosts=[a]", "--output", "out/stack.yml", cwd=project)
+    assert run_swarmtrain("init", "new.yml", cwd=project).returncode == 0
+    done = run_swarmtrain("generate", "new.yml", "-o", "runner.hosts=[a]", "--output", "out/stack.yml", cwd=project)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "wrote out/stack.yml\nnext: docker stack deploy -c out/stack.yml new\n"
     assert (project / "out" / "stack.yml").exists()
 
 
 def test_plan_as_json_is_data(project: Path) -> None:
-    done = swarmtrain("plan", "config.yml", "--json", "-o", "runner.runner_type=local", cwd=project)
+    done = run_swarmtrain("plan", "config.yml", "--json", "-o", "runner.runner_type=local", cwd=project)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["world_size"] == 3
@@ -50,5 +50,5 @@ def test_plan_as_json_is_data(project: Path) -> None:
 
 
 def test_a_device_of_no_size(project: Path) -> None:
-    refused = swarmtrain("memory", "config.yml", "--device-memory", "much", cwd=project)
-    assert (refused.returncode, refused.stderr) == (1, "error: --device-memory: 'much' is no size\nhint: write 80GiB or 512MiB\n")
+    refused = run_swarmtrain("memory", "config.yml", "--device-memory", "much", cwd=project)
+    assert (refused.returncode, refused.stderr) == (1, "error: --device-memory: 'much' is not a size\nhint: write 80GiB or 512MiB\n")

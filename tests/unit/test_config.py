@@ -1,4 +1,4 @@
-"""What a config means once it has been read."""
+"""The meaning of a config after it is read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hypothesis import strategies as some
 from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config, presets
-from swarmtrain.config.load import parse
-from swarmtrain.config.template import template
-from swarmtrain.config.topology import TopologyConfig
+from swarmtrain.config.loading import parse_config
+from swarmtrain.config.schema.topology import TopologyConfig
+from swarmtrain.config.template import render_template
 
 
 def test_the_template_loads_and_shows_the_defaults() -> None:
-    assert parse(template()) == Config()
+    assert parse_config(render_template()) == Config()
 
 
-@pytest.mark.parametrize("name", presets.NAMES)
+@pytest.mark.parametrize("name", presets.PRESET_NAMES)
 def test_the_template_of_a_well_known_shape_loads_and_shows_it(name: str) -> None:
-    assert parse(template(name)) == Config(transformer_architecture=presets.preset(name))
+    assert parse_config(render_template(name)) == Config(transformer_architecture=presets.load_preset(name))
 
 
 def test_the_template_explains_every_field() -> None:
@@ -33,7 +33,9 @@ def test_the_template_explains_every_field() -> None:
 
 
 def test_json_carries_the_whole_config_and_the_same_config_gives_the_same_bytes() -> None:
-    config = parse("runner: {hosts: [a, b slots=2], docker_config: {docker_mounts: [/x, /y], memory: 2g}}\nscript: {mine: [1, {a: b}]}")
+    config = parse_config(
+        "runner: {hosts: [a, b slots=2], docker_config: {docker_mounts: [/x, /y], memory: 2g}}\nscript: {mine: [1, {a: b}]}"
+    )
     assert Config.from_json(config.to_json()) == config
     assert Config.from_json(config.to_json()).to_json() == config.to_json()
 
@@ -54,16 +56,16 @@ def test_a_config_cannot_be_changed() -> None:
         Config().trainer.seed = 1  # type: ignore[misc]  # that is the point
 
 
-def test_what_scaling_changes_is_not_in_what_nodes_are_given() -> None:
-    three = parse("{}", ["runner.nodes=3", "runner.min_nodes=1", "runner.max_nodes=4"])
-    four = parse("{}", ["runner.nodes=4", "runner.min_nodes=1", "runner.hosts=[a, b, c, d]"])
-    assert three.resolved().digest == four.resolved().digest
-    assert three.resolved().resolved() == three.resolved()
-    assert parse("{}", ["runner.nodes=3"]).resolved().digest != three.resolved().digest
+def test_what_scaling_changes_is_not_in_the_config_of_nodes() -> None:
+    three = parse_config("{}", ["runner.nodes=3", "runner.min_nodes=1", "runner.max_nodes=4"])
+    four = parse_config("{}", ["runner.nodes=4", "runner.min_nodes=1", "runner.hosts=[a, b, c, d]"])
+    assert three.to_node_config().digest == four.to_node_config().digest
+    assert three.to_node_config().to_node_config() == three.to_node_config()
+    assert parse_config("{}", ["runner.nodes=3"]).to_node_config().digest != three.to_node_config().digest
 
 
 def test_a_flat_list_of_mounts_is_read_as_pairs() -> None:
-    mounts = parse("runner: {docker_config: {docker_mounts: [/a, /b, /c, /d]}}").runner.docker_config.docker_mounts
+    mounts = parse_config("runner: {docker_config: {docker_mounts: [/a, /b, /c, /d]}}").runner.docker_config.docker_mounts
     assert mounts == (("/a", "/b"), ("/c", "/d"))
 
 
@@ -75,7 +77,7 @@ def test_a_flat_list_of_mounts_is_read_as_pairs() -> None:
         ({"model_parallel_size": 2, "data_parallel_size": 2}, {"world_size": 4}),
     ],
 )
-def test_three_parallel_sizes_give_the_fourth(given_sizes: dict[str, int], derived: dict[str, int]) -> None:
+def test_three_parallel_sizes_determine_the_fourth(given_sizes: dict[str, int], derived: dict[str, int]) -> None:
     topology = TopologyConfig(global_batch_size=8, micro_batch_size=1, **given_sizes)
     assert {name: getattr(topology, name) for name in derived} == derived
 
@@ -90,12 +92,12 @@ def test_three_parallel_sizes_give_the_fourth(given_sizes: dict[str, int], deriv
 )
 def test_two_batch_sizes_give_the_third(sizes: dict[str, int], batch: tuple[int, int]) -> None:
     topology = TopologyConfig(**sizes)
-    assert (topology.global_batch, topology.micro_batch) == batch
+    assert (topology.samples_per_step, topology.samples_per_micro_batch) == batch
 
 
 @given(micro=some.integers(1, 8), count=some.integers(1, 64), world=some.integers(1, 40))
-def test_every_micro_batch_is_dealt_once_and_shares_differ_by_at_most_one(micro: int, count: int, world: int) -> None:
-    deal = TopologyConfig(global_batch_size=micro * count, micro_batch_size=micro).deal(world)
+def test_every_micro_batch_is_assigned_once_and_counts_differ_by_at_most_one(micro: int, count: int, world: int) -> None:
+    deal = TopologyConfig(global_batch_size=micro * count, micro_batch_size=micro).assign_micro_batches(world)
     assert sum(deal) == count
     assert len(deal) == world
     assert max(deal) - min(deal) <= 1
@@ -109,11 +111,11 @@ IMAGES = (
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_images_that_docker_takes_are_taken(image: str) -> None:
-    assert parse("{}", [f"runner.docker_config.docker_container='{image}'"]).runner.docker_config.docker_container == image
+    assert parse_config("{}", [f"runner.docker_config.docker_container='{image}'"]).runner.docker_config.docker_container == image
 
 
 def test_names_that_clusters_have_are_taken() -> None:
-    config = parse("""
+    config = parse_config("""
         runner:
           hosts: [gpu-1, GPU_2.example.com slots=8, 10.0.0.3, "9vqmpfv2n8kzmsqb0xqvzl3mb slots=2"]
           docker_config: {docker_mounts: [cache_1.x, /cache, "/mnt/a b$c", /data]}
@@ -124,12 +126,12 @@ def test_names_that_clusters_have_are_taken() -> None:
 
 
 def test_an_alias_is_a_copy() -> None:
-    config = parse("script: {a: &x {n: 1}, b: *x}", ["script.a.n=2"])
+    config = parse_config("script: {a: &x {n: 1}, b: *x}", ["script.a.n=2"])
     assert config.script == {"a": {"n": 2}, "b": {"n": 1}}
 
 
 @pytest.mark.parametrize("name", ["model_parallel_size", "context_parallel_size"])
-def test_what_ranks_share_is_not_compiled(name: str) -> None:
+def test_models_that_are_split_over_ranks_are_not_compiled(name: str) -> None:
     values = {"trainer": {"compile": True}, "topology": {"global_batch_size": 8, "micro_batch_size": 1, name: 2}}
     with pytest.raises(ValidationError, match=f"topology.{name} is 2"):
         Config.model_validate(values)

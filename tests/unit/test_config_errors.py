@@ -1,4 +1,4 @@
-"""Every config error comes at once, with its key path, its line, and the nearest known key."""
+"""All config errors are reported at once, with key path, line, and the nearest known key."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.config.data import DataConfig
-from swarmtrain.config.load import load, parse
+from swarmtrain.config.loading import load_config, parse_config
+from swarmtrain.config.schema.data import DataConfig
 from swarmtrain.errors import ConfigError, SwarmtrainError
 
 
-def problems(text: str, *overrides: str) -> list[str]:
+def list_problems(text: str, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse(textwrap.dedent(text), overrides)
+        parse_config(textwrap.dedent(text), overrides)
     return [f"{problem}{f' | {problem.hint}' if problem.hint else ''}" for problem in caught.value.problems]
 
 
 def test_all_errors_come_at_once_in_file_order() -> None:
-    assert problems(
+    assert list_problems(
         """\
         runer: {}
         topology:
@@ -39,30 +39,30 @@ def test_all_errors_come_at_once_in_file_order() -> None:
     ]
 
 
-def test_a_key_that_resembles_none_lists_those_there_are() -> None:
-    (problem,) = problems("data: {zzz: 1}")
+def test_a_key_that_resembles_none_lists_the_known_keys() -> None:
+    (problem,) = list_problems("data: {zzz: 1}")
     known = ", ".join(sorted(DataConfig.model_fields))
     assert known.startswith("blended_dataset, data_prefixes, ")
     assert problem == f"config data.zzz (line 1): unknown key | known here: {known}"
 
 
-def test_an_item_of_a_list_is_named_by_its_place() -> None:
-    assert problems("training_groups:\n- group_name: a\n  wieght_decay: 1") == [
+def test_an_item_of_a_list_is_named_by_its_index() -> None:
+    assert list_problems("training_groups:\n- group_name: a\n  wieght_decay: 1") == [
         "config training_groups.0.wieght_decay (line 3): unknown key; did you mean weight_decay?"
     ]
 
 
-def test_a_run_that_saves_nothing_cannot_go_back() -> None:
-    (problem,) = problems("trainer: {non_finite: roll_back}")
+def test_a_run_that_saves_nothing_cannot_roll_back() -> None:
+    (problem,) = list_problems("trainer: {non_finite: roll_back}")
     assert problem == ("config trainer.non_finite (line 1): there is nothing to go back to: save_dir is null | trainer.save_dir: runs/mine")
 
 
-def test_a_key_that_stands_twice_is_refused() -> None:
-    assert problems("trainer: {seed: 1}\ntrainer: {seed: 2}") == ["config trainer (line 2): stands twice | keep one of the two"]
+def test_a_duplicate_key_is_refused() -> None:
+    assert list_problems("trainer: {seed: 1}\ntrainer: {seed: 2}") == ["config trainer (line 2): appears twice | keep one of the two"]
 
 
-def test_a_quoted_number_is_no_number_and_a_bare_word_no_string() -> None:
-    assert problems('trainer: {seed: "1"}\nrunner: {env: {A: true}}') == [
+def test_a_quoted_number_is_not_a_number_and_a_bare_word_is_not_a_string() -> None:
+    assert list_problems('trainer: {seed: "1"}\nrunner: {env: {A: true}}') == [
         'config trainer.seed (line 1): must be a valid integer, not "1"',
         "config runner.env.A (line 2): must be a valid string, not true | quote it",
     ]
@@ -79,18 +79,18 @@ def test_a_quoted_number_is_no_number_and_a_bare_word_no_string() -> None:
         ("a: " + "[" * 2000 + "]" * 2000, "config: is not YAML: nested too deeply"),
     ],
 )
-def test_what_is_no_config_is_refused_with_a_reason(text: str, message: str) -> None:
+def test_an_invalid_config_is_refused_with_a_reason(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_config(text)
     assert re.sub(r" \(line \d+\)", "", str(caught.value.problems[0])).startswith(message)
 
 
 def test_an_exponent_without_a_point_is_a_number() -> None:
-    assert parse("learning_rate_scheduler: {learning_rate: 1e-4}").learning_rate_scheduler.learning_rate == 1e-4
+    assert parse_config("learning_rate_scheduler: {learning_rate: 1e-4}").learning_rate_scheduler.learning_rate == 1e-4
 
 
 def test_overrides_change_values_lists_and_missing_sections() -> None:
-    config = parse(
+    config = parse_config(
         "training_groups: [{group_name: a}]",
         [
             "trainer.seed=7",
@@ -106,7 +106,7 @@ def test_overrides_change_values_lists_and_missing_sections() -> None:
 
 
 def test_overrides_are_reported_like_the_rest() -> None:
-    assert problems("trainer: {seed: 1}", "nonsense", "trainer.seed.x=1", "trainer.sed=1", "training_groups.0.x=1") == [
+    assert list_problems("trainer: {seed: 1}", "nonsense", "trainer.seed.x=1", "trainer.sed=1", "training_groups.0.x=1") == [
         "config: override 'nonsense' is not of the form key.path=value | -o trainer.train_iterations=100",
         "config trainer.seed.x: override goes nowhere: trainer.seed is 1, which holds no keys",
         "config training_groups: must be a list, not a mapping",
@@ -117,7 +117,7 @@ def test_overrides_are_reported_like_the_rest() -> None:
 @pytest.mark.parametrize(
     ("topology", "problem"),
     [
-        ({"global_batch_size": 10, "micro_batch_size": 3}, "topology.global_batch_size: 10 is no multiple of micro_batch_size 3"),
+        ({"global_batch_size": 10, "micro_batch_size": 3}, "topology.global_batch_size: 10 is not a multiple of micro_batch_size 3"),
         ({"global_batch_size": 10}, "topology: give two of"),
         ({"micro_batch_size": 1, "gradient_accumulation_steps": 2}, "topology.gradient_accumulation_steps: needs data_parallel_size"),
         (
@@ -162,7 +162,7 @@ def test_overrides_are_reported_like_the_rest() -> None:
         ),
         (
             {"context_parallel_size": 4, "world_size": 6, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.world_size: 6 is no multiple of model_parallel_size x pipe_parallel_size x context_parallel_size = 4",
+            "topology.world_size: 6 is not a multiple of model_parallel_size x pipe_parallel_size x context_parallel_size = 4",
         ),
         (
             {"cpu_offload": True, "global_batch_size": 8, "micro_batch_size": 1},
@@ -184,11 +184,11 @@ def test_overrides_are_reported_like_the_rest() -> None:
         ),
         (
             {"world_size": 6, "pipe_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.world_size: 6 is no multiple of model_parallel_size x pipe_parallel_size = 4",
+            "topology.world_size: 6 is not a multiple of model_parallel_size x pipe_parallel_size = 4",
         ),
         (
             {"world_size": 6, "model_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.world_size: 6 is no multiple of",
+            "topology.world_size: 6 is not a multiple of",
         ),
         (
             {"world_size": 6, "model_parallel_size": 2, "data_parallel_size": 2, "global_batch_size": 8, "micro_batch_size": 1},
@@ -208,12 +208,12 @@ def test_overrides_are_reported_like_the_rest() -> None:
                 "global_batch_size": 8,
                 "micro_batch_size": 1,
             },
-            "topology.data_parallel_size: 3 is no multiple of data_parallel_shard_size 2",
+            "topology.data_parallel_size: 3 is not a multiple of data_parallel_shard_size 2",
         ),
     ],
 )
 def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
-    found = problems(json.dumps({"topology": topology}))
+    found = list_problems(json.dumps({"topology": topology}))
     assert len(found) == 1
     assert found[0].replace(" (line 1)", "").startswith(f"config {problem}")
 
@@ -221,14 +221,14 @@ def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "problem"),
     [
-        ({"hidden_size": 120}, "hidden_size: 120 is no multiple of float8's 16 | 112 or 128 would fit"),
-        ({"hidden_size": 48}, "hidden_size: 48 is no multiple of float8's 16 x topology.model_parallel_size = 32 | 32 or 64 would fit"),
-        ({"mlp_factor": 1.1}, "mlp_factor: makes a width of 140, which is no multiple of float8's 16 | leave fp8_config_mlp out, or"),
+        ({"hidden_size": 120}, "hidden_size: 120 is not a multiple of float8's 16 | 112 or 128 would fit"),
+        ({"hidden_size": 48}, "hidden_size: 48 is not a multiple of float8's 16 x topology.model_parallel_size = 32 | 32 or 64 would fit"),
+        ({"mlp_factor": 1.1}, "mlp_factor: makes a width of 140, which is not a multiple of float8's 16 | leave fp8_config_mlp out, or"),
         (
             {"fp8_config_attention": {}, "hidden_size": 96, "attention_num_kv_heads": 1},
-            "attention_num_kv_heads: makes a width of 24, which is no multiple of float8's 16 | leave fp8_config_attention out, or",
+            "attention_num_kv_heads: makes a width of 24, which is not a multiple of float8's 16 | leave fp8_config_attention out, or",
         ),
-        ({"sequence_length": 24}, "sequence_length: 24 is no multiple of float8's 16 | 16 or 32 would fit"),
+        ({"sequence_length": 24}, "sequence_length: 24 is not a multiple of float8's 16 | 16 or 32 would fit"),
         ({"precision": "float16"}, "precision: float16 is not what float8 products come in, and fp8_config_mlp asks for them | bfloat16"),
         ({"fp8_config_mlp": {"scaling": "rowwise"}}, "fp8_config_mlp.scaling: rowwise products come in bfloat16 alone | precision: b"),
         (
@@ -241,7 +241,7 @@ def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
 def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -> None:
     tensor = 2 if "topology" in problem else 1
     topology = {"global_batch_size": 2, "micro_batch_size": 2, "model_parallel_size": tensor}
-    found = problems(json.dumps({"topology": topology, "transformer_architecture": {"fp8_config_mlp": {}, **shape}}))
+    found = list_problems(json.dumps({"topology": topology, "transformer_architecture": {"fp8_config_mlp": {}, **shape}}))
     assert len(found) == 1
     assert found[0].replace(" (line 1)", "").startswith(f"config transformer_architecture.{problem}")
 
@@ -295,12 +295,12 @@ def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -
         ("{nccl: {net_gdr_level: FAR}}", "runner.nccl.net_gdr_level: "),
         (
             "{runner_type: kubernetes}",
-            "runner.runner_type: must be 'swarm', 'docker', 'local', 'pdsh', 'pdsh_docker' or 'slurm', not \"kubernetes\"",
+            "runner.runner_type: must be 'swarm', 'docker', 'local', 'ssh', 'ssh_docker' or 'slurm', not \"kubernetes\"",
         ),
     ],
 )
 def test_runners_that_do_not_fit(runner: str, problem: str) -> None:
-    found = problems(f"runner: {runner}")
+    found = list_problems(f"runner: {runner}")
     assert len(found) == 1
     assert found[0].replace(" (line 1)", "").startswith(f"config {problem}")
 
@@ -310,4 +310,4 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yml").write_bytes(b"\xff\x00")
     for name, words in {"none.yml": "no such file", "big.yml": "is 2.0 MB", "binary.yml": "is not text", ".": "is a folder"}.items():
         with pytest.raises(SwarmtrainError, match=words):
-            load(tmp_path / name)
+            load_config(tmp_path / name)

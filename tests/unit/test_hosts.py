@@ -1,4 +1,4 @@
-"""Hosts and environment as users of pdsh, MPI and DeepSpeed keep them, and a plan of them as `docker create`."""
+"""Host and environment files of pdsh, MPI and DeepSpeed users, and a plan made from them as `docker create`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from swarmtrain.config import Config
-from swarmtrain.config.hosts import settled
-from swarmtrain.config.runner import RunnerType
+from swarmtrain.config.external_inputs import resolve_external_inputs
+from swarmtrain.config.schema.runner import RunnerType
 from swarmtrain.errors import ConfigError
-from swarmtrain.launchers.ssh.record import Record
-from swarmtrain.launchers.ssh.specs import There, specs
-from swarmtrain.plan import Cargo, CodeFile, make_plan, offline
-from swarmtrain.wire import RENDEZVOUS
+from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
+from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.plan import Cargo, RunFile, build_offline_inventory, make_plan
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
 
-def config(**runner: object) -> Config:
-    return Config.from_json(json.dumps({"runner": {"runner_type": "pdsh", **runner}}))
+def build_ssh_config(**runner: object) -> Config:
+    return Config.from_json(json.dumps({"runner": {"runner_type": "ssh", **runner}}))
 
 
 @pytest.mark.parametrize(
@@ -30,22 +30,22 @@ def config(**runner: object) -> Config:
         (["plain", "n[7]"], ("plain", "n7")),
     ],
 )
-def test_ranges_are_written_out(written: list[str], hosts: tuple[str, ...]) -> None:
-    assert config(hosts=written).runner.hosts == hosts
+def test_ranges_are_expanded(written: list[str], hosts: tuple[str, ...]) -> None:
+    assert build_ssh_config(hosts=written).runner.hosts == hosts
 
 
 @pytest.mark.parametrize("written", ["n[3-1]", "n[]", "n[a-b]", "n[1-99999999]", "n[1", "n[1]]"])
-def test_what_is_no_range_is_refused(written: str) -> None:
+def test_an_invalid_range_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match=r"hosts"):
-        config(hosts=[written])
+        build_ssh_config(hosts=[written])
 
 
 def test_files_and_prefixes_become_part_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# ours\n\ngpu-[1-2] slots=4  # new\ngpu-7 slots=0,2\n")
     (tmp_path / ".deepspeed_env").write_text("# theirs\nNCCL_DEBUG=INFO\nexport PLAIN='two words'\nHASH=a#b\nEMPTY=\n")
     shell = {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring", "PYTHONPATH": "/code", "HOME": "/root", "UCX_TLS": "tcp"}
-    given = config(hostsfile="hosts", env_file=".deepspeed_env", env={"EMPTY": "no"})
-    runner = settled(given, tmp_path, shell).runner
+    given = build_ssh_config(hostsfile="hosts", env_file=".deepspeed_env", env={"EMPTY": "no"})
+    runner = resolve_external_inputs(given, tmp_path, shell).runner
     assert runner.hosts == ("gpu-1 slots=4", "gpu-2 slots=4", "gpu-7 slots=0,2")
     assert runner.env == {
         "NCCL_DEBUG": "INFO",
@@ -57,9 +57,9 @@ def test_files_and_prefixes_become_part_of_the_config(tmp_path: Path) -> None:
         "EMPTY": "no",
     }
     again = given.model_copy(update={"runner": runner})
-    assert settled(again, Path("/nonexistent"), {"NCCL_LATER": "1"}) == again
-    in_container = given.model_copy(update={"runner": given.runner.model_copy(update={"runner_type": RunnerType.pdsh_docker})})
-    assert "PYTHONPATH" not in settled(in_container, tmp_path, shell).runner.env
+    assert resolve_external_inputs(again, Path("/nonexistent"), {"NCCL_LATER": "1"}) == again
+    in_container = given.model_copy(update={"runner": given.runner.model_copy(update={"runner_type": RunnerType.ssh_docker})})
+    assert "PYTHONPATH" not in resolve_external_inputs(in_container, tmp_path, shell).runner.env
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,18 @@ def test_files_and_prefixes_become_part_of_the_config(tmp_path: Path) -> None:
         ({"env_file": "file"}, "SWARMTRAIN_RUN=x\n", r"runner.env.*swarmtrain's own"),
     ],
 )
-def test_what_is_wrong_in_such_files_is_told(runner: dict[str, str], file: str, problem: str, tmp_path: Path) -> None:
+def test_errors_in_such_files_are_reported(runner: dict[str, str], file: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(file)
     with pytest.raises(ConfigError, match=problem):
-        settled(config(**runner), tmp_path, {})
+        resolve_external_inputs(build_ssh_config(**runner), tmp_path, {})
 
 
 def test_hosts_are_listed_in_one_place() -> None:
     with pytest.raises(ValueError, match="hosts are listed in the config too"):
-        config(hosts=["a"], hostsfile="hosts")
+        build_ssh_config(hosts=["a"], hostsfile="hosts")
 
 
-def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line() -> None:
+def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() -> None:
     docker: dict[str, object] = {
         "docker_container": "registry/train:1",
         "docker_mounts": [["/data", "/data"], ["nas", "/nas"]],
@@ -91,15 +91,15 @@ def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line(
         "cpus": 8.0,
     }
     docker["volumes"] = {"nas": {"type": "nfs", "o": "addr=nas,rw", "device": ":/export"}}
-    given = config(runner_type="pdsh_docker", hosts=["a slots=0,2", "b slots=1"], env={"TOLD": "quietly"}, docker_config=docker)
-    cargo = Cargo((CodeFile.of("training_code.py", b""),), (CodeFile.of("TOKEN", b"hush"),))
-    plan = make_plan(given, offline(given.runner.hosts or ()), cargo, run="demo")
-    record = Record({"a": "python3", "b": "python3"}, {"node0": "a", "node1": "b"}, "10.0.0.1", 20000, 20001, "/", 90.0)
-    there = {name: There(PurePosixPath("/state/demo"), "/", gpus, "1000:1000") for name, gpus in (("a", 4), ("b", 0))}
-    found = {spec.name: spec for some in specs(plan, record, there).values() for spec in some}
+    given = build_ssh_config(runner_type="ssh_docker", hosts=["a slots=0,2", "b slots=1"], env={"TOLD": "quietly"}, docker_config=docker)
+    cargo = Cargo((RunFile.from_content("training_code.py", b""),), (RunFile.from_content("TOKEN", b"hush"),))
+    plan = make_plan(given, build_offline_inventory(given.runner.hosts or ()), cargo, run="demo")
+    record = SshRunRecord({"a": "python3", "b": "python3"}, {"node0": "a", "node1": "b"}, "10.0.0.1", 20000, 20001, "/", 90.0)
+    there = {name: HostContext(PurePosixPath("/state/demo"), "/", gpus, "1000:1000") for name, gpus in (("a", 4), ("b", 0))}
+    found = {spec.name: spec for some in build_process_specs(plan, record, there).values() for spec in some}
     node = found["node0"]
     variables = sorted(node.env)
-    options = [word for word in node.prepare if word not in variables and word != "--env"]
+    options = [word for word in node.prepare_command if word not in variables and word != "--env"]
     assert options == [
         *("sudo", "-n", f"--preserve-env={','.join(node.env)}", "docker", "create", "--rm", "--name", "demo-node0"),
         *("--network", "host", "--ipc", "host", "--user", "1000:1000", "--gpus", '"device=0,2"', "--cpus", "8.0"),
@@ -112,13 +112,13 @@ def test_a_container_gets_what_it_needs_and_no_value_stands_in_its_command_line(
         *("--entrypoint", "python3", "registry/train:1", "-u", "-m", "swarmtrain.entrypoint", "node"),
     ]
     assert (node.env["TOLD"], node.env["HOME"]) == ("quietly", "/tmp")
-    assert not [word for word in node.prepare if "quietly" in word or "hush" in word]
+    assert not [word for word in node.prepare_command if "quietly" in word or "hush" in word]
     assert node.argv == ["sudo", "-n", "docker", "start", "--attach", "demo-node0"]
-    assert node.clean == ["sudo", "-n", "docker", "rm", "--force", "demo-node0"]
-    assert "--gpus" not in found["node1"].prepare
-    assert not [word for word in found[RENDEZVOUS].prepare if word.startswith("/state")]
+    assert node.cleanup_command == ["sudo", "-n", "docker", "rm", "--force", "demo-node0"]
+    assert "--gpus" not in found["node1"].prepare_command
+    assert not [word for word in found[RENDEZVOUS_SERVICE].prepare_command if word.startswith("/state")]
     privileged = given.runner.docker_config.model_copy(update={"privileged": True})
     runner = given.runner.model_copy(update={"docker_config": privileged})
-    plan = make_plan(given.model_copy(update={"runner": runner}), offline(given.runner.hosts or ()), cargo, run="demo")
-    assert "--privileged" in specs(plan, record, there)["b"][0].prepare
-    assert "--privileged" not in node.prepare
+    plan = make_plan(given.model_copy(update={"runner": runner}), build_offline_inventory(given.runner.hosts or ()), cargo, run="demo")
+    assert "--privileged" in build_process_specs(plan, record, there)["b"][0].prepare_command
+    assert "--privileged" not in node.prepare_command

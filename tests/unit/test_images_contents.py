@@ -1,4 +1,4 @@
-"""What an image says of its contents, compared with what lies here."""
+"""The contents that an image records, compared with the local files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.images import contents, folder
-from swarmtrain.images.contents import Contents
-from swarmtrain.images.project import project
+from swarmtrain.images import contents, folder_files
+from swarmtrain.images.contents import ImageContents
+from swarmtrain.images.project import find_project
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """A folder with a script, a Dockerfile of its own, and a package."""
+def project_folder(tmp_path: Path) -> Path:
+    """A folder with a script, its own Dockerfile, and a package."""
     (tmp_path / "lib").mkdir()
     for name in ("train.py", "helpers.py", "Dockerfile", "lib/a.py"):
         (tmp_path / name).write_text(name)
@@ -22,53 +22,59 @@ def here(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def image(here: Path) -> Contents:
-    """The contents of an image that has all of it, read back from its label."""
-    made = contents.of(project(here)).plus("lib", folder.files(here / "lib"), below="reg/base:1")
-    return contents.read({"Config": {"Labels": made.labels()}})
+def image_contents(project_folder: Path) -> ImageContents:
+    """The contents of an image with all of `project_folder`, read back from its label."""
+    built = contents.compute_contents(find_project(project_folder)).with_folder(
+        "lib", folder_files.list_files(project_folder / "lib"), base_image="reg/base:1"
+    )
+    return contents.read_contents({"Config": {"Labels": built.to_labels()}})
 
 
-def changed(image: Contents, here: Path) -> tuple[list[str], list[str]]:
-    return contents.changed(image, here, {"train.py"})
+def list_changes(image_contents: ImageContents, project_folder: Path) -> tuple[list[str], list[str]]:
+    return contents.find_changes(image_contents, project_folder, {"train.py"})
 
 
-def test_nothing_has_changed_at_first(image: Contents, here: Path) -> None:
-    assert sorted(image.built) == ["Dockerfile", "helpers.py", "swarmtrain", "train.py"]
-    assert changed(image, here) == ([], [])
+def test_nothing_has_changed_at_first(image_contents: ImageContents, project_folder: Path) -> None:
+    assert sorted(image_contents.built_digests) == ["Dockerfile", "helpers.py", "swarmtrain", "train.py"]
+    assert list_changes(image_contents, project_folder) == ([], [])
 
 
-def test_what_travels_with_the_run_is_never_old(image: Contents, here: Path) -> None:
-    (here / "train.py").write_text("new")
-    assert changed(image, here) == ([], [])
+def test_what_travels_with_the_run_is_never_outdated(image_contents: ImageContents, project_folder: Path) -> None:
+    (project_folder / "train.py").write_text("new")
+    assert list_changes(image_contents, project_folder) == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("helpers.py", (["helpers.py"], [])), ("Dockerfile", (["Dockerfile"], [])), ("lib/a.py", ([], ["lib"]))]
+    ("name", "expected"), [("helpers.py", (["helpers.py"], [])), ("Dockerfile", (["Dockerfile"], [])), ("lib/a.py", ([], ["lib"]))]
 )
-def test_a_file_that_changed_is_named(image: Contents, here: Path, name: str, found: tuple[list[str], list[str]]) -> None:
-    (here / name).write_text("new")
-    assert changed(image, here) == found
+def test_a_file_that_changed_is_named(
+    image_contents: ImageContents, project_folder: Path, name: str, expected: tuple[list[str], list[str]]
+) -> None:
+    (project_folder / name).write_text("new")
+    assert list_changes(image_contents, project_folder) == expected
 
 
-def test_in_the_folder_itself_what_travels_is_told_from_the_rest(here: Path) -> None:
-    made = Contents({}).plus(".", folder.files(here), below="reg/base:1")
-    (here / "train.py").write_text("new")
-    assert changed(made, here) == ([], [])
-    (here / "helpers.py").write_text("new")
-    (here / "lib" / "b.py").touch()
-    assert changed(made, here) == (["helpers.py"], ["."])
+def test_in_the_folder_itself_what_travels_is_distinguished_from_the_rest(project_folder: Path) -> None:
+    made = ImageContents({}).with_folder(".", folder_files.list_files(project_folder), base_image="reg/base:1")
+    (project_folder / "train.py").write_text("new")
+    assert list_changes(made, project_folder) == ([], [])
+    (project_folder / "helpers.py").write_text("new")
+    (project_folder / "lib" / "b.py").touch()
+    assert list_changes(made, project_folder) == (["helpers.py"], ["."])
 
 
-def test_another_swarmtrain_is_named(image: Contents, here: Path) -> None:
-    older = replace(image, built={**image.built, "swarmtrain": "older"})
-    assert changed(older, here) == (["swarmtrain"], [])
+def test_another_swarmtrain_is_named(image_contents: ImageContents, project_folder: Path) -> None:
+    older = replace(image_contents, built_digests={**image_contents.built_digests, "swarmtrain": "older"})
+    assert list_changes(older, project_folder) == (["swarmtrain"], [])
 
 
-def test_nothing_is_said_where_nobody_knows(image: Contents, tmp_path_factory: pytest.TempPathFactory, here: Path) -> None:
-    assert changed(image, tmp_path_factory.mktemp("elsewhere")) == ([], [])
+def test_no_change_is_reported_where_nothing_is_known(
+    image_contents: ImageContents, tmp_path_factory: pytest.TempPathFactory, project_folder: Path
+) -> None:
+    assert list_changes(image_contents, tmp_path_factory.mktemp("elsewhere")) == ([], [])
     for label in (None, {}, {"swarmtrain.contents": "[]"}, {"swarmtrain.contents": "{"}, {"swarmtrain.contents": '{"later": 1}'}):
-        assert contents.read({"Config": {"Labels": label}}) == Contents({})
-    assert changed(Contents({}), here) == ([], [])
+        assert contents.read_contents({"Config": {"Labels": label}}) == ImageContents({})
+    assert list_changes(ImageContents({}), project_folder) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -84,11 +90,14 @@ def test_nothing_is_said_where_nobody_knows(image: Contents, tmp_path_factory: p
         ("reg/x@sha256:00", [], ["lib"], "swarmtrain image add lib --to reg/base:1 --tag reg/x:TAG --push"),
     ],
 )
-def test_the_command_makes_the_same_image_anew(image: Contents, tag: str, built: list[str], added: list[str], command: str) -> None:
-    assert contents.rebuild(tag, image, built, added) == command
+def test_the_command_rebuilds_the_same_image(
+    image_contents: ImageContents, tag: str, built: list[str], added: list[str], command: str
+) -> None:
+    assert contents.build_rebuild_command(tag, image_contents, built, added) == command
 
 
 def test_an_image_without_added_code_is_built_under_its_own_tag() -> None:
     assert (
-        contents.rebuild("reg/x:2", Contents({"swarmtrain": "old"}), ["swarmtrain"], []) == "swarmtrain image build . --tag reg/x:2 --push"
+        contents.build_rebuild_command("reg/x:2", ImageContents({"swarmtrain": "old"}), ["swarmtrain"], [])
+        == "swarmtrain image build . --tag reg/x:2 --push"
     )

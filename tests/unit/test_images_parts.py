@@ -15,11 +15,11 @@ import pytest
 import typer.main
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images import context, folder, lock, wheels
-from swarmtrain.images.base import apt_sources
-from swarmtrain.images.pin import by_content, is_spread, untagged
-from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, project
-from swarmtrain.images.transfer import follow_layers
+from swarmtrain.images import build_context, folder_files, lock, wheels
+from swarmtrain.images.base_image import find_apt_sources
+from swarmtrain.images.pinning import build_content_tag, is_content_addressed, strip_tag
+from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, find_project
+from swarmtrain.images.transfer import follow_layer_transfer
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,14 +35,14 @@ ROOT = Path(__file__).parents[2]
         ("a/b@sha256:00", "a/b"),
     ],
 )
-def test_a_registrys_port_is_no_tag(image: str, name: str) -> None:
-    assert untagged(image) == name
+def test_a_registrys_port_is_not_a_tag(image: str, name: str) -> None:
+    assert strip_tag(image) == name
 
 
 @pytest.mark.parametrize(
     ("image", "spread"),
     [
-        (by_content("registry.lab:5000/swarmtrain:0.1", f"sha256:{'0a' * 32}"), True),
+        (build_content_tag("registry.lab:5000/swarmtrain:0.1", f"sha256:{'0a' * 32}"), True),
         (f"sha256:{'0a' * 32}", True),
         ("swarmtrain:spread-0a0a0a0a0a0a", True),
         ("swarmtrain:spread-everywhere", False),
@@ -51,11 +51,11 @@ def test_a_registrys_port_is_no_tag(image: str, name: str) -> None:
         ("spread-0a0a0a0a0a0a", False),
     ],
 )
-def test_what_was_spread_is_known_by_its_name(image: str, spread: bool) -> None:
-    assert is_spread(image) is spread
+def test_a_distributed_image_is_known_by_its_name(image: str, spread: bool) -> None:
+    assert is_content_addressed(image) is spread
 
 
-def test_a_push_ends_with_what_it_came_to() -> None:
+def test_a_push_ends_with_its_result() -> None:
     said: list[str] = []
     stream = [
         {"status": "The push refers to repository [registry.lab:5000/x]"},
@@ -66,75 +66,75 @@ def test_a_push_ends_with_what_it_came_to() -> None:
         {"status": "Pushed", "id": "aa"},
         {"status": "1.0: digest: sha256:00 size: 1"},
     ]
-    follow_layers(stream, place="image x", say=said.append)
+    follow_layer_transfer(stream, location="image x", report_progress=said.append)
     assert said == ["1 layer, 27.2 MB; 1 layer was there already"]
     with pytest.raises(ImageError, match=r"^image x: no room$"):
-        follow_layers([*stream, {"error": "no room\n"}], place="image x", say=said.append)
+        follow_layer_transfer([*stream, {"error": "no room\n"}], location="image x", report_progress=said.append)
 
 
-def folder_of(folder: Path, *names: str) -> Path:
+def write_files(directory: Path, *names: str) -> Path:
     for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    return folder
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+    return directory
 
 
-def packed(folder: Path) -> bytes:
+def pack_context(directory: Path) -> bytes:
     into = io.BytesIO()
-    context.pack(project(folder), into)
+    build_context.write_build_context(find_project(directory), into)
     return into.getvalue()
 
 
-def names(packed: bytes) -> dict[str, bytes]:
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+def read_archive(archive_bytes: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
         return {entry.name: archive.extractfile(entry).read() for entry in archive if entry.isfile()}  # type: ignore[union-attr]
 
 
-OWN = ("Dockerfile", "requirements/image.txt", "requirements/image.lock", "requirements.txt", "training_code.py", "datautils.py")
-PREPARED = ("build/wheels/torch.whl", "build/extra/einops.whl", "build/package/swarmtrain.whl")
+OWN_FILES = ("Dockerfile", "requirements/image.txt", "requirements/image.lock", "requirements.txt", "training_code.py", "datautils.py")
+PREPARED_FILES = ("build/wheels/torch.whl", "build/extra/einops.whl", "build/package/swarmtrain.whl")
 
 
 def test_the_context_holds_what_the_dockerfile_copies_and_nothing_else(tmp_path: Path) -> None:
-    folder_of(tmp_path, *OWN, *PREPARED, "build/wheels/.complete", "runs/secret", "data/deep.py", ".env")
-    assert names(packed(tmp_path)) == {name: name.encode() for name in (*OWN, *PREPARED)}
+    write_files(tmp_path, *OWN_FILES, *PREPARED_FILES, "build/wheels/.complete", "runs/secret", "data/deep.py", ".env")
+    assert read_archive(pack_context(tmp_path)) == {name: name.encode() for name in (*OWN_FILES, *PREPARED_FILES)}
 
 
 def test_a_folder_with_nothing_but_a_script_gets_the_rest_from_swarmtrain(tmp_path: Path) -> None:
-    found = names(packed(folder_of(tmp_path, "train.py")))
-    assert found == {name: (ROOT / name).read_bytes() for name in OWN[:3]} | {"train.py": b"train.py"}
+    found = read_archive(pack_context(write_files(tmp_path, "train.py")))
+    assert found == {name: (ROOT / name).read_bytes() for name in OWN_FILES[:3]} | {"train.py": b"train.py"}
 
 
 def test_pins_of_the_folders_own_do_not_go_with_the_lock_of_others(tmp_path: Path) -> None:
-    folder_of(tmp_path, "train.py", "requirements/image.txt")
-    assert project(tmp_path).lock is None
-    assert names(packed(tmp_path))["requirements/image.lock"] == b"requirements/image.txt"
+    write_files(tmp_path, "train.py", "requirements/image.txt")
+    assert find_project(tmp_path).lock is None
+    assert read_archive(pack_context(tmp_path))["requirements/image.lock"] == b"requirements/image.txt"
 
 
 def test_python_files_that_are_ignored_stay_out(tmp_path: Path) -> None:
-    folder_of(tmp_path, "train.py", "keys.py")
+    write_files(tmp_path, "train.py", "keys.py")
     (tmp_path / ".dockerignore").write_text("keys.py\n")
-    assert "keys.py" not in names(packed(tmp_path))
+    assert "keys.py" not in read_archive(pack_context(tmp_path))
 
 
 def test_the_context_depends_on_contents_alone(tmp_path: Path) -> None:
-    first = packed(folder_of(tmp_path, *OWN, *PREPARED))
+    first = pack_context(write_files(tmp_path, *OWN_FILES, *PREPARED_FILES))
     for path in tmp_path.rglob("*"):
         os.utime(path, (1, 1))
         path.chmod(0o700 if path.is_dir() else 0o600)
-    assert packed(tmp_path) == first
+    assert pack_context(tmp_path) == first
     (tmp_path / "training_code.py").write_text("changed")
-    assert packed(tmp_path) != first
+    assert pack_context(tmp_path) != first
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
 def test_a_folder_without_a_script_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "Dockerfile").touch()
     with pytest.raises(ImageError, match="no Python file"):
-        project(tmp_path / name)
+        find_project(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("lines", "left"),
+    ("lines", "remaining"),
     [
         ("", "a.py data/x.bin data/y.txt lib/a.py lib/deep/b.py"),
         ("data", "a.py lib/a.py lib/deep/b.py"),
@@ -147,15 +147,15 @@ def test_a_folder_without_a_script_is_refused(tmp_path: Path, name: str) -> None
         ("data/?.bin\n[ab].py", "data/y.txt lib/a.py lib/deep/b.py"),
     ],
 )
-def test_patterns_mean_what_they_mean_to_docker(tmp_path: Path, lines: str, left: str) -> None:
-    folder_of(tmp_path, "a.py", "data/x.bin", "data/y.txt", "lib/a.py", "lib/deep/b.py", "lib/__pycache__/a.pyc", ".git/HEAD")
+def test_ignore_patterns_mean_the_same_as_in_docker(tmp_path: Path, lines: str, remaining: str) -> None:
+    write_files(tmp_path, "a.py", "data/x.bin", "data/y.txt", "lib/a.py", "lib/deep/b.py", "lib/__pycache__/a.pyc", ".git/HEAD")
     (tmp_path / ".dockerignore").write_text(lines)
-    assert " ".join(name for name, _ in folder.files(tmp_path)) == left
+    assert " ".join(name for name, _ in folder_files.list_files(tmp_path)) == remaining
 
 
 def test_the_lock_has_a_hash_of_every_pin_and_of_each_processors_own_files() -> None:
     pins, text = ROOT / PINS, (ROOT / LOCK).read_text()
-    lock.check(pins, ROOT / LOCK)
+    lock.check_lock(pins, ROOT / LOCK)
     assert "torch==" not in text
     hashes = {entry.split("==")[0]: entry.count("--hash=sha256:") for entry in re.split(r"\n(?=\S)", text) if "==" in entry}
     assert len(hashes) == pins.read_text().count("==") - 1
@@ -164,8 +164,8 @@ def test_the_lock_has_a_hash_of_every_pin_and_of_each_processors_own_files() -> 
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all that pip knows of packages."""
+def package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is pip's only source of packages."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     (tmp_path / "index").mkdir()
@@ -177,34 +177,34 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "index"
 
 
-def test_a_file_that_is_not_the_one_that_was_locked_is_refused(tmp_path: Path, index: Path) -> None:
-    here = folder_of(tmp_path / "here", "train.py", PINS, REQUIREMENTS)
+def test_a_file_that_is_not_the_one_that_was_locked_is_refused(tmp_path: Path, package_index: Path) -> None:
+    here = write_files(tmp_path / "here", "train.py", PINS, REQUIREMENTS)
     (here / PINS).write_text("small==1.0\ntorch==1.0\n")
     (here / REQUIREMENTS).write_text("other\nsmall\n")
-    lock.renew(here, say=print)
-    wheels.third_party(project(here), "arm64", say=print)
-    wheels.further(project(here), "arm64", say=print)
+    lock.write_lock(here, report_progress=print)
+    wheels.download_pinned_wheels(find_project(here), "arm64", report_progress=print)
+    wheels.download_extra_wheels(find_project(here), "arm64", report_progress=print)
     assert sorted(path.name.split("-")[0] for path in (here / "build" / "wheels").glob("*.whl")) == ["small", "torch"]
     assert [path.name.split("-")[0] for path in (here / "build" / "extra").glob("*.whl")] == ["other"]
 
-    with zipfile.ZipFile(index / "small-1.0-py3-none-any.whl", "a") as wheel:
+    with zipfile.ZipFile(package_index / "small-1.0-py3-none-any.whl", "a") as wheel:
         wheel.writestr("small.py", "evil = True")
     (here / PINS).write_text("small==1.0\ntorch==1.0  # again\n")
     with pytest.raises(ImageError, match="DO NOT MATCH THE HASHES") as caught:
-        wheels.third_party(project(here), "arm64", say=print)
+        wheels.download_pinned_wheels(find_project(here), "arm64", report_progress=print)
     assert "pip config list" in str(caught.value.hint)
 
     (here / PINS).write_text("small==1.1\ntorch==1.0\n")
     with pytest.raises(ImageError, match=r"differs from image.txt in small==1.0, small==1.1") as caught:
-        lock.check(here / PINS, here / LOCK)
+        lock.check_lock(here / PINS, here / LOCK)
     assert caught.value.hint == f"swarmtrain image lock {here}"
 
 
 def test_what_is_installed_becomes_a_wheel_again(tmp_path: Path) -> None:
-    wheels.repack("typer", tmp_path)
+    wheels.repack_installed_wheel("typer", tmp_path)
     (wheel,) = tmp_path.glob("typer-*.whl")
     first = wheel.read_bytes()
-    wheels.repack("typer", tmp_path)
+    wheels.repack_installed_wheel("typer", tmp_path)
     assert wheel.read_bytes() == first
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", f"--target={tmp_path / 'site'}", str(wheel)]
     subprocess.run(pip, check=True)
@@ -222,5 +222,5 @@ def test_only_sources_of_the_suite_are_used(tmp_path: Path) -> None:
         "notes.txt": "deb nowhere bookworm main\n",
     }.items():
         (tmp_path / "sources.list.d" / name).write_text(text)
-    assert [file.name for file in apt_sources("bookworm", tmp_path)] == ["sources.list", "debian.sources"]
-    assert apt_sources("trixie", tmp_path) == []
+    assert [file.name for file in find_apt_sources("bookworm", tmp_path)] == ["sources.list", "debian.sources"]
+    assert find_apt_sources("trixie", tmp_path) == []

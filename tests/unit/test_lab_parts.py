@@ -1,4 +1,4 @@
-"""The parts of the lab that need no lab: names, subnets, rates, paths, and how a process is recognised."""
+"""The parts of the lab that need no lab: names, subnets, rates, paths, and how a process is identified."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import Lab, checks, fabric, state
-from swarmtrain.lab import cores as lab_cores
+from swarmtrain.lab import Lab, cpu_share, network, prerequisites, state
 
 
 def test_a_lab_keeps_its_subnet_unless_that_is_taken() -> None:
@@ -29,11 +28,11 @@ def test_no_free_subnet_is_an_error() -> None:
         state.choose_subnet("lab", ["10.0.0.0/8"])
 
 
-def test_addresses_do_not_meet() -> None:
+def test_addresses_do_not_collide() -> None:
     nodes = tuple(f"node{index}" for index in range(state.MAX_NODES))
-    lab = state.Description("lab", "10.77.3.0/24", nodes, "/srv/shared")
-    addresses = {lab.address(node) for node in nodes} | {lab.bridge_address}
-    assert lab.address("node0") == "10.77.3.10"
+    lab = state.LabDescription("lab", "10.77.3.0/24", nodes, "/srv/shared")
+    addresses = {lab.get_address(node) for node in nodes} | {lab.bridge_address}
+    assert lab.get_address("node0") == "10.77.3.10"
     assert len(addresses) == state.MAX_NODES + 1
     assert all(address.startswith("10.77.3.") for address in addresses)
 
@@ -57,30 +56,30 @@ def test_a_socket_path_that_the_kernel_would_refuse_is_refused_first() -> None:
 
 
 def test_rates() -> None:
-    assert fabric.bits_per_second("1gbit") == 1e9
-    assert fabric.bits_per_second("2.5mbit") == 2.5e6
+    assert network.parse_rate("1gbit") == 1e9
+    assert network.parse_rate("2.5mbit") == 2.5e6
     for wrong in ("1", "gbit", "1 gbit", "1GB", "0mbit", "-1mbit"):
-        with pytest.raises(LabError, match="no rate"):
-            fabric.bits_per_second(wrong)
+        with pytest.raises(LabError, match="is not a rate"):
+            network.parse_rate(wrong)
 
 
-def test_a_pid_that_another_process_was_given_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_reused_pid_is_not_taken_for_ours(tmp_path: Path) -> None:
     own = Path("/proc/self/stat").read_text()
     record = tmp_path / "pid"
     record.write_text(own)
-    assert state.Daemon(record).pid == os.getpid()
+    assert state.LabDaemon(record).pid == os.getpid()
     before, _, after = own.rpartition(")")
     fields = after.split()
     fields[19] = str(int(fields[19]) - 1)
     record.write_text(f"{before}) {' '.join(fields)}")
-    assert state.Daemon(record).pid is None
+    assert state.LabDaemon(record).pid is None
 
 
 def test_a_process_that_died_is_not_alive(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "60"])
     record = tmp_path / "pid"
     record.write_text(Path(f"/proc/{process.pid}/stat").read_text())
-    daemon = state.Daemon(record)
+    daemon = state.LabDaemon(record)
     assert daemon.pid == process.pid
     daemon.kill()
     assert daemon.pid is None, "a zombie that its parent has not fetched is dead too"
@@ -91,59 +90,59 @@ def test_missing_programs_are_named_with_the_way_to_get_them(monkeypatch: pytest
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match="docker-registry") as caught:
-        checks.check_machine(None, ["swarm"])
+        prerequisites.check_machine(None, ["swarm"])
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("apt-get install -y docker.io docker-registry")
 
 
-def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_who_is_not_root_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match="root") as caught:
-        checks.check_machine(None, ["swarm"])
+        prerequisites.check_machine(None, ["swarm"])
     assert "sudo" in str(caught.value.hint)
 
 
 def test_an_engine_directory_without_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(LabError, match="no program dockerd"):
-        checks.check_machine(tmp_path, ["swarm"])
+        prerequisites.check_machine(tmp_path, ["swarm"])
 
 
 def test_a_lab_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
     with pytest.raises(LabError, match="no such lab; there is none"):
-        Lab("nowhere").env()
+        Lab("nowhere").build_environment()
 
 
-def test_what_a_command_on_a_node_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_command_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
     (tmp_path / "lab").mkdir()
-    state.write(tmp_path / "lab", state.Description("lab", "10.77.3.0/24", ("node0",), "/srv/shared"))
+    state.write_description(tmp_path / "lab", state.LabDescription("lab", "10.77.3.0/24", ("node0",), "/srv/shared"))
     here = {"HOME": "/root", "DOCKER_HOST": "tcp://elsewhere:2376", "DOCKER_CONTEXT": "elsewhere", "DOCKER_TLS_VERIFY": "1"}
     cores = str(len(os.sched_getaffinity(0)))
     expected = {"HOME": "/root", "DOCKER_HOST": "unix:///var/run/docker.sock", "SWARMTRAIN_CORES": cores}
-    assert Lab("lab").environment_on("node0", here) == expected
+    assert Lab("lab").build_node_environment("node0", here) == expected
     with pytest.raises(LabError, match="no such node"):
-        Lab("lab").environment_on("node1", here)
+        Lab("lab").build_node_environment("node1", here)
 
 
 @pytest.mark.parametrize(("cores", "nodes", "share"), [(2, 1, 2), (2, 3, 1), (8, 3, 2), (64, 2, 32)])
 def test_the_nodes_of_a_lab_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, nodes: int, share: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    description = state.Description("lab", "10.77.3.0/24", tuple(f"node{number}" for number in range(nodes)), "/srv/shared")
-    assert lab_cores.share(description) == share
-    lab_cores.write_runc(tmp_path, description)
+    description = state.LabDescription("lab", "10.77.3.0/24", tuple(f"node{number}" for number in range(nodes)), "/srv/shared")
+    assert cpu_share.compute_cores_per_node(description) == share
+    cpu_share.write_runc(tmp_path, description)
     config = tmp_path / "config.json"
     for command, expected in (("create", [f"SWARMTRAIN_CORES={share}", "PATH=/bin"]), ("delete", ["PATH=/bin"])):
         config.write_text('{"process":{"args":["sh","-c","echo \\"env\\":[\\"A\\"]"],"env":["PATH=/bin"]},"env":["HOOK=1"]}')
         arguments = ["--root", "/run", command, "--bundle", str(tmp_path), "container"]
         done = subprocess.run([str(tmp_path / "runc"), *arguments], capture_output=True, text=True, check=False)
-        assert "runc-of-this-machine" in done.stderr  # there is none here
+        assert "runc-of-this-machine" in done.stderr  # no such program exists here
         assert json.loads(config.read_text())["process"]["env"] == expected
 
 
-def test_a_lab_that_was_written_down_before_there_were_bare_ones_is_read(tmp_path: Path) -> None:
+def test_a_lab_of_an_older_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "lab.json").write_text('{"name": "lab", "subnet": "10.77.3.0/24", "nodes": ["node0"], "shared": "/srv/shared"}')
-    found = state.read(tmp_path)
+    found = state.read_description(tmp_path)
     assert found is not None
     assert not found.bare

@@ -1,15 +1,21 @@
-"""What is said of a config's memory: the worst rank decides, and what would fit comes first."""
+"""The printed memory estimate of a config: the worst rank decides, and changes that would fit come first."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from swarmtrain.view.memory import Memory
+from swarmtrain.view.memory import MemoryEstimate
 
 GIB = 2**30
 RANKS: list[dict[str, Any]] = [
-    {"rank": 0, "stages": [0], "start": GIB, "peak": 30 * GIB, "parts": {"parameters": 10 * GIB, "activations": 20 * GIB}},
-    {"rank": 4, "stages": [1], "start": GIB, "peak": 75 * GIB, "parts": {"parameters": 10 * GIB, "logits": 65 * GIB}},
+    {
+        "rank": 0,
+        "stages": [0],
+        "startup_peak": GIB,
+        "peak": 30 * GIB,
+        "memory_by_category": {"parameters": 10 * GIB, "activations": 20 * GIB},
+    },
+    {"rank": 4, "stages": [1], "startup_peak": GIB, "peak": 75 * GIB, "memory_by_category": {"parameters": 10 * GIB, "logits": 65 * GIB}},
 ]
 CHANGES: list[dict[str, Any]] = [
     {"changes": ["optimizer.zero=true"], "peak": 74 * GIB},
@@ -19,7 +25,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_the_worst_rank_decides_and_what_fits_comes_first() -> None:
-    told = Memory(8, RANKS, 80 * GIB, CHANGES)
+    told = MemoryEstimate(8, RANKS, 80 * GIB, CHANGES)
     assert not told.fits
     assert (told.to_dict()["worst"], [change["fits"] for change in told.to_dict()["alternatives"]]) == (4, [False, True, False])
     assert str(told).splitlines()[-4:] == [
@@ -30,7 +36,7 @@ def test_the_worst_rank_decides_and_what_fits_comes_first() -> None:
     ]
 
 
-def test_with_nothing_to_compare_it_with_it_is_only_told() -> None:
-    told = Memory(8, RANKS, None, [])
+def test_with_nothing_to_compare_it_with_it_is_only_printed() -> None:
+    told = MemoryEstimate(8, RANKS, None, [])
     assert told.fits
     assert str(told).splitlines()[1].split() == ["stage", "0", "stage", "1"]

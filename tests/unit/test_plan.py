@@ -1,4 +1,4 @@
-"""A plan says who runs what and why; these tests compare what it prints."""
+"""A plan states which node runs what and why; these tests compare its printed text."""
 
 from __future__ import annotations
 
@@ -6,46 +6,50 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.config.load import parse
+from swarmtrain.config.loading import parse_config
 from swarmtrain.errors import PlanError, SwarmtrainError
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, make_plan, offline, read_cargo
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo
 
 NODE_ID = "abcdefghijklmnopqrstuvwx0"
 
 
-def swarm(*machines: Machine) -> Inventory:
+def build_inventory(*machines: Machine) -> Inventory:
     return Inventory("the swarm", machines)
 
 
-def plan(inventory: Inventory, *overrides: str, nodes: int | None = None) -> Plan:
+def plan_demo(inventory: Inventory, *overrides: str, nodes: int | None = None) -> Plan:
     return make_plan(
-        parse("topology: {global_batch_size: 24, micro_batch_size: 2}", overrides), inventory, Cargo(()), run="demo", nodes=nodes
+        parse_config("topology: {global_batch_size: 24, micro_batch_size: 2}", overrides),
+        inventory,
+        Cargo(()),
+        run="demo",
+        node_count=nodes,
     )
 
 
-def refusal(inventory: Inventory, *overrides: str) -> str:
+def get_refusal(inventory: Inventory, *overrides: str) -> str:
     with pytest.raises(PlanError) as caught:
-        plan(inventory, *overrides)
+        plan_demo(inventory, *overrides)
     return str(caught.value)
 
 
-THREE = swarm(Machine("a", id="1"), Machine("b", id="2"), Machine("c", id="3"))
+THREE_MACHINES = build_inventory(Machine("a", id="1"), Machine("b", id="2"), Machine("c", id="3"))
 
 
 def test_without_hosts_the_first_ready_nodes_are_used() -> None:
-    assert str(plan(THREE, "runner.nodes=2", "runner.min_nodes=1")) == (
+    assert str(plan_demo(THREE_MACHINES, "runner.nodes=2", "runner.min_nodes=1")) == (
         "run demo by swarm on the swarm\n"
         "  NODE   HOST  SLOTS  WHY\n"
         "  node0  a     1      1 of 3 ready nodes, by name; one slot\n"
         "  node1  b     1      2 of 3 ready nodes, by name; one slot\n"
-        "  2 nodes with 2 ranks; goes on with 1 to 2\n"
+        "  2 nodes with 2 ranks; elastic: 1 to 2 nodes\n"
         "  2 replicas of 1 rank (data x tensor parallel)\n"
         "  global batch 24 = 12 micro batches of 2, 6 each"
     )
 
 
 def test_hosts_are_taken_in_their_order_with_their_slots() -> None:
-    made = plan(THREE, "runner.hosts=[c slots=3, a, b]", "runner.nodes=2")
+    made = plan_demo(THREE_MACHINES, "runner.hosts=[c slots=3, a, b]", "runner.nodes=2")
     assert [(node.name, node.host, node.slots, node.constraint) for node in made.nodes] == [
         ("node0", "c", 3, "node.hostname==c"),
         ("node1", "a", 1, "node.hostname==a"),
@@ -54,25 +58,30 @@ def test_hosts_are_taken_in_their_order_with_their_slots() -> None:
 
 
 def test_hosts_have_names_of_their_own_on_the_network_that_ranks_use() -> None:
-    machines = swarm(Machine("a", id="1", address="10.0.0.1", manager=True), Machine("b", id="2", address="10.0.0.2"))
-    made = plan(machines, "runner.hosts=[b slots=2 address=b-ib, a address=10.1.0.1]", "runner.swarm.network=host")
-    assert [(node.host, node.slots, node.talks_by, node.address) for node in made.nodes] == [
+    machines = build_inventory(Machine("a", id="1", address="10.0.0.1", is_manager=True), Machine("b", id="2", address="10.0.0.2"))
+    made = plan_demo(machines, "runner.hosts=[b slots=2 address=b-ib, a address=10.1.0.1]", "runner.swarm.network=host")
+    assert [(node.host, node.slots, node.rank_interface, node.address) for node in made.nodes] == [
         ("b", 2, "b-ib", "b-ib"),
         ("a", 1, "10.1.0.1", "10.1.0.1"),
     ]
     assert made.nodes[0].cause == "place 1 in hosts; slots as hosts says; ranks talk by b-ib"
-    assert made.board == Machine("a", id="1", address="10.1.0.1", manager=True)
-    local = plan(machines, "runner.hosts=[b address=b-ib]", "runner.runner_type=local")
-    assert local.nodes[0].talks_by == "", "it is all one machine"
+    assert made.coordinator_machine == Machine("a", id="1", address="10.1.0.1", is_manager=True)
+    local = plan_demo(machines, "runner.hosts=[b address=b-ib]", "runner.runner_type=local")
+    assert local.nodes[0].rank_interface == "", "it is all one machine"
 
 
-def test_uneven_shares_are_said() -> None:
-    assert "12 micro batches of 2, 3 or 2 each" in str(plan(THREE, "runner.hosts=[a slots=5]"))
+def test_uneven_shares_are_printed() -> None:
+    assert "12 micro batches of 2, 3 or 2 each" in str(plan_demo(THREE_MACHINES, "runner.hosts=[a slots=5]"))
 
 
-def test_a_pipeline_says_its_cuts_and_what_it_wastes() -> None:
+def test_a_pipeline_prints_its_stages_and_its_idle_time() -> None:
     said = str(
-        plan(THREE, "runner.hosts=[a slots=4, b slots=2]", "topology.pipe_parallel_size=3", "topology.pipe_partition_overwrite=[0,1,3]")
+        plan_demo(
+            THREE_MACHINES,
+            "runner.hosts=[a slots=4, b slots=2]",
+            "topology.pipe_parallel_size=3",
+            "topology.pipe_partition_overwrite=[0,1,3]",
+        )
     )
     assert "  2 replicas of 3 ranks (data x pipeline x tensor parallel)" in said
     assert "  pipeline of 3 stages with 1, 2, 1 layers; idle 25% of a step" in said
@@ -80,62 +89,69 @@ def test_a_pipeline_says_its_cuts_and_what_it_wastes() -> None:
 
 def test_ids_pin_by_id() -> None:
     machine = Machine("a", id=NODE_ID)
-    assert plan(swarm(machine, Machine("a", id="other")), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
-    assert plan(offline([NODE_ID]), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
+    assert (
+        plan_demo(build_inventory(machine, Machine("a", id="other")), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint
+        == f"node.id=={NODE_ID}"
+    )
+    assert plan_demo(build_offline_inventory([NODE_ID]), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
 
 
-def test_two_machines_of_one_name_are_told_apart_by_id_or_refused() -> None:
-    twins = swarm(Machine("a", id="1"), Machine("a", id="2"))
-    assert [node.constraint for node in plan(twins, "runner.nodes=2").nodes] == ["node.id==1", "node.id==2"]
-    assert refusal(twins, "runner.hosts=[a]") == "config runner.hosts: a: 2 nodes have this host name, with the ids 1, 2"
+def test_two_machines_of_one_name_are_distinguished_by_id_or_refused() -> None:
+    twins = build_inventory(Machine("a", id="1"), Machine("a", id="2"))
+    assert [node.constraint for node in plan_demo(twins, "runner.nodes=2").nodes] == ["node.id==1", "node.id==2"]
+    assert get_refusal(twins, "runner.hosts=[a]") == "config runner.hosts: a: 2 nodes have this host name, with the ids 1, 2"
 
 
 def test_a_node_named_twice_is_refused() -> None:
     machine = Machine("a", id=NODE_ID)
-    assert refusal(swarm(machine), f"runner.hosts=[a, {NODE_ID}]").startswith("config runner.hosts: names one node twice")
+    assert get_refusal(build_inventory(machine), f"runner.hosts=[a, {NODE_ID}]").startswith("config runner.hosts: names one node twice")
 
 
 def test_labels_choose_nodes() -> None:
-    inventory = swarm(Machine("a", labels={"gpu": "old"}), Machine("b", labels={"gpu": "new", "x": "y"}))
-    assert [node.host for node in plan(inventory, "runner.swarm.labels={gpu: new}").nodes] == ["b"]
-    assert refusal(inventory, "runner.swarm.labels={gpu: new}", "runner.nodes=2") == (
+    inventory = build_inventory(Machine("a", labels={"gpu": "old"}), Machine("b", labels={"gpu": "new", "x": "y"}))
+    assert [node.host for node in plan_demo(inventory, "runner.swarm.labels={gpu: new}").nodes] == ["b"]
+    assert get_refusal(inventory, "runner.swarm.labels={gpu: new}", "runner.nodes=2") == (
         "config runner.nodes: 2 nodes wanted, but the swarm has 1 that can be used (a lacks the labels)"
     )
 
 
 def test_slots_follow_the_gpus_where_gpus_are_used() -> None:
-    inventory = swarm(Machine("a", resources={"NVIDIA-GPU": 4}))
-    assert plan(inventory, "runner.swarm.gpu=reserve").nodes[0].slots == 4
-    assert plan(inventory).nodes[0].slots == 1
-    assert plan(inventory, "runner.default_gpu_count=2").nodes[0].slots == 2
+    inventory = build_inventory(Machine("a", resources={"NVIDIA-GPU": 4}))
+    assert plan_demo(inventory, "runner.swarm.gpu=reserve").nodes[0].slots == 4
+    assert plan_demo(inventory).nodes[0].slots == 1
+    assert plan_demo(inventory, "runner.default_gpu_count=2").nodes[0].slots == 2
 
 
 def test_what_the_cluster_cannot_hold_is_refused() -> None:
-    assert refusal(THREE, "runner.hosts=[d]") == "config runner.hosts: d: there is no such node on the swarm; it has: a, b, c"
-    assert refusal(swarm(Machine("a", unavailable="down")), "runner.hosts=[a]") == "node a: the node is down"
-    assert "a is drained" in refusal(swarm(Machine("a", unavailable="drained")))
-    assert refusal(THREE, "runner.nodes=3", "topology.model_parallel_size=2").startswith("config topology: 3 ranks are no multiple of")
+    assert get_refusal(THREE_MACHINES, "runner.hosts=[d]") == "config runner.hosts: d: there is no such node on the swarm; it has: a, b, c"
+    assert get_refusal(build_inventory(Machine("a", unavailable_reason="down")), "runner.hosts=[a]") == "node a: the node is down"
+    assert "a is drained" in get_refusal(build_inventory(Machine("a", unavailable_reason="drained")))
+    assert get_refusal(THREE_MACHINES, "runner.nodes=3", "topology.model_parallel_size=2").startswith(
+        "config topology: 3 ranks are not a multiple of"
+    )
     pairs = ("topology.data_parallel_type=hsdp", "topology.data_parallel_shard_size=2")
-    assert refusal(THREE, "runner.nodes=3", *pairs).startswith("config topology: 3 replicas are no multiple of data_parallel_shard_size 2")
-    assert refusal(THREE, "runner.nodes=3", "topology.world_size=4") == (
+    assert get_refusal(THREE_MACHINES, "runner.nodes=3", *pairs).startswith(
+        "config topology: 3 replicas are not a multiple of data_parallel_shard_size 2"
+    )
+    assert get_refusal(THREE_MACHINES, "runner.nodes=3", "topology.world_size=4") == (
         "config topology.world_size: 4, but the slots of 3 nodes add up to 3 ranks"
     )
 
 
 def test_scaling_overrides_the_number_of_nodes() -> None:
-    assert len(plan(THREE, "runner.nodes=1", "runner.max_nodes=3", nodes=3).nodes) == 3
+    assert len(plan_demo(THREE_MACHINES, "runner.nodes=1", "runner.max_nodes=3", nodes=3).nodes) == 3
 
 
 @pytest.mark.parametrize("run", ["", "Upper", "a_b", "-a", "a" * 47])
-def test_a_run_name_must_be_able_to_stand_in_a_host_name(run: str) -> None:
+def test_a_run_name_must_be_valid_in_a_host_name(run: str) -> None:
     with pytest.raises(PlanError, match="must be lower-case letters"):
-        make_plan(parse("{}"), THREE, Cargo(()), run=run)
+        make_plan(parse_config("{}"), THREE_MACHINES, Cargo(()), run=run)
 
 
-def test_cargo_holds_the_script_what_travels_beside_it_and_the_secrets(tmp_path: Path) -> None:
+def test_cargo_holds_the_script_the_code_that_travels_with_it_and_the_secrets(tmp_path: Path) -> None:
     for name in ("train.py", "data.py", "key"):
         (tmp_path / name).write_text(name)
-    cargo = read_cargo(parse("runner: {script: train.py, code: [data.py], secrets: {KEY: key}}"), tmp_path)
+    cargo = read_cargo(parse_config("runner: {script: train.py, code: [data.py], secrets: {KEY: key}}"), tmp_path)
     assert [(item.name, item.content) for item in (*cargo.code, *cargo.secrets)] == [
         ("train.py", b"train.py"),
         ("data.py", b"data.py"),
@@ -145,4 +161,4 @@ def test_cargo_holds_the_script_what_travels_beside_it_and_the_secrets(tmp_path:
 
 def test_a_missing_file_is_named_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(SwarmtrainError, match=r"config runner\.script: .*training_code\.py: no such file"):
-        read_cargo(parse("{}"), tmp_path)
+        read_cargo(parse_config("{}"), tmp_path)

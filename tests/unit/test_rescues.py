@@ -1,107 +1,125 @@
-"""Who saves what of a world that has broken: rules on values, and the board's clock in the test's hand."""
+"""Just-in-time checkpoints of a failed world: which ranks save which step. Pure rules, and an arbiter with a fake clock."""
 
 from __future__ import annotations
 
 import pytest
 
-from swarmtrain.entrypoint.rescues import PATIENCE, SETTLED, SILENT, Rescues, chosen
-from swarmtrain.wire import Event, Rescue, Stand
+from swarmtrain.entrypoint.coordinator.rescue import (
+    RESCUE_DECISION_TIMEOUT_SECONDS,
+    RESCUE_SETTLE_SECONDS,
+    SURVIVOR_LOST_SECONDS,
+    RescueArbiter,
+    choose_writers,
+)
+from swarmtrain.protocol import Event, RescueAssignment, SurvivorState
 
 
-def at(step: int, *, ready: bool = False, part: int = 0, parts: int = 1, disk: int = 0, disks: int = 1) -> Stand:
-    return Stand(step, ready, part, parts, 4, disk, disks)
+def build_survivor(step: int, *, ready: bool = False, part: int = 0, parts: int = 1, disk: int = 0, disks: int = 1) -> SurvivorState:
+    return SurvivorState(step, ready, part, parts, 4, disk, disks)
 
 
 @pytest.mark.parametrize(
-    ("stands", "late", "step", "writers"),
+    ("states", "timed_out", "step", "writers"),
     [
-        ({2: at(7)}, False, 7, (2,)),
-        ({2: at(7, ready=True)}, False, 0, ()),  # another may have made step 8
-        ({2: at(7, ready=True)}, True, 7, (2,)),
-        ({1: at(7, ready=True), 2: at(8)}, False, 8, (2,)),
-        ({1: at(6, ready=True), 3: at(7), 2: at(7)}, False, 7, (2,)),
-        ({0: at(7, part=0, parts=2)}, True, 0, ()),
-        ({0: at(7, part=0, parts=2), 3: at(7, part=1, parts=2)}, False, 7, (0, 3)),
-        # Told of the end of step 8 unevenly: who is ready makes it too.
-        ({0: at(8, part=0, parts=2), 3: at(7, ready=True, part=1, parts=2)}, True, 8, (0, 3)),
-        # Who has not even the gradients of step 8 cannot; and who has made it has no longer step 7.
-        ({0: at(8, part=0, parts=2), 3: at(7, part=1, parts=2)}, True, 0, ()),
-        ({0: at(8, part=0, parts=2), 2: at(7, part=0, parts=2), 3: at(7, part=1, parts=2)}, True, 7, (2, 3)),
-        ({0: at(0)}, True, 0, ()),  # nothing has been made yet
-        # On disks of their own all nodes save that hold the whole; halves on two disks are no whole.
-        ({1: at(7, disk=0), 2: at(7, disk=1), 3: at(7, disk=1)}, True, 7, (1, 2)),
-        ({1: at(6, disk=0), 2: at(7, disk=1)}, True, 7, (2,)),
-        ({0: at(7, part=0, parts=2), 3: at(7, part=1, parts=2, disk=1)}, True, 0, ()),
-        ({0: at(7, part=0, parts=2), 1: at(7, part=1, parts=2), 3: at(7, part=1, parts=2, disk=1)}, True, 7, (0, 1)),
+        ({2: build_survivor(7)}, False, 7, (2,)),
+        ({2: build_survivor(7, ready=True)}, False, 0, ()),  # another rank may have done step 8
+        ({2: build_survivor(7, ready=True)}, True, 7, (2,)),
+        ({1: build_survivor(7, ready=True), 2: build_survivor(8)}, False, 8, (2,)),
+        ({1: build_survivor(6, ready=True), 3: build_survivor(7), 2: build_survivor(7)}, False, 7, (2,)),
+        ({0: build_survivor(7, part=0, parts=2)}, True, 0, ()),
+        ({0: build_survivor(7, part=0, parts=2), 3: build_survivor(7, part=1, parts=2)}, False, 7, (0, 3)),
+        # Only some ranks have completed step 8: a rank that is ready completes it too.
+        ({0: build_survivor(8, part=0, parts=2), 3: build_survivor(7, ready=True, part=1, parts=2)}, True, 8, (0, 3)),
+        # A rank without the gradients of step 8 cannot; and a rank that has done step 8 no longer has step 7.
+        ({0: build_survivor(8, part=0, parts=2), 3: build_survivor(7, part=1, parts=2)}, True, 0, ()),
+        (
+            {0: build_survivor(8, part=0, parts=2), 2: build_survivor(7, part=0, parts=2), 3: build_survivor(7, part=1, parts=2)},
+            True,
+            7,
+            (2, 3),
+        ),
+        ({0: build_survivor(0)}, True, 0, ()),  # no step is done yet
+        # With node-local disks, every node that holds the complete state saves it; halves on two disks are not complete.
+        ({1: build_survivor(7, disk=0), 2: build_survivor(7, disk=1), 3: build_survivor(7, disk=1)}, True, 7, (1, 2)),
+        ({1: build_survivor(6, disk=0), 2: build_survivor(7, disk=1)}, True, 7, (2,)),
+        ({0: build_survivor(7, part=0, parts=2), 3: build_survivor(7, part=1, parts=2, disk=1)}, True, 0, ()),
+        (
+            {0: build_survivor(7, part=0, parts=2), 1: build_survivor(7, part=1, parts=2), 3: build_survivor(7, part=1, parts=2, disk=1)},
+            True,
+            7,
+            (0, 1),
+        ),
     ],
 )
-def test_the_newest_whole_step_is_saved_once(stands: dict[int, Stand], *, late: bool, step: int, writers: tuple[int, ...]) -> None:
-    assert chosen(stands, late=late) == (step, writers)
+def test_the_newest_complete_step_is_saved_once(
+    states: dict[int, SurvivorState], *, timed_out: bool, step: int, writers: tuple[int, ...]
+) -> None:
+    assert choose_writers(states, no_more_expected=timed_out) == (step, writers)
 
 
 def test_a_writer_that_falls_silent_is_replaced_until_nobody_is_left() -> None:
     clock = [100.0]
-    board = Rescues(lambda: clock[0])
-    assert not board.pending
-    assert board.stand("world", 1, at(7)) == Rescue(7, (1,), 1)
-    assert board.stand("world", 2, at(7)).writers == (1,)
-    assert board.pending
-    clock[0] += SILENT + 0.1
-    assert board.stand("world", 2, at(7)) == Rescue(7, (2,), 2)
-    board.rescued("world", 1, 1)  # the first one was merely slow: its word no longer counts
-    assert board.pending
-    board.rescued("world", 2, 2)
-    assert not board.pending
-    assert board.stand("world", 1, at(7)).over
+    arbiter = RescueArbiter(lambda: clock[0])
+    assert not arbiter.is_pending
+    assert arbiter.report_survivor("world", 1, build_survivor(7)) == RescueAssignment(7, (1,), 1)
+    assert arbiter.report_survivor("world", 2, build_survivor(7)).writers == (1,)
+    assert arbiter.is_pending
+    clock[0] += SURVIVOR_LOST_SECONDS + 0.1
+    assert arbiter.report_survivor("world", 2, build_survivor(7)) == RescueAssignment(7, (2,), 2)
+    arbiter.record_rescue_finished("world", 1, 1)  # the first one was merely slow: its report no longer counts
+    assert arbiter.is_pending
+    arbiter.record_rescue_finished("world", 2, 2)
+    assert not arbiter.is_pending
+    assert arbiter.report_survivor("world", 1, build_survivor(7)).is_finished
 
 
 def test_nodes_with_disks_of_their_own_all_save() -> None:
     clock = [100.0]
-    board = Rescues(lambda: clock[0])
-    first, second = at(7, disk=0, disks=2), at(7, disk=1, disks=2)
-    assert not board.stand("world", 1, first).writers, "the other node may be about to speak"
-    assert not board.stand("world", 2, second).writers
-    clock[0] += SETTLED + 0.1
-    assert board.stand("world", 1, first) == Rescue(7, (1, 2), 1)
-    board.rescued("world", 1, 1)
-    assert board.pending, "it stands on one disk"
-    board.hear(Event("failure", {"world": "world", "rank": 2}))
-    assert board.stand("world", 1, first) == Rescue(7, (1,), 2)
-    board.rescued("world", 2, 1)
-    assert not board.pending
+    arbiter = RescueArbiter(lambda: clock[0])
+    first, second = build_survivor(7, disk=0, disks=2), build_survivor(7, disk=1, disks=2)
+    assert not arbiter.report_survivor("world", 1, first).writers, "the other node may be about to speak"
+    assert not arbiter.report_survivor("world", 2, second).writers
+    clock[0] += RESCUE_SETTLE_SECONDS + 0.1
+    assert arbiter.report_survivor("world", 1, first) == RescueAssignment(7, (1, 2), 1)
+    arbiter.record_rescue_finished("world", 1, 1)
+    assert arbiter.is_pending, "it stands on one disk"
+    arbiter.record_failure(Event("failure", {"world": "world", "rank": 2}))
+    assert arbiter.report_survivor("world", 1, first) == RescueAssignment(7, (1,), 2)
+    arbiter.record_rescue_finished("world", 2, 1)
+    assert not arbiter.is_pending
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_no_rank_waits_forever() -> None:
     clock = [100.0]
-    board = Rescues(lambda: clock[0])
-    half = at(7, part=1, parts=2)
-    assert not board.stand("world", 3, half).over
-    clock[0] += PATIENCE + 0.1
-    assert board.stand("world", 3, half) == Rescue(attempt=0, over=True)
-    board.stand("another", 3, half)
-    assert board.pending
-    clock[0] += SILENT + 0.1
-    assert not board.pending, "they have died"
+    arbiter = RescueArbiter(lambda: clock[0])
+    half = build_survivor(7, part=1, parts=2)
+    assert not arbiter.report_survivor("world", 3, half).is_finished
+    clock[0] += RESCUE_DECISION_TIMEOUT_SECONDS + 0.1
+    assert arbiter.report_survivor("world", 3, half) == RescueAssignment(attempt=0, is_finished=True)
+    arbiter.report_survivor("another", 3, half)
+    assert arbiter.is_pending
+    clock[0] += SURVIVOR_LOST_SECONDS + 0.1
+    assert not arbiter.is_pending, "they have died"
 
 
 def test_the_dead_are_not_waited_for() -> None:
-    board = Rescues(lambda: 0.0)
+    arbiter = RescueArbiter(lambda: 0.0)
     for rank in (0, 1):
-        board.hear(Event("failure", {"world": "world", "rank": rank, "signal": "SIGKILL"}))
-    assert not board.stand("world", 2, at(7, ready=True)).writers
-    assert board.stand("world", 3, at(7, ready=True)) == Rescue(7, (2,), 1)
-    board.hear(Event("failure", {"world": "world", "rank": 2}))
-    assert board.stand("world", 3, at(7, ready=True)) == Rescue(7, (3,), 2)
+        arbiter.record_failure(Event("failure", {"world": "world", "rank": rank, "signal": "SIGKILL"}))
+    assert not arbiter.report_survivor("world", 2, build_survivor(7, ready=True)).writers
+    assert arbiter.report_survivor("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (2,), 1)
+    arbiter.record_failure(Event("failure", {"world": "world", "rank": 2}))
+    assert arbiter.report_survivor("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (3,), 2)
 
 
-def test_all_being_there_is_no_reason_to_wait() -> None:
-    board = Rescues(lambda: 0.0)
+def test_if_all_have_reported_there_is_no_wait() -> None:
+    arbiter = RescueArbiter(lambda: 0.0)
     for rank in range(3):
-        assert not board.stand("world", rank, at(7, ready=True)).writers
-    assert board.stand("world", 3, at(7, ready=True)) == Rescue(7, (0,), 1)
+        assert not arbiter.report_survivor("world", rank, build_survivor(7, ready=True)).writers
+    assert arbiter.report_survivor("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (0,), 1)
 
 
-def test_no_two_worlds_have_the_same_token() -> None:
-    """Those of a world whose nodes are all away now are on disks that nobody sees."""
-    board = Rescues(lambda: 0.0)
-    assert [board.token(above) for above in (0, 0, 5, 3)] == [1, 2, 6, 7]
+def test_no_two_worlds_have_the_same_generation() -> None:
+    """Generations of a world whose nodes are all gone are on disks that no rank can read."""
+    arbiter = RescueArbiter(lambda: 0.0)
+    assert [arbiter.issue_generation(above) for above in (0, 0, 5, 3)] == [1, 2, 6, 7]

@@ -1,4 +1,4 @@
-"""`runner.slurm`, and what Slurm's nodes have in common."""
+"""`runner.slurm`, and the properties that Slurm's nodes have in common."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.launchers import inventory
+from swarmtrain.launchers import read_inventory
 from swarmtrain.plan import Cargo, make_plan
 
 
-def config(**runner: object) -> Config:
+def build_slurm_config(**runner: object) -> Config:
     return Config.from_json(json.dumps({"runner": {"runner_type": "slurm", **runner}}))
 
 
@@ -20,20 +20,20 @@ def config(**runner: object) -> Config:
     ("runner", "reason"),
     [
         ({"hosts": ["a slots=2", "b slots=4"]}, "Slurm gives every node of a job the same"),
-        ({"slurm": {"options": ["exclusive"]}}, "is no option of sbatch"),
+        ({"slurm": {"options": ["exclusive"]}}, "is not an option of sbatch"),
         ({"slurm": {"partition": "gpu\n#SBATCH --uid=0"}}, "one line of printable characters"),
         ({"slurm": {"account": "two words"}}, "has a space in it"),
         ({"slurm": {"prelude": ["module load\nrm"]}}, "one line of printable characters"),
     ],
 )
-def test_what_slurm_could_not_take(runner: dict[str, object], reason: str) -> None:
+def test_what_slurm_would_refuse(runner: dict[str, object], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
-        config(**runner)
+        build_slurm_config(**runner)
 
 
 @pytest.mark.parametrize(
     ("slurm", "slots"), [({"gpus_per_node": 4}, 4), ({"gres": "gpu:2"}, 2), ({"gres": "lustre:1,gpu:a100:8"}, 8), ({"gres": "lustre:5"}, 1)]
 )
 def test_slots_are_the_gpus_of_a_node(slurm: dict[str, object], slots: int) -> None:
-    wanted = config(nodes=2, slurm=slurm)
-    assert [node.slots for node in make_plan(wanted, inventory(wanted), Cargo(()), run="demo").nodes] == [slots, slots]
+    wanted = build_slurm_config(nodes=2, slurm=slurm)
+    assert [node.slots for node in make_plan(wanted, read_inventory(wanted), Cargo(()), run="demo").nodes] == [slots, slots]

@@ -1,4 +1,4 @@
-"""A run's status is a function of its events and tasks; these tests compare what it prints."""
+"""A run's status is a function of its events and tasks; these tests compare its printed text."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import time
 
 import pytest
 
-from swarmtrain import wire
+from swarmtrain import protocol
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.view.status import progress_line, status
-from swarmtrain.view.stream import follow
-from swarmtrain.view.times import duration, point_in_time
-from swarmtrain.view.worlds import worlds
-from swarmtrain.wire import EXIT_PLANNED, Event
+from swarmtrain.protocol import EXIT_PLANNED, Event
+from swarmtrain.view.formatting import format_duration, parse_time
+from swarmtrain.view.status import build_status, format_progress
+from swarmtrain.view.update_printer import follow_updates
+from swarmtrain.view.worlds import list_worlds
 
 TASKS = [TaskState("node0", "a", "running"), TaskState("rendezvous", "a", "pending", "no suitable node")]
 TRAINING = [
-    Event(wire.BOARD_UP, {"run": "demo"}, 90.0),
-    Event(wire.WORLD, {"world_size": 3, "nodes": 3}, 100.0),
-    Event(wire.PROGRESS, {"step": 10, "steps": 40, "loss": 2.5, "tokens_per_second": 12345.6, "eta_seconds": 125}, 110.0),
-    Event(wire.CHECKPOINT, {"step": 10, "path": "runs/x/step-00000010", "seconds": 0.2}, 111.0),
-    Event(wire.FAILURE, {"node": "node1", "rank": 1, "signal": "SIGKILL", "error": "killed by SIGKILL"}, 112.0),
+    Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 90.0),
+    Event(protocol.EVENT_WORLD_FORMED, {"world_size": 3, "nodes": 3}, 100.0),
+    Event(protocol.EVENT_PROGRESS, {"step": 10, "steps": 40, "loss": 2.5, "tokens_per_second": 12345.6, "eta_seconds": 125}, 110.0),
+    Event(protocol.EVENT_CHECKPOINT, {"step": 10, "path": "runs/x/step-00000010", "seconds": 0.2}, 111.0),
+    Event(protocol.EVENT_FAILURE, {"node": "node1", "rank": 1, "signal": "SIGKILL", "error": "killed by SIGKILL"}, 112.0),
 ]
 GIB = 2**30
 USED = {"cpu": 1.94, "cpus": 2.0, "memory": 1.25 * GIB, "memory_limit": 4 * GIB}
-GPUS = [{"use": 93, "memory": 60 * GIB, "memory_total": 80 * GIB}, {"use": 95, "memory": 60 * GIB, "memory_total": 80 * GIB}]
+GPUS = [
+    {"utilization": 93, "memory": 60 * GIB, "memory_total": 80 * GIB},
+    {"utilization": 95, "memory": 60 * GIB, "memory_total": 80 * GIB},
+]
 
 
 def test_a_training_run() -> None:
-    assert str(status("demo", TRAINING, TASKS, 272.0)) == (
+    assert str(build_status("demo", TRAINING, TASKS, 272.0)) == (
         "run demo: training for 3 min 02 s\n"
         "  world       3 ranks on 3 nodes\n"
         "  step        10/40, loss 2.5000, 12,346 tokens/s, 2 min 05 s left\n"
@@ -41,17 +44,17 @@ def test_a_training_run() -> None:
     )
 
 
-def test_a_script_of_ones_own_says_its_step_and_not_how_many_there_are() -> None:
-    assert progress_line({"step": 7, "loss": 0.25, "samples": 32}) == "7, loss 0.2500"
+def test_a_custom_script_shows_its_step_without_a_total() -> None:
+    assert format_progress({"step": 7, "loss": 0.25, "samples": 32}) == "7, loss 0.2500"
 
 
-def test_what_nodes_use_and_why_they_were_started_again() -> None:
+def test_what_nodes_use_and_why_they_were_restarted() -> None:
     later = [
-        Event(wire.WORLD, {"world_size": 3, "nodes": 3}, 130.0),
-        Event(wire.USAGE, {"nodes": {"node0": {**USED, "gpus": GPUS}, "node1": USED}}, 140.0),
+        Event(protocol.EVENT_WORLD_FORMED, {"world_size": 3, "nodes": 3}, 130.0),
+        Event(protocol.EVENT_USAGE, {"nodes": {"node0": {**USED, "gpus": GPUS}, "node1": USED}}, 140.0),
     ]
     tasks = [TASKS[0], TaskState("node1", "b", "running")]
-    assert str(status("demo", [*TRAINING, *later], tasks, 190.0)).splitlines()[1:] == [
+    assert str(build_status("demo", [*TRAINING, *later], tasks, 190.0)).splitlines()[1:] == [
         "  world       3 ranks on 3 nodes, world 2 since 1 min 00 s: node1 rank 1 failed: killed by SIGKILL",
         "  step        10/40, loss 2.5000, 12,346 tokens/s, 2 min 05 s left",
         "  checkpoint  step 10 in runs/x/step-00000010, 1 min 19 s ago",
@@ -60,16 +63,16 @@ def test_what_nodes_use_and_why_they_were_started_again() -> None:
         "  node0  a     running  1.9/2  1.2/4.0 GiB  94 % of 2  120.0/160.0 GiB",
         "  node1  b     running  1.9/2  1.2/4.0 GiB                              1         killed by SIGKILL, 1 min 18 s ago",
     ]
-    assert status("demo", [*TRAINING, *later], tasks, 1000.0).usage == {}
+    assert build_status("demo", [*TRAINING, *later], tasks, 1000.0).usage == {}
 
 
-def test_a_node_that_sits_out_is_shown_until_it_may_train_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quarantined_node_is_shown_until_it_may_train_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    out = Event(wire.LEFT_OUT, {"node": "node1", "seconds": 3600.0, "why": "the first to fail 3 times"}, 113.0)
-    smaller = Event(wire.WORLD, {"world_size": 2, "nodes": 2}, 130.0)
+    out = Event(protocol.EVENT_NODE_QUARANTINED, {"node": "node1", "seconds": 3600.0, "reason": "the first to fail 3 times"}, 113.0)
+    smaller = Event(protocol.EVENT_WORLD_FORMED, {"world_size": 2, "nodes": 2}, 130.0)
     tasks = [TASKS[0], TaskState("node1", "b", "running")]
-    found = status("demo", [*TRAINING, out, smaller], tasks, 190.0)
+    found = build_status("demo", [*TRAINING, out, smaller], tasks, 190.0)
     assert str(found).splitlines()[5:] == [
         "  left out    node1: `docker node update --availability drain b` keeps a swarm off its machine; "
         "`swarmtrain stop demo`, then deploy, gives it a chance at once",
@@ -77,29 +80,29 @@ def test_a_node_that_sits_out_is_shown_until_it_may_train_again(monkeypatch: pyt
         "  node0  a     running",
         "  node1  b     running  1         left out until 01:01: the first to fail 3 times",
     ]
-    assert found.to_dict()["left_out"] == {"node1": {"until": 3713.0, "why": "the first to fail 3 times"}}
+    assert found.to_dict()["quarantined"] == {"node1": {"until": 3713.0, "reason": "the first to fail 3 times"}}
     for back in (
-        Event(wire.LET_IN, {"node": "node1", "why": "its hour is over"}, 140.0),
-        Event(wire.LEFT, {"node": "node1", "exit_code": EXIT_PLANNED}, 140.0),
-        Event(wire.BOARD_UP, {"run": "demo"}, 140.0),
+        Event(protocol.EVENT_NODE_RELEASED, {"node": "node1", "reason": "its hour is over"}, 140.0),
+        Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": EXIT_PLANNED}, 140.0),
+        Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 140.0),
     ):
-        assert not status("demo", [*TRAINING, out, back], tasks, 190.0).left_out
+        assert not build_status("demo", [*TRAINING, out, back], tasks, 190.0).quarantined
 
 
 def test_the_rank_that_others_wait_for_is_shown_as_long_as_its_world_lives() -> None:
     message = "rank 1 on node1: the others wait, a step takes 31% longer, since computing is slower there"
-    slow = Event(wire.STRAGGLER, {"rank": 1, "node": "node1", "by": 0.31, "part": "compute", "message": message}, 120.0)
+    slow = Event(protocol.EVENT_STRAGGLER, {"rank": 1, "node": "node1", "slowdown": 0.31, "phase": "compute", "message": message}, 120.0)
     tasks = [TASKS[0], TaskState("node1", "b", "running")]
-    found = status("demo", [*TRAINING, slow], tasks, 180.0)
+    found = build_status("demo", [*TRAINING, slow], tasks, 180.0)
     assert f"  slowest     {message} (b), since 1 min 00 s\n" in str(found)
     assert found.to_dict()["straggler"]["rank"] == 1
-    keeps_up = Event(wire.STRAGGLER, {"rank": None, "message": "node1 keeps up with the others again"}, 150.0)
-    for over in (keeps_up, TRAINING[1], Event(wire.VERDICT, {"status": "done", "why": "it is", "exit_code": 0}, 160.0)):
-        assert not status("demo", [*TRAINING, slow, over], tasks, 180.0).straggler
+    keeps_up = Event(protocol.EVENT_STRAGGLER, {"rank": None, "message": "node1 keeps up with the others again"}, 150.0)
+    for over in (keeps_up, TRAINING[1], Event(protocol.EVENT_OUTCOME, {"status": "done", "reason": "it is", "exit_code": 0}, 160.0)):
+        assert not build_status("demo", [*TRAINING, slow, over], tasks, 180.0).straggler
 
 
 def test_json_has_every_field_and_what_it_means() -> None:
-    found = status("demo", TRAINING, TASKS, 272.0).to_dict()
+    found = build_status("demo", TRAINING, TASKS, 272.0).to_dict()
     assert {key: found[key] for key in ("run", "state", "time", "started", "seconds", "ended", "exit_code", "failures")} == {
         "run": "demo",
         "state": "training",
@@ -110,62 +113,71 @@ def test_json_has_every_field_and_what_it_means() -> None:
         "exit_code": None,
         "failures": 1,
     }
-    assert found["restarts"] == {"node1": {"count": 1, "time": 112.0, "why": "killed by SIGKILL"}}
+    assert found["restarts"] == {"node1": {"count": 1, "time": 112.0, "reason": "killed by SIGKILL"}}
     assert found["checkpoint"]["time"] == 111.0
-    assert set(found) >= {"why", "hint", "world", "worlds", "progress", "evaluation", "usage", "tasks"}
+    assert set(found) >= {"reason", "hint", "world", "worlds", "progress", "validation", "usage", "tasks"}
 
 
-def test_a_verdict_decides_the_state() -> None:
-    events = [*TRAINING, Event(wire.VERDICT, {"status": "failed", "why": "it broke", "exit_code": 7}, 120.0)]
-    failed = status("demo", events, TASKS, 500.0)
-    assert (failed.state, failed.why, failed.exit_code, failed.seconds) == ("failed", "it broke", 7, 30.0)
+def test_the_outcome_decides_the_state() -> None:
+    events = [*TRAINING, Event(protocol.EVENT_OUTCOME, {"status": "failed", "reason": "it broke", "exit_code": 7}, 120.0)]
+    failed = build_status("demo", events, TASKS, 500.0)
+    assert (failed.state, failed.reason, failed.exit_code, failed.seconds) == ("failed", "it broke", 7, 30.0)
     assert str(failed).startswith("run demo: failed after 30 s, it broke\n")
-    assert status("demo", [], TASKS, 0.0).state == "starting"
-    assert status("demo", TRAINING, [TaskState("node0", "a", "stopped")], 500.0).state == "stopped"
-    assert status("demo", [*events, Event(wire.BOARD_UP, {"run": "demo"}, 130.0)], TASKS, 500.0).state == "training"
+    assert build_status("demo", [], TASKS, 0.0).state == "starting"
+    assert build_status("demo", TRAINING, [TaskState("node0", "a", "stopped")], 500.0).state == "stopped"
+    assert (
+        build_status("demo", [*events, Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 130.0)], TASKS, 500.0).state == "training"
+    )
 
 
-BEFORE = Event(wire.WORLD, {"world_size": 2, "nodes": 2}, 1.0)
-PEER = Event(wire.FAILURE, {"node": "node0", "rank": 0, "error": "RuntimeError: Connection closed by peer"}, 2.0)
+WORLD_BEFORE = Event(protocol.EVENT_WORLD_FORMED, {"world_size": 2, "nodes": 2}, 1.0)
+PEER_FAILURE = Event(protocol.EVENT_FAILURE, {"node": "node0", "rank": 0, "error": "RuntimeError: Connection closed by peer"}, 2.0)
 
 
 @pytest.mark.parametrize(
     ("between", "why"),
     [
-        ([Event(wire.JOINED, {"node": "node2"})], "node2 came"),
-        ([Event(wire.LEFT, {"node": "node1", "exit_code": EXIT_PLANNED})], "node1 was told to leave"),
-        ([PEER, Event(wire.LEFT, {"node": "node1", "exit_code": None})], "node1 fell silent"),
-        ([PEER, Event(wire.JOINED, {"node": "node1"})], "node0 rank 0 failed: RuntimeError: Connection closed by peer"),
-        ([PEER, Event(wire.FAILURE, {"node": "node1", "rank": 1, "error": "boom"})], "node1 rank 1 failed: boom"),
-        ([Event(wire.BOARD_UP), Event(wire.JOINED, {"node": "node1"})], "the notice board was started again"),
+        ([Event(protocol.EVENT_NODE_JOINED, {"node": "node2"})], "node2 came"),
+        ([Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": EXIT_PLANNED})], "node1 was asked to stop"),
+        ([PEER_FAILURE, Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": None})], "node1 fell silent"),
+        (
+            [PEER_FAILURE, Event(protocol.EVENT_NODE_JOINED, {"node": "node1"})],
+            "node0 rank 0 failed: RuntimeError: Connection closed by peer",
+        ),
+        ([PEER_FAILURE, Event(protocol.EVENT_FAILURE, {"node": "node1", "rank": 1, "error": "boom"})], "node1 rank 1 failed: boom"),
+        (
+            [Event(protocol.EVENT_COORDINATOR_STARTED), Event(protocol.EVENT_NODE_JOINED, {"node": "node1"})],
+            "the coordinator was restarted",
+        ),
         ([], ""),
     ],
 )
 def test_why_a_world_came_after_another(between: list[Event], why: str) -> None:
-    after = Event(wire.WORLD, {"world_size": 1, "nodes": 1}, 9.0)
-    assert [world.why for world in worlds([Event(wire.BOARD_UP), BEFORE, *between, after])] == ["", why]
+    after = Event(protocol.EVENT_WORLD_FORMED, {"world_size": 1, "nodes": 1}, 9.0)
+    assert [world.reason for world in list_worlds([Event(protocol.EVENT_COORDINATOR_STARTED), WORLD_BEFORE, *between, after])] == ["", why]
 
 
 def test_a_node_that_came_too_late_for_a_world_is_the_reason_for_the_next() -> None:
     formed = [
-        Event(wire.WORLD, {"nodes": number + 1, "ranks": {f"node{index}": [index] for index in range(number + 1)}}) for number in (0, 1)
+        Event(protocol.EVENT_WORLD_FORMED, {"nodes": number + 1, "ranks": {f"node{index}": [index] for index in range(number + 1)}})
+        for number in (0, 1)
     ]
-    assert [world.why for world in worlds(formed)] == ["", "node1 came"]
+    assert [world.reason for world in list_worlds(formed)] == ["", "node1 came"]
 
 
-def test_following_tells_apart_data_and_talk(capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_separates_data_and_messages(capsys: pytest.CaptureFixture[str]) -> None:
     updates = [
         LogLine("node1", "hello", rank=1),
         LogLine("node1", "no rank"),
         *TRAINING[1:],
         TASKS[1],
         TASKS[1],
-        Event(wire.VERDICT, {"status": "done", "why": "finished", "exit_code": 0}),
+        Event(protocol.EVENT_OUTCOME, {"status": "done", "reason": "finished", "exit_code": 0}),
     ]
-    verdict = follow(updates)
+    verdict = follow_updates(updates)
     out, err = capsys.readouterr()
     assert verdict is not None
-    assert verdict.done
+    assert verdict.is_success
     assert out == "node1 rank 1 | hello\nnode1 | no rank\n"
     assert err.splitlines() == [
         "· a world of 3 ranks on 3 nodes has formed",
@@ -176,20 +188,20 @@ def test_following_tells_apart_data_and_talk(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_why_a_run_failed_is_left_to_who_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    verdict = follow([Event(wire.VERDICT, {"status": "failed", "why": "no data", "exit_code": 1, "hint": "bring it"})])
+def test_why_a_run_failed_is_printed_by_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = follow_updates([Event(protocol.EVENT_OUTCOME, {"status": "failed", "reason": "no data", "exit_code": 1, "hint": "bring it"})])
     assert verdict is not None
-    assert (verdict.why, verdict.hint) == ("no data", "bring it")
+    assert (verdict.reason, verdict.hint) == ("no data", "bring it")
     assert capsys.readouterr().err == ""
 
 
 def test_durations() -> None:
-    assert [duration(value) for value in (0.4, 59.7, 185, 7830)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]
-    assert duration(100 * 3600) == "4 d 4 h"
+    assert [format_duration(value) for value in (0.4, 59.7, 185, 7830)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]
+    assert format_duration(100 * 3600) == "4 d 4 h"
 
 
 def test_points_in_time() -> None:
-    assert [point_in_time(text, 10_000.0) for text in ("10s", "10m", "1h30m", "0.5h")] == [9990.0, 9400.0, 4600.0, 8200.0]
-    assert point_in_time("2026-11-21T22:30:00+00:00", 0.0) == 1795300200.0
+    assert [parse_time(text, 10_000.0) for text in ("10s", "10m", "1h30m", "0.5h")] == [9990.0, 9400.0, 4600.0, 8200.0]
+    assert parse_time("2026-11-21T22:30:00+00:00", 0.0) == 1795300200.0
     with pytest.raises(SwarmtrainError, match="neither a length of time nor a time"):
-        point_in_time("yesterday", 0.0)
+        parse_time("yesterday", 0.0)

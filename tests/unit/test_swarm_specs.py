@@ -1,4 +1,4 @@
-"""The stack document as service specs, field by field what docker/cli 28.2 sends for the same file; the lab proves it on a real swarm."""
+"""The stack document as service specs: field by field what docker/cli 28.2 sends for the same file. The lab tests it on a real swarm."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from swarmtrain.errors import StackError
-from swarmtrain.images.pin import Pinned
-from swarmtrain.launchers.swarm.specs import Specs, nanoseconds, size, specs
-from swarmtrain.render.compose import Stack
+from swarmtrain.images.pinning import PinnedImage
+from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs, parse_duration_ns, parse_size_bytes
+from swarmtrain.render.stack_document import Stack
 
 IMAGE = "registry.lab:5000/swarmtrain:1"
-PINNED = Pinned(f"{IMAGE}@sha256:{'0' * 64}", (("amd64", "linux"), ("arm", "linux")))
+PINNED = PinnedImage(f"{IMAGE}@sha256:{'0' * 64}", (("amd64", "linux"), ("arm", "linux")))
 LABELS = {"com.docker.stack.namespace": "run"}
 
 
-def service(**changes: Any) -> dict[str, Any]:
+def build_service(**changes: Any) -> dict[str, Any]:
     return {
         "image": IMAGE,
         "entrypoint": ["python3", "-m", "swarmtrain.entrypoint"],
@@ -51,8 +51,8 @@ def service(**changes: Any) -> dict[str, Any]:
     }
 
 
-def convert(node: dict[str, Any], **document: Any) -> Specs:
-    whole = {
+def convert_service(node: dict[str, Any], **document: Any) -> StackSpecs:
+    stack_document = {
         "version": "3.8",
         "x-swarmtrain": {},
         "services": {"node0": node},
@@ -60,11 +60,11 @@ def convert(node: dict[str, Any], **document: Any) -> Specs:
         "configs": {"code-a": {"file": "generated/a.py"}, "code-b": {"file": "generated/b.py"}},
         **document,
     }
-    return specs(Stack("run", whole, {"generated/a.py": b"a", "generated/b.py": b"b"}), {IMAGE: PINNED})
+    return build_stack_specs(Stack("run", stack_document, {"generated/a.py": b"a", "generated/b.py": b"b"}), {IMAGE: PINNED})
 
 
 def test_a_service_is_what_the_docker_cli_sends() -> None:
-    assert convert(service()).services["run_node0"] == {
+    assert convert_service(build_service()).services["run_node0"] == {
         "Name": "run_node0",
         "Labels": {"swarmtrain.run": "run", **LABELS, "com.docker.stack.image": IMAGE},
         "TaskTemplate": {
@@ -107,7 +107,7 @@ def test_a_service_is_what_the_docker_cli_sends() -> None:
 
 
 def test_networks_and_configs() -> None:
-    found = convert(service())
+    found = convert_service(build_service())
     assert found.networks == {
         "run_training": {
             "Driver": "overlay",
@@ -118,29 +118,29 @@ def test_networks_and_configs() -> None:
         }
     }
     assert found.configs["run_code-a"] == {"Name": "run_code-a", "Labels": LABELS, "Data": base64.b64encode(b"a").decode()}
-    assert not found.external
+    assert not found.external_networks
 
 
 def test_a_wide_subnet_reaches_the_engine() -> None:
     networks = {"training": {"driver": "overlay", "ipam": {"config": [{"subnet": "10.128.0.0/16"}]}}}
-    assert convert(service(), networks=networks).networks["run_training"]["IPAM"] == {"Config": [{"Subnet": "10.128.0.0/16"}]}
+    assert convert_service(build_service(), networks=networks).networks["run_training"]["IPAM"] == {"Config": [{"Subnet": "10.128.0.0/16"}]}
 
 
 def test_an_external_network_is_used_by_its_own_name() -> None:
-    found = convert(service(), networks={"training": {"external": True, "name": "site"}})
-    assert found.external == ("site",)
+    found = convert_service(build_service(), networks={"training": {"external": True, "name": "site"}})
+    assert found.external_networks == ("site",)
     assert not found.networks
     assert found.services["run_node0"]["TaskTemplate"]["Networks"] == [{"Target": "site", "Aliases": ["node0"]}]
 
 
 def test_the_host_network_has_no_aliases() -> None:
-    found = convert(service(), networks={"training": {"external": True, "name": "host"}})
+    found = convert_service(build_service(), networks={"training": {"external": True, "name": "host"}})
     assert found.services["run_node0"]["TaskTemplate"]["Networks"] == [{"Target": "host"}]
 
 
 def test_volumes_are_scoped_to_the_stack_unless_external() -> None:
     mounts = [{"type": "volume", "source": "own", "target": "/own"}, {"type": "volume", "source": "theirs", "target": "/theirs"}]
-    found = convert(service(volumes=mounts), volumes={"own": {}, "theirs": {"external": True}})
+    found = convert_service(build_service(volumes=mounts), volumes={"own": {}, "theirs": {"external": True}})
     assert found.services["run_node0"]["TaskTemplate"]["ContainerSpec"]["Mounts"] == [
         {"Type": "volume", "Source": "run_own", "Target": "/own", "VolumeOptions": {"Labels": LABELS}},
         {"Type": "volume", "Source": "theirs", "Target": "/theirs", "VolumeOptions": {}},
@@ -154,27 +154,27 @@ def test_volumes_are_scoped_to_the_stack_unless_external() -> None:
 )
 def test_a_key_that_cannot_be_sent_is_refused_and_not_dropped(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(StackError, match=named):
-        convert(service(**changes))
+        convert_service(build_service(**changes))
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("90s", 90 * 10**9), ("1m30s", 90 * 10**9), ("2.5s", 25 * 10**8), ("1h", 3600 * 10**9), ("5ms", 5 * 10**6)]
 )
 def test_durations(text: str, expected: int) -> None:
-    assert nanoseconds(text) == expected
+    assert parse_duration_ns(text) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1024", 1024), ("512m", 512 * 2**20), ("16gib", 16 * 2**30), ("1.5k", 1536), ("7b", 7)])
 def test_sizes(text: str, expected: int) -> None:
-    assert size(text) == expected
+    assert parse_size_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "90", "s", "1x", "1s2"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(StackError, match="is not a duration"):
-        nanoseconds(text)
+        parse_duration_ns(text)
 
 
-def test_what_is_no_size_is_refused() -> None:
+def test_an_invalid_size_is_refused() -> None:
     with pytest.raises(StackError, match="is not a size"):
-        size("many")
+        parse_size_bytes("many")

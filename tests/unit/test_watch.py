@@ -1,4 +1,4 @@
-"""A status that is looked at again and again: while the manager is away it says so, and goes on."""
+"""Watching a status: while the manager is unreachable, the watch reports it and continues."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain import wire
+from swarmtrain import protocol
 from swarmtrain.errors import EngineError, RunNotFound, SwarmtrainError
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.view.status import Status, status
-from swarmtrain.view.watch import watch
-from swarmtrain.wire import Event
+from swarmtrain.protocol import Event
+from swarmtrain.view.status import RunStatus, build_status
+from swarmtrain.view.watch import watch_status
 
-UP = [Event(wire.BOARD_UP, {"run": "demo"}, 90.0), Event(wire.WORLD, {"world_size": 1, "nodes": 1}, 100.0)]
-DONE = Event(wire.VERDICT, {"status": "done", "why": "all steps", "exit_code": 0}, 150.0)
+UP = [
+    Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 90.0),
+    Event(protocol.EVENT_WORLD_FORMED, {"world_size": 1, "nodes": 1}, 100.0),
+]
+DONE = Event(protocol.EVENT_OUTCOME, {"status": "done", "reason": "all steps", "exit_code": 0}, 150.0)
 LOST = EngineError("does not answer", place="the manager at tcp://a")
 
 
-def standing(*more: Event) -> Status:
-    return status("demo", [*UP, *more], [TaskState("node0", "a", "running")], 120.0)
+def build_running_status(*extra_events: Event) -> RunStatus:
+    return build_status("demo", [*UP, *extra_events], [TaskState("node0", "a", "running")], 120.0)
 
 
-def looks(*answers: Status | SwarmtrainError) -> Callable[[], Status]:
-    """Return what gives these answers, one after the other."""
-    left = list(answers)
+def build_poll(*answers: RunStatus | SwarmtrainError) -> Callable[[], RunStatus]:
+    """Return a poll function that gives `answers` one after the other."""
+    remaining = list(answers)
 
-    def look() -> Status:
-        answer = left.pop(0) if len(left) > 1 else left[0]  # one more look may be under way at the end
+    def poll() -> RunStatus:
+        answer = remaining.pop(0) if len(remaining) > 1 else remaining[0]  # one more poll may be in progress at the end
         if isinstance(answer, SwarmtrainError):
             raise answer
         return answer
 
-    return look
+    return poll
 
 
 def test_each_change_is_shown_and_so_is_that_the_manager_is_away(capsys: pytest.CaptureFixture[str]) -> None:
-    found = watch(looks(standing(), standing(), LOST, standing(DONE)), every=0.3)
+    found = watch_status(build_poll(build_running_status(), build_running_status(), LOST, build_running_status(DONE)), interval=0.3)
     assert found is not None
     assert found.state == "done"
     screens = capsys.readouterr().out.strip().split("\n\n")
@@ -58,26 +61,26 @@ def test_each_change_is_shown_and_so_is_that_the_manager_is_away(capsys: pytest.
 
 
 def test_a_run_that_is_taken_down_meanwhile_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch(looks(standing(), RunNotFound("there is no run of this name")), every=0.1) is None
+    assert watch_status(build_poll(build_running_status(), RunNotFound("there is no run of this name")), interval=0.1) is None
     assert capsys.readouterr().out.startswith("run demo: training")
 
 
-def test_where_there_is_nothing_to_look_at_the_reason_is_told() -> None:
+def test_where_there_is_nothing_to_show_the_reason_is_printed() -> None:
     for error in (LOST, RunNotFound("there is no run of this name")):
         with pytest.raises(type(error), match=error.message):
-            watch(looks(error), every=0.1)
+            watch_status(build_poll(error), interval=0.1)
 
 
-def test_on_a_terminal_a_bar_tells_how_far_it_is() -> None:
-    """A terminal of its own, eighty columns wide, and what stands on it at the end."""
+def test_on_a_terminal_a_progress_bar_is_shown() -> None:
+    """On a pseudo-terminal of eighty columns, with what it shows at the end."""
     script = """
-from swarmtrain.view.status import status
-from swarmtrain.view.watch import watch
-from swarmtrain.wire import Event
-told = [Event("board", {}, 90.0), Event("progress", {"step": 30, "steps": 120, "loss": 2.5, "eta_seconds": 65}, 100.0)]
-ended = [*told, Event("verdict", {"status": "failed", "why": "no luck", "exit_code": 1}, 110.0)]
+from swarmtrain.view.status import build_status
+from swarmtrain.view.watch import watch_status
+from swarmtrain.protocol import Event
+told = [Event("coordinator", {}, 90.0), Event("progress", {"step": 30, "steps": 120, "loss": 2.5, "eta_seconds": 65}, 100.0)]
+ended = [*told, Event("outcome", {"status": "failed", "reason": "no luck", "exit_code": 1}, 110.0)]
 answers = [told, told, ended]
-watch(lambda: status("demo", answers.pop(0) if len(answers) > 1 else answers[0], [], 105.0), every=0.2)
+watch_status(lambda: build_status("demo", answers.pop(0) if len(answers) > 1 else answers[0], [], 105.0), interval=0.2)
 """
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (30, 80))
@@ -85,7 +88,7 @@ watch(lambda: status("demo", answers.pop(0) if len(answers) > 1 else answers[0],
     process = subprocess.Popen([sys.executable, "-c", script], stdout=theirs, env=env)
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # what a terminal answers whose last writer has gone
+    with contextlib.suppress(OSError):  # raised by a terminal whose last writer is gone
         while more := os.read(ours, 4096):
             shown += more
     os.close(ours)

@@ -1,8 +1,7 @@
-"""The local launcher: the nodes of a run as processes on this machine, no Docker, no root.
+"""The local launcher: the nodes of a run as processes on this machine, without Docker and without root.
 
-Each node is a supervisor with the same environment as under Swarm, and they meet at a real rendezvous on loopback ports.
-What Swarm does for containers, a keeper does for each of them. A run lives on when the launcher ends; any later one
-finds it again by its folder.
+Each node is a supervisor with the same environment as under Swarm, and they use a real rendezvous on loopback ports. A process keeper
+does for each process what Swarm does for containers. A run outlives the launcher; any later launcher finds it by its folder.
 """
 
 from __future__ import annotations
@@ -16,108 +15,108 @@ from pathlib import Path
 
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
-from swarmtrain.host.spec import Spec
-from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
-from swarmtrain.launchers.local import follow
-from swarmtrain.launchers.local.folder import Facts, RunFolder, in_state, local_runs
+from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.common import file_tail
+from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, raising_state_errors
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
-from swarmtrain.render.command import MODULE, Place, board_env, node_env
-from swarmtrain.wire import RENDEZVOUS, Event
+from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
+from swarmtrain.remote.process_spec import ProcessSpec
+from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
 
-_MOST_NODES = 64
-_GOODBYE = 5.0
+_MAX_NODES = 64
+_COORDINATOR_GRACE_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
-_GPUS = Path("/proc/driver/nvidia/gpus")
+_NVIDIA_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 class LocalLauncher:
     """Runs on this machine. Implements swarmtrain.launchers.base.Launcher."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """This machine."""
         return "this machine"
 
-    def inventory(self) -> Inventory:
-        """Return as many machines as anybody may want: all of them are this one."""
-        return Inventory("this machine", tuple(Machine(host=f"local{index}") for index in range(_MOST_NODES)))
+    def read_inventory(self) -> Inventory:
+        """Return more machines than any plan needs: all of them are this one."""
+        return Inventory("this machine", tuple(Machine(host=f"local{index}") for index in range(_MAX_NODES)))
 
-    def check(self, plan: Plan) -> list[Finding]:
-        """Look for torch, and for more ranks than cores."""
+    def check_plan(self, plan: Plan) -> list[Finding]:
+        """Check for torch, and for more ranks than cores."""
         findings = []
         if importlib.util.find_spec("torch") is None:
             hint = "pip install 'swarmtrain[train]'"
             findings.append(Finding("this machine", f"{sys.executable} cannot find torch, and ranks run in it", hint))
         cores = len(os.sched_getaffinity(0))
-        if plan.world_size > cores and not _gpus():
+        if plan.world_size > cores and not _list_visible_gpus():
             findings.append(Finding("this machine", f"{plan.world_size} ranks will share {cores} cores", fatal=False))
         return findings
 
-    @in_state()
-    def up(self, plan: Plan, say: Say) -> None:
+    @raising_state_errors()
+    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and end what differs from `plan`. Raises SwarmtrainError."""
-        folder = RunFolder(plan.run)
-        with folder.locked(say):
-            first = not folder.exists
+        folder = LocalRunFolder(plan.run)
+        with folder.holding_lock(report_progress):
+            is_first_deploy = not folder.exists
             try:
-                self._reconcile(folder, plan, say)
+                self._reconcile(folder, plan, report_progress)
             except BaseException:
-                if first:
-                    folder.end(folder.names(), 0.0)
-                    folder.remove()
+                if is_first_deploy:
+                    folder.stop_processes(folder.list_process_names(), 0.0)
+                    folder.remove_run()
                 raise
 
-    @in_state()
-    def changes(self, plan: Plan) -> list[Act]:
-        """Return what `up` would do."""
-        folder = RunFolder(plan.run)
-        there = folder.names() if folder.exists else []
-        # Looked at first: what another command starts meanwhile is then not there yet, instead of there and different.
-        alive = {name for name in there if folder.alive(name)}
-        _, wanted, same = _compare(folder, plan)
-        ends = [Act("end", name, "is not in the plan") for name in there if name not in wanted]
-        missing = [name for name in wanted if name not in same or _idle(folder, name)]
-        causes = {name: "has changed, or has ended" if name in there else "is not there" for name in missing}
-        return [*ends, *(Act("start", name, cause, name in alive) for name, cause in causes.items())]
+    @raising_state_errors()
+    def plan_changes(self, plan: Plan) -> list[Action]:
+        """Return the changes that `deploy` would make."""
+        folder = LocalRunFolder(plan.run)
+        existing = folder.list_process_names() if folder.exists else []
+        # Read first: what another command starts meanwhile then appears as missing, instead of as existing and different.
+        running = {name for name in existing if folder.is_alive(name)}
+        _, desired, unchanged = _compare_with_plan(folder, plan)
+        removals = [Action("end", name, "is not in the plan") for name in existing if name not in desired]
+        missing = [name for name in desired if name not in unchanged or _needs_start(folder, name)]
+        causes = {name: "has changed, or has ended" if name in existing else "is not there" for name in missing}
+        return [*removals, *(Action("start", name, cause, name in running) for name, cause in causes.items())]
 
-    def _reconcile(self, folder: RunFolder, plan: Plan, say: Say) -> None:
-        facts, wanted, same = _compare(folder, plan)
-        stale = [name for name in folder.names() if name not in same]
-        folder.write(plan, facts)
+    def _reconcile(self, folder: LocalRunFolder, plan: Plan, report_progress: ProgressReporter) -> None:
+        record, desired, unchanged = _compare_with_plan(folder, plan)
+        stale = [name for name in folder.list_process_names() if name not in unchanged]
+        folder.save_deployment(plan, record)
         if stale:
-            folder.end(stale, facts.stop_grace)
+            folder.stop_processes(stale, record.stop_grace)
         for name in stale:
-            if name not in wanted:
-                say(f"{name} removed")
-                folder.forget(name)
-        if RENDEZVOUS not in same:
-            folder.put_old_events_aside()
-        for name in sorted(wanted, key=lambda name: name != RENDEZVOUS):
-            if name not in same or _idle(folder, name):
-                folder.launch(wanted[name])
-                say(f"{name} started, log in {folder.log(name)}")
+            if name not in desired:
+                report_progress(f"{name} removed")
+                folder.delete_process_files(name)
+        if RENDEZVOUS_SERVICE not in unchanged:
+            folder.rotate_events()
+        for name in sorted(desired, key=lambda name: name != RENDEZVOUS_SERVICE):
+            if name not in unchanged or _needs_start(folder, name):
+                folder.start_keeper(desired[name])
+                report_progress(f"{name} started, log in {folder.get_log_path(name)}")
 
-    @in_state()
-    def deployed(self, run: str) -> tuple[Config, Cargo]:
-        """Return what the run was brought up with. Raises RunNotFound."""
-        return RunFolder(run).read()
+    @raising_state_errors()
+    def load_deployment(self, run: str) -> tuple[Config, Cargo]:
+        """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
+        return LocalRunFolder(run).load_deployment()
 
-    @in_state()
-    def runs(self) -> list[str]:
+    @raising_state_errors()
+    def list_runs(self) -> list[str]:
         """Return the names of the runs on this machine, sorted."""
-        return local_runs()
+        return list_local_runs()
 
-    def leaving(self) -> list[str]:
-        """Return nothing: a run is there until all of it has ended."""
+    def list_terminating_runs(self) -> list[str]:
+        """Return an empty list: a run exists until all of it has ended."""
         return []
 
-    def tasks(self, run: str) -> list[TaskState]:
-        """Return how each process stands, nodes first. Raises RunNotFound."""
-        folder = RunFolder(run)
-        hosts = folder.facts().hosts
+    def list_tasks(self, run: str) -> list[TaskState]:
+        """Return the state of each process, nodes first. Raises RunNotFound."""
+        folder = LocalRunFolder(run)
+        hosts = folder.read_record().hosts
         states = []
-        for name in folder.names():
-            state = folder.state(name)
+        for name in folder.list_process_names():
+            state = folder.load_state(name)
             host = hosts.get(name, socket.gethostname())
             if state is None:
                 states.append(TaskState(name, host, "starting"))
@@ -126,21 +125,21 @@ class LocalLauncher:
             states.append(TaskState(name, host, state.state, reason, state.exit_code))
         return states
 
-    def events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return the board's events so far. Raises RunNotFound."""
-        return follow.events(_existing(run), since)
+    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+        """Return the coordinator's events so far. Raises RunNotFound."""
+        return file_tail.read_events(_open_existing_folder(run), since)
 
-    def watch(self, run: str) -> Iterator[Update]:
-        """Yield what happens, until the verdict or the run's removal. Raises RunNotFound."""
-        return follow.watch(_existing(run), lambda: self._tasks_or_none(run))
+    def watch(self, run: str) -> Iterator[RunUpdate]:
+        """Yield what happens, until the outcome or the run's removal. Raises RunNotFound."""
+        return file_tail.watch_run(_open_existing_folder(run), lambda: self._list_tasks_or_empty(run))
 
-    def _tasks_or_none(self, run: str) -> list[TaskState]:
+    def _list_tasks_or_empty(self, run: str) -> list[TaskState]:
         try:
-            return self.tasks(run)
+            return self.list_tasks(run)
         except RunNotFound:
             return []
 
-    def logs(
+    def stream_logs(
         self,
         run: str,
         *,
@@ -148,64 +147,68 @@ class LocalLauncher:
         tail: int | None = None,
         since: float | None = None,
         node: str | None = None,
-        say: Say | None = None,
+        report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. There is nothing to `say`: files can always be read."""
-        from swarmtrain.launchers.local.follow import logs
+        """Yield the output of all nodes. Raises RunNotFound. `report_progress` is not called: files can always be read."""
+        from swarmtrain.launchers.common.file_tail import stream_logs
 
-        return logs(_existing(run), follow=follow, tail=tail, since=since, node=node)
+        return stream_logs(_open_existing_folder(run), follow=follow, tail=tail, since=since, node=node)
 
-    @in_state()
-    def stop(self, run: str, say: Say) -> None:
-        """Let the ranks save and leave; the notice board stays, and `up` goes on from there. Raises RunNotFound."""
-        folder = _existing(run)
-        with folder.locked(say):
-            _end_nodes(folder)
-        say(f"{run} stopped")
+    @raising_state_errors()
+    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+        """Let the ranks save and exit; the coordinator stays, and a deploy resumes the run. Raises RunNotFound."""
+        folder = _open_existing_folder(run)
+        with folder.holding_lock(report_progress):
+            _stop_nodes(folder)
+        report_progress(f"{run} stopped")
 
-    @in_state()
-    def down(self, run: str, say: Say) -> None:
+    @raising_state_errors()
+    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
         """End everything and remove the run; events and logs stay in its folder. Raises RunNotFound."""
-        folder = _existing(run)
-        with folder.locked(say):
-            _end_nodes(folder)
-            folder.end([RENDEZVOUS], _GOODBYE)
-            folder.remove()
-        say(f"{run} removed; its events and logs are in {folder.path}")
+        folder = _open_existing_folder(run)
+        with folder.holding_lock(report_progress):
+            _stop_nodes(folder)
+            folder.stop_processes([RENDEZVOUS_SERVICE], _COORDINATOR_GRACE_SECONDS)
+            folder.remove_run()
+        report_progress(f"{run} removed; its events and logs are in {folder.path}")
 
 
-def _end_nodes(folder: RunFolder) -> None:
-    """The nodes first: ranks that save on their way out still talk to the board."""
-    folder.end([name for name in folder.names() if name != RENDEZVOUS], folder.facts().stop_grace)
+def _stop_nodes(folder: LocalRunFolder) -> None:
+    """Stop the nodes, but not the coordinator: ranks that save before they exit still need it."""
+    folder.stop_processes([name for name in folder.list_process_names() if name != RENDEZVOUS_SERVICE], folder.read_record().stop_grace)
 
 
-def _existing(run: str) -> RunFolder:
-    folder = RunFolder(run)
-    folder.facts()
+def _open_existing_folder(run: str) -> LocalRunFolder:
+    folder = LocalRunFolder(run)
+    folder.read_record()
     return folder
 
 
-def _idle(folder: RunFolder, name: str) -> bool:
-    """Whether `name` was stopped, or its keeper is gone; what has completed is as it should be."""
-    state = folder.state(name)
-    return not folder.alive(name) and (state is None or state.state != "complete")
+def _needs_start(folder: LocalRunFolder, name: str) -> bool:
+    """Return whether `name` was stopped, or its process keeper is gone; a completed process needs no start."""
+    state = folder.load_state(name)
+    return not folder.is_alive(name) and (state is None or state.state != "complete")
 
 
-def _compare(folder: RunFolder, plan: Plan) -> tuple[Facts, dict[str, Spec], set[str]]:
-    """Return the run's facts, what the plan wants by name, and the names of those that are there and equal."""
-    board_is_up = folder.alive(RENDEZVOUS)
-    facts = _facts(plan, folder.facts() if board_is_up else None)
-    wanted = {spec.name: spec for spec in _specs(folder, plan, facts)}
-    same = {name for name, spec in wanted.items() if board_is_up and folder.spec(name) == spec and folder.state(name) is not None}
-    return facts, wanted, same
+def _compare_with_plan(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
+    """Return the run's record, the planned processes by name, and the names of those that already match the plan."""
+    coordinator_running = folder.is_alive(RENDEZVOUS_SERVICE)
+    record = _build_record(plan, folder.read_record() if coordinator_running else None)
+    desired = {spec.name: spec for spec in _build_specs(folder, plan, record)}
+    unchanged = {
+        name
+        for name, spec in desired.items()
+        if coordinator_running and folder.load_spec(name) == spec and folder.load_state(name) is not None
+    }
+    return record, desired, unchanged
 
 
-def _facts(plan: Plan, before: Facts | None) -> Facts:
-    store, board = (before.store_port, before.board_port) if before else _free_ports()
-    return Facts(
-        store_port=store,
-        board_port=board,
-        cwd=before.cwd if before else str(Path.cwd()),
+def _build_record(plan: Plan, previous: LocalRunRecord | None) -> LocalRunRecord:
+    store_port, coordinator_port = (previous.store_port, previous.coordinator_port) if previous else _find_free_ports()
+    return LocalRunRecord(
+        store_port=store_port,
+        coordinator_port=coordinator_port,
+        cwd=previous.cwd if previous else str(Path.cwd()),
         stop_grace=plan.config.runner.stop_grace,
         hosts={node.name: node.host for node in plan.nodes},
         code=[item.name for item in plan.cargo.code],
@@ -213,53 +216,55 @@ def _facts(plan: Plan, before: Facts | None) -> Facts:
     )
 
 
-def _specs(folder: RunFolder, plan: Plan, facts: Facts) -> Iterator[Spec]:
-    place = Place(
-        board_host=_LOOPBACK,
-        bind=_LOOPBACK,
-        config=str(folder.path / "config.json"),
+def _build_specs(folder: LocalRunFolder, plan: Plan, record: LocalRunRecord) -> Iterator[ProcessSpec]:
+    layout = NodeLayout(
+        coordinator_host=_LOOPBACK,
+        bind_address=_LOOPBACK,
+        config_path=str(folder.path / "config.json"),
         code_dir=folder.path / "code",
         secrets_dir=folder.path / "secrets",
         log_dir=str(folder.path / "logs"),
-        store_port=facts.store_port,
-        board_port=facts.board_port,
+        store_port=record.store_port,
+        coordinator_port=record.coordinator_port,
     )
-    content = "-".join([plan.config.resolved().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
-    argv = [sys.executable, "-m", MODULE]
-    errors = str(folder.log(RENDEZVOUS))
-    yield Spec(RENDEZVOUS, [*argv, "rendezvous"], board_env(plan, place), facts.cwd, str(folder.events), errors, "")
+    content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
+    argv = [sys.executable, "-m", ENTRYPOINT_MODULE]
+    error_log = str(folder.get_log_path(RENDEZVOUS_SERVICE))
+    yield ProcessSpec(
+        RENDEZVOUS_SERVICE, [*argv, "rendezvous"], build_coordinator_env(plan, layout), record.cwd, str(folder.events_path), error_log, ""
+    )
     for index, node in enumerate(plan.nodes):
-        log = str(folder.log(node.name))
-        env = {**_share(plan, index), **node_env(plan, node, place)}
-        yield Spec(node.name, [*argv, "node"], env, facts.cwd, log, log, content)
+        log = str(folder.get_log_path(node.name))
+        env = {**_build_resource_env(plan, index), **build_node_env(plan, node, layout)}
+        yield ProcessSpec(node.name, [*argv, "node"], env, record.cwd, log, log, content_digest)
 
 
-def _share(plan: Plan, index: int) -> dict[str, str]:
-    """Return what node `index` may use of this one machine: its part of the cores, and of the GPUs if there are enough.
+def _build_resource_env(plan: Plan, index: int) -> dict[str, str]:
+    """Return what node `index` may use of this machine: its part of the cores, and of the GPUs if there are enough.
 
-    Reckoned with max_nodes, so that scaling leaves the others as they are.
+    Computed with max_nodes, so that scaling does not change the other nodes.
     """
     slots = max(node.slots for node in plan.nodes)
-    share = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (slots * plan.max_nodes)))}
+    env = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (slots * plan.max_nodes)))}
     if "OMP_NUM_THREADS" in os.environ:
-        share = {}
-    gpus = _gpus()
+        env = {}
+    gpus = _list_visible_gpus()
     if plan.nodes[index].gpus:
-        share["CUDA_VISIBLE_DEVICES"] = ",".join(plan.nodes[index].gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(plan.nodes[index].gpus)
     elif len(gpus) >= slots * plan.max_nodes:
-        share["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slots * index : slots * (index + 1)])
-    return share
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slots * index : slots * (index + 1)])
+    return env
 
 
-def _gpus() -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [device for device in visible.split(",") if device]
-    return [str(index) for index in range(len(list(_GPUS.glob("*"))))]
+def _list_visible_gpus() -> list[str]:
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None:
+        return [device for device in visible_devices.split(",") if device]
+    return [str(index) for index in range(len(list(_NVIDIA_GPUS_FOLDER.glob("*"))))]
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        for probe in (first, second):
+def _find_free_ports() -> tuple[int, int]:
+    with socket.socket() as first_socket, socket.socket() as second_socket:
+        for probe in (first_socket, second_socket):
             probe.bind((_LOOPBACK, 0))
-        return int(first.getsockname()[1]), int(second.getsockname()[1])
+        return int(first_socket.getsockname()[1]), int(second_socket.getsockname()[1])

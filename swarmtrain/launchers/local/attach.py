@@ -1,7 +1,6 @@
-"""One rank in the foreground, for a debugger; the others beside it, each with a log of its own. Nothing is started again.
+"""One rank in the foreground, for a debugger, and the others in the background, each with its own log. Nothing is restarted.
 
-All ranks are of one node, this machine, and run the script where it lies. There is no notice board: a rank that stands at
-a breakpoint is not given up.
+All ranks belong to one node, this machine, and run the script in place. There is no coordinator, so a rank at a breakpoint is not given up.
 """
 
 from __future__ import annotations
@@ -19,105 +18,107 @@ from pathlib import Path
 
 from swarmtrain import process
 from swarmtrain.errors import PlanError
-from swarmtrain.launchers import kept
-from swarmtrain.launchers.base import Say
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common import history_store
 from swarmtrain.plan import Plan
-from swarmtrain.render.command import Place, node_env
-from swarmtrain.wire import ATTACHED, PREFIX
+from swarmtrain.protocol import ENV_ATTACHED, ENV_PREFIX
+from swarmtrain.render.process_environment import NodeLayout, build_node_env
 
 _LOOPBACK = "127.0.0.1"
-_GOODBYE = 10.0
-"""Seconds that the others get to end by themselves, and again to end when asked."""
+_EXIT_GRACE_SECONDS = 10.0
+"""Seconds for the other ranks to end by themselves, and again to end after SIGTERM."""
 
 
-def attach(plan: Plan, rank: int, say: Say) -> int:
-    """Run all ranks of `plan`, `rank` with this terminal, and return that one's exit code. Raises PlanError if there is no such rank."""
+def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int:
+    """Run all ranks of `plan`, `rank` with this terminal, and return its exit code. Raises PlanError if there is no such rank."""
     if rank >= plan.world_size:
         raise PlanError(f"there is no such rank; there are 0 to {plan.world_size - 1}", place=f"--attach {rank}")
-    folder = kept.directory(plan.run)
+    folder = history_store.resolve_run_directory(plan.run)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="swarmtrain-") as private:
-        common = _environment(plan, Path(private))
-        environments = [common | _own(number, plan.world_size) for number in range(plan.world_size)]
+    with tempfile.TemporaryDirectory(prefix="swarmtrain-") as private_folder:
+        shared_env = _build_shared_env(plan, Path(private_folder))
+        environments = [shared_env | _build_rank_env(number, plan.world_size) for number in range(plan.world_size)]
         argv = [sys.executable, str(plan.config.runner.script), *plan.config.runner.script_args]
-        with _others(argv, environments, rank, folder, say), _deaf_to_ctrl_c():
-            code = process.start(argv, env=environments[rank], stdin=sys.stdin.fileno()).wait()
+        with _running_other_ranks(argv, environments, rank, folder, report_progress), _ignoring_sigint():
+            code = process.start_process(argv, env=environments[rank], stdin=sys.stdin.fileno()).wait()
     return code if code >= 0 else 128 - code
 
 
 @contextmanager
-def _others(argv: list[str], environments: list[dict[str, str]], rank: int, folder: Path, say: Say) -> Iterator[None]:
-    running: dict[Path, subprocess.Popen[bytes]] = {}
+def _running_other_ranks(
+    argv: list[str], environments: list[dict[str, str]], rank: int, folder: Path, report_progress: ProgressReporter
+) -> Iterator[None]:
+    children: dict[Path, subprocess.Popen[bytes]] = {}
     try:
-        for number, environment in enumerate(environments):
-            if number != rank:
-                log = folder / f"rank{number}.log"
+        for other_rank, environment in enumerate(environments):
+            if other_rank != rank:
+                log = folder / f"rank{other_rank}.log"
                 with log.open("wb") as output:
-                    running[log] = process.start(
+                    children[log] = process.start_process(
                         argv, env=environment, stdout=output, stderr=subprocess.STDOUT, new_session=True, die_with_parent=True
                     )
-        if running:
-            say(f"rank {rank} has this terminal; what the others print is in {folder}/rank*.log")
+        if children:
+            report_progress(f"rank {rank} has this terminal; what the others print is in {folder}/rank*.log")
         yield
     finally:
-        for log, other in running.items():
-            if code := _end(other):
-                say(f"{log.stem} ended with exit code {code}: {log}")
+        for log, child in children.items():
+            if code := _terminate(child):
+                report_progress(f"{log.stem} ended with exit code {code}: {log}")
 
 
-def _end(other: subprocess.Popen[bytes]) -> int:
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _terminate(child: subprocess.Popen[bytes]) -> int:
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return other.wait(_GOODBYE)
-        other.send_signal(number)
-    return other.wait()
+            return child.wait(_EXIT_GRACE_SECONDS)
+        child.send_signal(signal_number)
+    return child.wait()
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Ctrl-C is for the rank in the foreground, and this process waits for what comes of it."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+def _ignoring_sigint() -> Iterator[None]:
+    """Leave Ctrl-C to the rank in the foreground; this process waits for that rank."""
+    previous_handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
-def _environment(plan: Plan, private: Path) -> dict[str, str]:
-    """Return what all ranks have alike: that of a node, but for the board, and its files in `private`."""
-    config = private / "config.json"
-    config.write_text(plan.config.resolved().to_json())
+def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
+    """Return the environment that all ranks share: that of a node, without the coordinator, and with its files in `private_folder`."""
+    config = private_folder / "config.json"
+    config.write_text(plan.config.to_node_config().to_json())
     for secret in plan.cargo.secrets:
-        (private / secret.name).touch(mode=0o600)
-        (private / secret.name).write_bytes(secret.content)
-    place = Place(
-        board_host=_LOOPBACK,
-        bind=_LOOPBACK,
-        config=str(config),
+        (private_folder / secret.name).touch(mode=0o600)
+        (private_folder / secret.name).write_bytes(secret.content)
+    layout = NodeLayout(
+        coordinator_host=_LOOPBACK,
+        bind_address=_LOOPBACK,
+        config_path=str(config),
         code_dir=Path.cwd(),
-        secrets_dir=private,
-        log_dir=str(private),
+        secrets_dir=private_folder,
+        log_dir=str(private_folder),
         store_port=0,
-        board_port=0,
+        coordinator_port=0,
     )
-    environment = node_env(plan, plan.nodes[0], place)
-    del environment[f"{PREFIX}BOARD"]
-    beside = [str(path.absolute().parent) for path in plan.config.runner.code]
-    imported = os.pathsep.join(filter(None, [*dict.fromkeys(beside), os.environ.get("PYTHONPATH", "")]))
+    node_environment = build_node_env(plan, plan.nodes[0], layout)
+    del node_environment[f"{ENV_PREFIX}COORDINATOR"]
+    code_folders = [str(path.absolute().parent) for path in plan.config.runner.code]
+    python_path = os.pathsep.join(filter(None, [*dict.fromkeys(code_folders), os.environ.get("PYTHONPATH", "")]))
     threads = max(1, len(os.sched_getaffinity(0)) // plan.world_size)
-    defaults = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "PYTHONPATH": imported}
-    with socket.socket() as free:
-        free.bind((_LOOPBACK, 0))
-        meeting = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(free.getsockname()[1])}
-    return {**defaults, **environment, **meeting, ATTACHED: "1"}
+    defaults = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "PYTHONPATH": python_path}
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        rendezvous_env = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(probe.getsockname()[1])}
+    return {**defaults, **node_environment, **rendezvous_env, ENV_ATTACHED: "1"}
 
 
-def _own(rank: int, size: int) -> dict[str, str]:
+def _build_rank_env(rank: int, world_size: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
     }

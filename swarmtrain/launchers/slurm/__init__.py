@@ -1,8 +1,8 @@
-"""The Slurm launcher: a run is one job, and on each of its nodes a supervisor as under Swarm.
+"""The Slurm launcher: a run is one job, with a supervisor on each of its nodes, as under Swarm.
 
-`up` writes one script and submits it (swarmtrain.render.slurm says what it does). The run's folder is on the home that
-login nodes and compute nodes share; any later process of the same user finds the run by it. Inside an allocation of the
-user's own the same script is started beside him, and its srun takes the allocation's nodes.
+`deploy` writes one script and submits it (swarmtrain.render.sbatch_script documents what it does). The run's folder is in the home that
+login nodes and compute nodes share; any later process of the same user finds the run by it. Inside an allocation of the user's own, the
+same script is started next to the user's shell, and its srun uses the allocation's nodes.
 """
 
 from __future__ import annotations
@@ -16,167 +16,178 @@ from pathlib import Path, PurePath
 
 from swarmtrain.config import Config
 from swarmtrain.errors import EngineError, StackError
-from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
-from swarmtrain.launchers.local import follow as files
-from swarmtrain.launchers.local.folder import in_state
-from swarmtrain.launchers.slurm import job
-from swarmtrain.launchers.slurm.folder import SCRIPT, Facts, JobFolder, at_work, node_state, slurm_runs
+from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.common import file_tail
+from swarmtrain.launchers.common.local_run_folder import raising_state_errors
+from swarmtrain.launchers.slurm import slurm_cli
+from swarmtrain.launchers.slurm.slurm_run_folder import (
+    SCRIPT_FILE,
+    SlurmRunFolder,
+    SlurmRunRecord,
+    is_job_active,
+    list_slurm_runs,
+    read_node_state,
+)
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
-from swarmtrain.render.slurm import LEAVE, Site, files_in, script
-from swarmtrain.wire import VERDICT, Event
+from swarmtrain.protocol import EVENT_OUTCOME, Event
+from swarmtrain.render.sbatch_script import GRACEFUL_EXIT_SIGNAL, JobLayout, get_job_files_folder, render_sbatch_script
 
-_MOST_NODES = 10_000
-_POLL = 0.1
-_ASK_EVERY = 2.0
-_TRAIL = 5.0  # seconds after the verdict in which nodes may still print their last lines
-_GOODBYE = 30.0  # for Slurm to clean up after a job
-_LAST_WORDS = 10
+_MAX_NODES = 10_000
+_POLL_SECONDS = 0.1
+_TASK_POLL_SECONDS = 2.0
+_TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may still print their last lines
+_CLEANUP_SECONDS = 30.0  # time for Slurm to clean up after a job
+_FINAL_LINES = 10
 
 
 class SlurmLauncher:
     """Runs under Slurm. Implements swarmtrain.launchers.base.Launcher."""
 
     @property
-    def where(self) -> str:
-        """The cluster that this machine's Slurm commands speak to."""
+    def location(self) -> str:
+        """The cluster that this machine's Slurm commands talk to."""
         return "Slurm"
 
-    def inventory(self) -> Inventory:
-        """Return as many machines as anybody may want: which they are, Slurm decides when the job starts."""
-        return Inventory("Slurm", tuple(Machine(host="any") for _ in range(_MOST_NODES)))
+    def read_inventory(self) -> Inventory:
+        """Return more machines than any plan needs: Slurm chooses the actual ones when the job starts."""
+        return Inventory("Slurm", tuple(Machine(host="any") for _ in range(_MAX_NODES)))
 
-    @in_state()
-    def check(self, plan: Plan) -> list[Finding]:
-        """Ask Slurm itself whether it would take the job."""
-        if allocated := job.allocation():
-            there = int(os.environ.get("SLURM_JOB_NUM_NODES", _MOST_NODES))
-            few = Finding(f"allocation {allocated}", f"has {there} nodes, and {len(plan.nodes)} are wanted", "-o runner.nodes=N")
-            return [few] if there < len(plan.nodes) else []
-        folder = JobFolder(plan.run)
+    @raising_state_errors()
+    def check_plan(self, plan: Plan) -> list[Finding]:
+        """Ask Slurm whether it would accept the job; in an allocation, check that it has enough nodes."""
+        if allocation_id := slurm_cli.find_allocation():
+            allocated_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", _MAX_NODES))
+            shortage = Finding(
+                f"allocation {allocation_id}", f"has {allocated_nodes} nodes, and {len(plan.nodes)} are wanted", "-o runner.nodes=N"
+            )
+            return [shortage] if allocated_nodes < len(plan.nodes) else []
+        folder = SlurmRunFolder(plan.run)
         try:
-            job.check(script(plan, _site(folder, _facts(plan, folder, None))))
+            slurm_cli.check_script(render_sbatch_script(plan, _build_site(folder, _build_record(plan, folder, None))))
         except EngineError as error:
             return [Finding("Slurm", error.message, error.hint)]
         return []
 
-    @in_state()
-    def changes(self, plan: Plan) -> list[Act]:
-        """Return what `up` would do."""
-        folder = JobFolder(plan.run)
-        before = folder.facts_or_none()
-        if before is None or not at_work(before, plan.run):
-            return [Act("submit", "a job", "is not there" if before is None else f"job {before.job} has ended")]
-        if _same(folder, plan, before):
+    @raising_state_errors()
+    def plan_changes(self, plan: Plan) -> list[Action]:
+        """Return the changes that `deploy` would make."""
+        folder = SlurmRunFolder(plan.run)
+        previous = folder.find_record()
+        if previous is None or not is_job_active(previous, plan.run):
+            return [Action("submit", "a job", "is not there" if previous is None else f"job {previous.job} has ended")]
+        if _is_unchanged(folder, plan, previous):
             return []
-        running = before.allocation or job.state(before.job).runs
+        is_running = previous.allocation or slurm_cli.read_job_state(previous.job).is_running
         return [
-            Act("end", f"job {before.job}", "it differs from the plan; its ranks save and leave", running),
-            Act("submit", "a job", "that goes on from there"),
+            Action("end", f"job {previous.job}", "it differs from the plan; its ranks save and leave", is_running),
+            Action("submit", "a job", "that resumes from there"),
         ]
 
-    @in_state()
-    def up(self, plan: Plan, say: Say) -> None:
-        """Submit the job; one that is there and differs saves and leaves before. Raises SwarmtrainError."""
-        folder = JobFolder(plan.run)
-        with folder.locked(say):
-            before = folder.facts_or_none()
-            live = before is not None and at_work(before, plan.run)
-            if live and before and _same(folder, plan, before):
+    @raising_state_errors()
+    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+        """Submit the job; an existing job that differs first saves and exits. Raises SwarmtrainError."""
+        folder = SlurmRunFolder(plan.run)
+        with folder.holding_lock(report_progress):
+            previous = folder.find_record()
+            is_active = previous is not None and is_job_active(previous, plan.run)
+            if is_active and previous and _is_unchanged(folder, plan, previous):
                 return
-            facts = _facts(plan, folder, before if live else None)
-            if live and before:
-                say(f"job {before.job}: its ranks save and leave")
-                _end(before, plan.run)
+            record = _build_record(plan, folder, previous if is_active else None)
+            if is_active and previous:
+                report_progress(f"job {previous.job}: its ranks save and leave")
+                _stop_job(previous, plan.run)
             try:
-                self._submit(folder, plan, facts, say, goes_on=before is not None)
+                self._submit_job(folder, plan, record, report_progress, resumes=previous is not None)
             except BaseException:
-                if before is None:
-                    folder.remove()
+                if previous is None:
+                    folder.remove_run()
                 raise
 
-    def _submit(self, folder: JobFolder, plan: Plan, facts: Facts, say: Say, *, goes_on: bool) -> None:
-        path = folder.write_files(plan, facts, script(plan, _site(folder, facts)))
-        if not goes_on or any(event.kind == VERDICT for event in files.events(folder)):
-            folder.put_old_events_aside()
-        for state in folder.path.glob("*.state"):
-            state.unlink(missing_ok=True)
-        if allocated := job.allocation():
-            folder.note(replace(facts, job=allocated, allocation=True))
-            job.step_in_allocation(path, folder.path / "slurm.out")
-            _await_step(allocated, plan.run, folder)
-            say(f"a step of job {allocated}, which is this allocation")
+    def _submit_job(
+        self, folder: SlurmRunFolder, plan: Plan, record: SlurmRunRecord, report_progress: ProgressReporter, *, resumes: bool
+    ) -> None:
+        script_path = folder.write_job_files(plan, record, render_sbatch_script(plan, _build_site(folder, record)))
+        if not resumes or any(event.kind == EVENT_OUTCOME for event in file_tail.read_events(folder)):
+            folder.rotate_events()
+        for state_file in folder.path.glob("*.state"):
+            state_file.unlink(missing_ok=True)
+        if allocation_id := slurm_cli.find_allocation():
+            folder.write_record(replace(record, job=allocation_id, allocation=True))
+            slurm_cli.start_in_allocation(script_path, folder.path / "slurm.out")
+            _wait_for_step(allocation_id, plan.run, folder)
+            report_progress(f"a step of job {allocation_id}, which is this allocation")
         else:
-            number = job.submit(path)
-            folder.note(replace(facts, job=number))
-            say(f"job {number} submitted; what Slurm says of it is in {folder.path / 'slurm.out'}")
-        folder.forget_files(but=facts.files)
+            job_id = slurm_cli.submit_job(script_path)
+            folder.write_record(replace(record, job=job_id))
+            report_progress(f"job {job_id} submitted; what Slurm says of it is in {folder.path / 'slurm.out'}")
+        folder.remove_job_files(keep=record.files)
 
-    @in_state()
-    def deployed(self, run: str) -> tuple[Config, Cargo]:
-        """Return what the run was brought up with. Raises RunNotFound."""
-        return JobFolder(run).read()
+    @raising_state_errors()
+    def load_deployment(self, run: str) -> tuple[Config, Cargo]:
+        """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
+        return SlurmRunFolder(run).load_deployment()
 
-    @in_state()
-    def runs(self) -> list[str]:
+    @raising_state_errors()
+    def list_runs(self) -> list[str]:
         """Return the names of the user's runs under Slurm, sorted."""
-        return slurm_runs()
+        return list_slurm_runs()
 
-    def leaving(self) -> list[str]:
-        """Return nothing: a run is there until all of it has ended."""
+    def list_terminating_runs(self) -> list[str]:
+        """Return an empty list: a run exists until all of it has ended."""
         return []
 
-    @in_state()
-    def tasks(self, run: str) -> list[TaskState]:
-        """Return how each node stands, and the notice board. Raises RunNotFound, EngineError."""
-        folder = JobFolder(run)
-        facts = folder.job_facts()
-        found = job.state(facts.job) if facts.job else job.JobState()
-        live = at_work(facts, run) if facts.allocation else found.there
-        return [_task(folder, facts, name, found, live) for name in folder.names()]
+    @raising_state_errors()
+    def list_tasks(self, run: str) -> list[TaskState]:
+        """Return the state of each node, and of the coordinator. Raises RunNotFound, EngineError."""
+        folder = SlurmRunFolder(run)
+        record = folder.read_job_record()
+        job_state = slurm_cli.read_job_state(record.job) if record.job else slurm_cli.JobState()
+        is_active = is_job_active(record, run) if record.allocation else job_state.is_active
+        return [_build_task_state(folder, record, name, job_state, is_active) for name in folder.list_process_names()]
 
-    @in_state()
-    def events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return the board's events so far. Raises RunNotFound."""
-        return files.events(_existing(run), since)
+    @raising_state_errors()
+    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+        """Return the coordinator's events so far. Raises RunNotFound."""
+        return file_tail.read_events(_open_existing_folder(run), since)
 
-    def watch(self, run: str) -> Iterator[Update]:
-        """Yield what happens, through requeues, until the verdict, the job's end or the run's removal. Raises RunNotFound."""
-        folder = _existing(run)
-        return self._watch(folder)
+    def watch(self, run: str) -> Iterator[RunUpdate]:
+        """Yield what happens, across requeues, until the outcome, the job's end or the run's removal. Raises RunNotFound."""
+        folder = _open_existing_folder(run)
+        return self._stream_updates(folder)
 
-    def _watch(self, folder: JobFolder) -> Iterator[Update]:
-        board = files.Tail(folder.events)
-        readers = {name: files.Log(name, folder.log(name), from_end=True) for name in folder.names()}
+    def _stream_updates(self, folder: SlurmRunFolder) -> Iterator[RunUpdate]:
+        events_tail = file_tail.FileTail(folder.events_path)
+        readers = {name: file_tail.NodeLogTail(name, folder.get_log_path(name), from_end=True) for name in folder.list_process_names()}
         states: dict[str, TaskState] = {}
-        verdict_at, asked = None, float("-inf")
+        outcome_at, polled_at = None, float("-inf")
         while True:
-            exists, ended = folder.exists, not folder.alive("")
-            if exists and time.monotonic() > asked + _ASK_EVERY:
-                asked = time.monotonic()
-                for state in self._tasks_or_none(folder.run):
+            exists, ended = folder.exists, not folder.is_alive("")
+            if exists and time.monotonic() > polled_at + _TASK_POLL_SECONDS:
+                polled_at = time.monotonic()
+                for state in self._list_tasks_or_empty(folder.run):
                     if states.get(state.node) != state:
                         states[state.node] = state
                         yield state
-            for name in folder.names():
-                yield from readers.setdefault(name, files.Log(name, folder.log(name))).log_lines()
-            for line in board.lines():
+            for name in folder.list_process_names():
+                yield from readers.setdefault(name, file_tail.NodeLogTail(name, folder.get_log_path(name))).read_log_lines()
+            for line in events_tail.read_lines():
                 if event := Event.from_line(line):
-                    verdict_at = verdict_at or (time.monotonic() if event.kind == VERDICT else None)
+                    outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)
                     yield event
-            if verdict_at is not None and (ended or time.monotonic() - verdict_at > _TRAIL):
+            if outcome_at is not None and (ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS):
                 return
-            if not exists or (ended and verdict_at is None):
-                yield from _last_words(folder)
+            if not exists or (ended and outcome_at is None):
+                yield from _read_final_lines(folder)
                 return
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
 
-    def _tasks_or_none(self, run: str) -> list[TaskState]:
+    def _list_tasks_or_empty(self, run: str) -> list[TaskState]:
         try:
-            return self.tasks(run)
+            return self.list_tasks(run)
         except (StackError, EngineError):
             return []
 
-    def logs(
+    def stream_logs(
         self,
         run: str,
         *,
@@ -184,120 +195,124 @@ class SlurmLauncher:
         tail: int | None = None,
         since: float | None = None,
         node: str | None = None,
-        say: Say | None = None,
+        report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. There is nothing to `say`: files can always be read."""
-        return files.logs(_existing(run), follow=follow, tail=tail, since=since, node=node)
+        """Yield the output of all nodes. Raises RunNotFound. `report_progress` is not called: files can always be read."""
+        return file_tail.stream_logs(_open_existing_folder(run), follow=follow, tail=tail, since=since, node=node)
 
-    @in_state()
-    def stop(self, run: str, say: Say) -> None:
-        """Let the ranks save and leave, and the job end; `up` submits one that goes on from there. Raises RunNotFound."""
-        folder = _existing(run)
-        with folder.locked(say):
-            _end(folder.job_facts(), run)
-        say(f"{run} stopped")
+    @raising_state_errors()
+    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+        """Let the ranks save and exit, and the job end; a deploy submits a new job that resumes the run. Raises RunNotFound."""
+        folder = _open_existing_folder(run)
+        with folder.holding_lock(report_progress):
+            _stop_job(folder.read_job_record(), run)
+        report_progress(f"{run} stopped")
 
-    @in_state()
-    def down(self, run: str, say: Say) -> None:
+    @raising_state_errors()
+    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
         """End the job and remove the run; events and logs stay in its folder. Raises RunNotFound."""
-        folder = _existing(run)
-        with folder.locked(say):
-            _end(folder.job_facts(), run)
-            folder.remove()
-        say(f"{run} removed; its events and logs are in {folder.path}")
+        folder = _open_existing_folder(run)
+        with folder.holding_lock(report_progress):
+            _stop_job(folder.read_job_record(), run)
+            folder.remove_run()
+        report_progress(f"{run} removed; its events and logs are in {folder.path}")
 
 
-@in_state()
-def generate(plan: Plan, output: Path) -> Path:
-    """Write the script that `up` would submit to `output`, and what it needs into the run's folder, whose part is returned.
+@raising_state_errors()
+def write_job_script(plan: Plan, output: Path) -> Path:
+    """Write the script that `deploy` would submit to `output`, and the files that it needs into the run's folder.
 
-    Raises StateError.
+    Return the folder of these files. Raises StateDirectoryError.
     """
-    folder = JobFolder(plan.run)
-    facts = _facts(plan, folder, None)
-    text = script(plan, _site(folder, facts))
-    folder.write_files(plan, facts, text)
+    folder = SlurmRunFolder(plan.run)
+    record = _build_record(plan, folder, None)
+    script_text = render_sbatch_script(plan, _build_site(folder, record))
+    folder.write_job_files(plan, record, script_text)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
-    return folder.path / facts.files
+    output.write_text(script_text, encoding="utf-8")
+    return folder.path / record.files
 
 
-def _site(folder: JobFolder, facts: Facts) -> Site:
-    return Site(folder.path.absolute(), facts.cwd, sys.executable, os.environ.get("PYTHONPATH", ""))
+def _build_site(folder: SlurmRunFolder, record: SlurmRunRecord) -> JobLayout:
+    return JobLayout(folder.path.absolute(), record.cwd, sys.executable, os.environ.get("PYTHONPATH", ""))
 
 
-def _facts(plan: Plan, folder: JobFolder, before: Facts | None) -> Facts:
-    return Facts(
-        files=files_in(Site(PurePath(folder.path), "", ""), plan).name,
+def _build_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunRecord | None) -> SlurmRunRecord:
+    return SlurmRunRecord(
+        files=get_job_files_folder(JobLayout(PurePath(folder.path), "", ""), plan).name,
         code=tuple(item.name for item in plan.cargo.code),
         secrets=tuple(item.name for item in plan.cargo.secrets),
         nodes=len(plan.nodes),
         stop_grace=plan.config.runner.stop_grace,
-        cwd=before.cwd if before else str(Path.cwd()),
+        cwd=previous.cwd if previous else str(Path.cwd()),
     )
 
 
-def _same(folder: JobFolder, plan: Plan, before: Facts) -> bool:
-    """Whether the job that is there was submitted with what the plan says."""
-    submitted = folder.path / before.files / SCRIPT
-    wanted = script(plan, _site(folder, _facts(plan, folder, before)))
-    return submitted.exists() and submitted.read_text(encoding="utf-8") == wanted
+def _is_unchanged(folder: SlurmRunFolder, plan: Plan, previous: SlurmRunRecord) -> bool:
+    """Return whether the existing job was submitted with what the plan contains."""
+    submitted_script = folder.path / previous.files / SCRIPT_FILE
+    desired_script = render_sbatch_script(plan, _build_site(folder, _build_record(plan, folder, previous)))
+    return submitted_script.exists() and submitted_script.read_text(encoding="utf-8") == desired_script
 
 
-def _existing(run: str) -> JobFolder:
-    folder = JobFolder(run)
-    folder.job_facts()
+def _open_existing_folder(run: str) -> SlurmRunFolder:
+    folder = SlurmRunFolder(run)
+    folder.read_job_record()
     return folder
 
 
-def _task(folder: JobFolder, facts: Facts, name: str, found: job.JobState, live: bool) -> TaskState:
-    said = node_state(folder.path, name)
-    if live and not facts.allocation and not found.runs:
-        return TaskState(name, "", "pending", f"job {facts.job}: {found.reason}" if found.reason else f"job {facts.job}")
-    if said is None or said.attempt.job != facts.job:
-        return TaskState(name, "", "starting" if live else "shutdown", "" if live else found.state.lower())
-    if not live and said.state in ("running", "failed"):
-        return TaskState(name, said.host, "shutdown", f"job {facts.job}: {found.state.lower() or 'has ended'}", said.exit_code)
-    reason = f"exit code {said.exit_code}" if said.exit_code else ""
-    return TaskState(name, said.host, said.state, reason, said.exit_code)
+def _build_task_state(
+    folder: SlurmRunFolder, record: SlurmRunRecord, name: str, job_state: slurm_cli.JobState, is_active: bool
+) -> TaskState:
+    node_state = read_node_state(folder.path, name)
+    if is_active and not record.allocation and not job_state.is_running:
+        return TaskState(name, "", "pending", f"job {record.job}: {job_state.reason}" if job_state.reason else f"job {record.job}")
+    if node_state is None or node_state.attempt.job != record.job:
+        return TaskState(name, "", "starting" if is_active else "shutdown", "" if is_active else job_state.state.lower())
+    if not is_active and node_state.state in ("running", "failed"):
+        return TaskState(
+            name, node_state.host, "shutdown", f"job {record.job}: {job_state.state.lower() or 'has ended'}", node_state.exit_code
+        )
+    reason = f"exit code {node_state.exit_code}" if node_state.exit_code else ""
+    return TaskState(name, node_state.host, node_state.state, reason, node_state.exit_code)
 
 
-def _end(facts: Facts, run: str) -> None:
-    """Let the ranks save and leave, and see the job, or the step, gone. Raises StackError if it stays."""
-    if not facts.job:
+def _stop_job(record: SlurmRunRecord, run: str) -> None:
+    """Let the ranks save and exit, and wait until the job, or the step, is gone. Raises StackError if it stays."""
+    if not record.job:
         return
-    if facts.allocation:
-        for signal, patience in ((LEAVE, facts.stop_grace), ("KILL", _GOODBYE)):
-            for step in job.steps(facts.job, run):
-                job.tell(step, signal)
-            if job.gone(facts.job, patience, step=run):
+    if record.allocation:
+        for signal, timeout in ((GRACEFUL_EXIT_SIGNAL, record.stop_grace), ("KILL", _CLEANUP_SECONDS)):
+            for step in slurm_cli.list_steps(record.job, run):
+                slurm_cli.signal_or_cancel(step, signal)
+            if slurm_cli.wait_until_gone(record.job, timeout, step=run):
                 return
     else:
-        if job.state(facts.job).runs:
-            job.tell(facts.job, LEAVE)
-            end = time.monotonic() + facts.stop_grace
-            while time.monotonic() < end and job.state(facts.job).runs:
-                time.sleep(_POLL)
-        if job.state(facts.job).there:  # waiting, or queued again by itself in this moment, or deaf
-            job.tell(facts.job)
-        if job.gone(facts.job, facts.stop_grace + _GOODBYE):
+        if slurm_cli.read_job_state(record.job).is_running:
+            slurm_cli.signal_or_cancel(record.job, GRACEFUL_EXIT_SIGNAL)
+            deadline = time.monotonic() + record.stop_grace
+            while time.monotonic() < deadline and slurm_cli.read_job_state(record.job).is_running:
+                time.sleep(_POLL_SECONDS)
+        if slurm_cli.read_job_state(record.job).is_active:  # pending, just requeued by its own script, or ignoring the signal
+            slurm_cli.signal_or_cancel(record.job)
+        if slurm_cli.wait_until_gone(record.job, record.stop_grace + _CLEANUP_SECONDS):
             return
-    raise StackError("Slurm has not ended it", place=f"job {facts.job}", hint=f"scancel --full {facts.job}, then the same command again")
+    raise StackError("Slurm has not ended it", place=f"job {record.job}", hint=f"scancel --full {record.job}, then the same command again")
 
 
-def _await_step(allocated: str, run: str, folder: JobFolder) -> None:
-    end = time.monotonic() + _GOODBYE
-    while not job.steps(allocated, run) and not (folder.path / "node0.state").exists():
-        if time.monotonic() > end:
-            raise StackError("srun has not started", place=f"allocation {allocated}", hint=f"cat {folder.path / 'slurm.out'}")
-        time.sleep(_POLL)
+def _wait_for_step(allocation_id: str, run: str, folder: SlurmRunFolder) -> None:
+    deadline = time.monotonic() + _CLEANUP_SECONDS
+    while not slurm_cli.list_steps(allocation_id, run) and not (folder.path / "node0.state").exists():
+        if time.monotonic() > deadline:
+            raise StackError("srun has not started", place=f"allocation {allocation_id}", hint=f"cat {folder.path / 'slurm.out'}")
+        time.sleep(_POLL_SECONDS)
 
 
-def _last_words(folder: JobFolder) -> Iterator[LogLine]:
-    """A job that ended without a verdict: Slurm may have said why."""
+def _read_final_lines(folder: SlurmRunFolder) -> Iterator[LogLine]:
+    """Yield the last lines of Slurm's output: for a job that ended without an outcome, they may say why."""
     try:
         lines = (folder.path / "slurm.out").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
-    for line in lines[-_LAST_WORDS:]:
+    for line in lines[-_FINAL_LINES:]:
         yield LogLine("slurm", line)

@@ -1,7 +1,8 @@
-"""The launchers `pdsh` and `pdsh_docker`: the nodes of a run on hosts behind SSH, as bare Python or in a container each.
+"""The launchers `ssh` and `ssh_docker`: the nodes of a run on hosts behind SSH, as bare Python or in a container each.
 
-On each host the run has a folder and a keeper for each process, as a local run has on this machine; what differs is the hand that
-reaches them. A run lives on when the launcher ends, and is found again by its index here and by what its hosts say.
+On each host the run has a folder and a process keeper for each process, as a local run has on this machine; the difference is the
+remote agent that accesses them. A run outlives the launcher, and is found again by its index on this machine and by the state of its
+hosts.
 """
 
 from __future__ import annotations
@@ -19,213 +20,230 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from swarmtrain.config import Config
-from swarmtrain.config.names import host_address, host_slots
-from swarmtrain.config.runner import RunnerConfig, RunnerType
+from swarmtrain.config.schema.runner import RunnerConfig, RunnerType
+from swarmtrain.config.schema.validators import parse_host_address, parse_host_slots
 from swarmtrain.errors import HostError, RunNotFound, StackError
-from swarmtrain.host.folder import EVENTS, MARK
-from swarmtrain.host.hand import OPEN, SECRET
-from swarmtrain.host.log import head
-from swarmtrain.host.spec import Spec
-from swarmtrain.launchers import kept
-from swarmtrain.launchers.base import Act, Finding, LogLine, Say, TaskState, Update
-from swarmtrain.launchers.local.folder import in_state
-from swarmtrain.launchers.ssh import checks, follow
-from swarmtrain.launchers.ssh.host import HERE, Connections, Host, Team, connect
-from swarmtrain.launchers.ssh.images import pull
-from swarmtrain.launchers.ssh.record import Index, Record
-from swarmtrain.launchers.ssh.specs import There, specs
-from swarmtrain.plan import Cargo, CodeFile, Inventory, Machine, Plan
-from swarmtrain.wire import RENDEZVOUS, Event
+from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.local_run_folder import build_version_error, raising_state_errors
+from swarmtrain.launchers.ssh import plan_checks, run_stream
+from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts
+from swarmtrain.launchers.ssh.image_pull import pull_image
+from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
+from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile
+from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
+from swarmtrain.remote.process_spec import ProcessSpec
+from swarmtrain.remote.remote_agent import PUBLIC_FILE_MODE, SECRET_FILE_MODE
+from swarmtrain.remote.run_folder import EVENTS_FILE, MARKER_FILE
+from swarmtrain.remote.timestamped_log import format_timestamp_prefix
 
-_LOCK_EVERY = 0.5
-_AFTER_GRACE = 30.0
-_GOODBYE = 5.0
-_BOARD_SPEAKS_WITHIN = 60.0
-_OF_DOCKER = re.compile(r"(Run|See) 'docker|Error: failed to start containers")
-"""What docker says beside its reason."""
-_BOARD_TRIES = 2
+_POLL_SECONDS = 0.5
+_STOP_MARGIN_SECONDS = 30.0
+_COORDINATOR_GRACE_SECONDS = 5.0
+_COORDINATOR_START_TIMEOUT_SECONDS = 60.0
+_DOCKER_NOISE_PATTERN = re.compile(r"(Run|See) 'docker|Error: failed to start containers")
+"""What docker prints in addition to its reason."""
+_COORDINATOR_MAX_RESTARTS = 2
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a plan wants on its hosts, and what is so already."""
+class DesiredState:
+    """What a plan requires on its hosts, and what is already so."""
 
-    record: Record
-    specs: dict[str, list[Spec]]
-    looks: dict[str, dict[str, Any]]
-    same: frozenset[tuple[str, str]]
-    """Host and name of what is there and equal."""
-
-    @property
-    def missing(self) -> list[tuple[str, Spec]]:
-        """What is to be started, with its host, the board first. What has completed is as it should be."""
-        return [(host, spec) for host, found in self.specs.items() for spec in found if self._to_start(host, spec.name)]
+    record: SshRunRecord
+    specs: dict[str, list[ProcessSpec]]
+    host_states: dict[str, dict[str, Any]]
+    unchanged: frozenset[tuple[str, str]]
+    """Host and name of the processes that exist and match the plan."""
 
     @property
-    def stale(self) -> dict[str, list[str]]:
-        """What is to be ended, by host."""
-        found = {host: [name for name in look["specs"] if (host, name) not in self.same] for host, look in self.looks.items()}
-        return {host: names for host, names in found.items() if names}
+    def processes_to_start(self) -> list[tuple[str, ProcessSpec]]:
+        """The processes to start, with their hosts, the coordinator first. A completed process needs no start."""
+        return [(host, spec) for host, specs in self.specs.items() for spec in specs if self._needs_start(host, spec.name)]
 
-    def plans(self, host: str, name: str) -> bool:
-        """Whether `name` belongs on `host`."""
+    @property
+    def processes_to_stop(self) -> dict[str, list[str]]:
+        """The processes to end, by host."""
+        stale = {
+            host: [name for name in host_state["specs"] if (host, name) not in self.unchanged]
+            for host, host_state in self.host_states.items()
+        }
+        return {host: names for host, names in stale.items() if names}
+
+    def is_planned(self, host: str, name: str) -> bool:
+        """Return whether `name` belongs on `host`."""
         return any(spec.name == name for spec in self.specs.get(host, []))
 
-    def _to_start(self, host: str, name: str) -> bool:
-        look = self.looks[host]
-        state = look["states"].get(name)
-        return (host, name) not in self.same or (name not in look["alive"] and (state is None or state["state"] != "complete"))
+    def _needs_start(self, host: str, name: str) -> bool:
+        host_state = self.host_states[host]
+        state = host_state["states"].get(name)
+        return (host, name) not in self.unchanged or (name not in host_state["alive"] and (state is None or state["state"] != "complete"))
 
 
 class SshLauncher:
     """Runs on hosts behind SSH. Implements swarmtrain.launchers.base.Launcher."""
 
-    kind = RunnerType.pdsh
+    runner_type = RunnerType.ssh
 
     def __init__(self) -> None:
-        self._connections = Connections()
-        self._index = Index(self.kind, self._connections)
+        self._connections = ConnectionPool()
+        self._index = RunIndex(self.runner_type, self._connections)
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """The hosts of the run."""
         return "its hosts"
 
-    def inventory(self) -> Inventory:
+    def read_inventory(self) -> Inventory:
         """Return this machine, which is what a config without hosts means."""
-        return inventory(RunnerConfig(runner_type=self.kind))
+        return read_host_inventory(RunnerConfig(runner_type=self.runner_type))
 
-    def check(self, plan: Plan) -> list[Finding]:
+    def check_plan(self, plan: Plan) -> list[Finding]:
         """Ask each host whether it has what a node needs."""
-        with self._team(plan) as team:
-            up = plan.run in self.runs()
-            return checks.findings(plan, team, ports=() if up else (plan.master_port, plan.master_port + 1))
+        with self._connect_planned_hosts(plan) as host_group:
+            is_deployed = plan.run in self.list_runs()
+            return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port, plan.master_port + 1))
 
-    @in_state()
-    def changes(self, plan: Plan) -> list[Act]:
-        """Return what `up` would do."""
-        with self._all_hosts(plan) as team:
-            wanted = _compare(plan, team, self._record(plan.run))
-        ends = [
-            Act("end", f"{name} on {host}", "is not in the plan")
-            for host, names in wanted.stale.items()
+    @raising_state_errors()
+    def plan_changes(self, plan: Plan) -> list[Action]:
+        """Return the changes that `deploy` would make."""
+        with self._connect_all_hosts(plan) as host_group:
+            desired = _compare_with_plan(plan, host_group, self._find_record(plan.run))
+        removals = [
+            Action("end", f"{name} on {host}", "is not in the plan")
+            for host, names in desired.processes_to_stop.items()
             for name in names
-            if not wanted.plans(host, name)
+            if not desired.is_planned(host, name)
         ]
         starts = []
-        for host, spec in wanted.missing:
-            there = spec.name in wanted.looks[host]["specs"]
-            cause = "has changed, or has ended" if there else "is not there"
-            starts.append(Act("start", f"{spec.name} on {host}", cause, spec.name in wanted.looks[host]["alive"]))
-        return [*ends, *starts]
+        for host, spec in desired.processes_to_start:
+            exists = spec.name in desired.host_states[host]["specs"]
+            cause = "has changed, or has ended" if exists else "is not there"
+            starts.append(Action("start", f"{spec.name} on {host}", cause, spec.name in desired.host_states[host]["alive"]))
+        return [*removals, *starts]
 
-    @in_state()
-    def up(self, plan: Plan, say: Say) -> None:
+    @raising_state_errors()
+    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and end what differs from `plan`. Raises SwarmtrainError."""
-        with self._all_hosts(plan) as team, _locked(team, plan.run, say):
-            wanted = _compare(plan, team, self._record(plan.run))
-            first = not any(look["mark"] for look in wanted.looks.values())
+        with self._connect_all_hosts(plan) as host_group, _holding_run_lock(host_group, plan.run, report_progress):
+            desired = _compare_with_plan(plan, host_group, self._find_record(plan.run))
+            is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
             try:
-                if self.kind is RunnerType.pdsh_docker:
-                    pull(plan, team, [host for host, found in wanted.specs.items() if found], say)
-                self._reconcile(plan, team, wanted, say)
+                if self.runner_type is RunnerType.ssh_docker:
+                    pull_image(plan, host_group, [host for host, specs in desired.specs.items() if specs], report_progress)
+                self._reconcile(plan, host_group, desired, report_progress)
             except BaseException:
-                if first:
-                    self._undo(team, plan.run)
+                if is_first_deploy:
+                    self._roll_back(host_group, plan.run)
                 raise
 
-    def _reconcile(self, plan: Plan, team: Team, wanted: Wanted, say: Say) -> None:
-        run, record = plan.run, wanted.record
-        leaving = [host for host, look in wanted.looks.items() if look["mark"] and host not in wanted.specs]
-        # Until all is done, the index has those that leave too: an `up` that is cut off here is still found whole.
-        for host in record.pythons.keys() - wanted.looks.keys():
-            say(f"{host} cannot be reached; what is there is ended by a later command that reaches it")
-        pythons = {**record.pythons, **{host: team.python(host) for host in leaving}}
-        self._index.write(run, replace(record, pythons=pythons))
-        files = _files(plan, record)
-        team.each(lambda host: host.ask("put", run=run, files=files), list(wanted.specs))
-        stale = wanted.stale
-        team.each(lambda host: host.ask("end", within=_patience(record), run=run, names=stale[host.name], grace=record.stop_grace), stale)
-        _keep(team, run, leaving)
-        for host, names in stale.items():
-            if gone := [name for name in names if not wanted.plans(host, name)]:
-                team.hosts[host].ask("forget", run=run, names=gone)
-                say(f"{', '.join(gone)} removed from {host}")
-        team.each(lambda host: host.ask("remove", run=run), leaving)
-        self._index.write(run, record)
-        missing = wanted.missing
-        if any(spec.name == RENDEZVOUS for _, spec in missing):
-            team.each(lambda host: host.ask("put_old_events_aside", run=run), list(wanted.specs))
-        for first in (True, False):
-            now = {host: [asdict(spec) for at, spec in missing if at == host and (spec.name == RENDEZVOUS) is first] for host, _ in missing}
-            now = {host: found for host, found in now.items() if found}
-            team.each(lambda host, now=now: host.ask("launch", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
-            for host, found in now.items():
-                say(f"{', '.join(spec['name'] for spec in found)} started on {host}")
-        if any(spec.name == RENDEZVOUS for _, spec in missing):
-            _await_board(team.hosts[record.board], run)
+    def _reconcile(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
+        run, record = plan.run, desired.record
+        removed_hosts = [host for host, host_state in desired.host_states.items() if host_state["marker"] and host not in desired.specs]
+        # Until everything is done, the index also has the hosts that leave: a deploy that is interrupted here is still found completely.
+        for host in record.interpreters.keys() - desired.host_states.keys():
+            report_progress(f"{host} cannot be reached; what is there is ended by a later command that reaches it")
+        pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
+        self._index.write_record(run, replace(record, interpreters=pythons))
+        files = _build_files(plan, record)
+        host_group.run_on_all(lambda host: host.call_agent("write_files", run=run, files=files), list(desired.specs))
+        to_stop = desired.processes_to_stop
+        host_group.run_on_all(
+            lambda host: host.call_agent(
+                "stop_processes", timeout=_compute_stop_timeout(record), run=run, names=to_stop[host.name], grace=record.stop_grace
+            ),
+            to_stop,
+        )
+        _download_history(host_group, run, removed_hosts)
+        for host, names in to_stop.items():
+            if removed_names := [name for name in names if not desired.is_planned(host, name)]:
+                host_group.hosts[host].call_agent("delete_process_files", run=run, names=removed_names)
+                report_progress(f"{', '.join(removed_names)} removed from {host}")
+        host_group.run_on_all(lambda host: host.call_agent("remove_run", run=run), removed_hosts)
+        self._index.write_record(run, record)
+        to_start = desired.processes_to_start
+        if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
+            host_group.run_on_all(lambda host: host.call_agent("rotate_events", run=run), list(desired.specs))
+        for is_coordinator_pass in (True, False):
+            now = {
+                host: [
+                    asdict(spec)
+                    for planned_host, spec in to_start
+                    if planned_host == host and (spec.name == RENDEZVOUS_SERVICE) is is_coordinator_pass
+                ]
+                for host, _ in to_start
+            }
+            now = {host: specs for host, specs in now.items() if specs}
+            host_group.run_on_all(lambda host, now=now: host.call_agent("start_processes", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
+            for host, specs in now.items():
+                report_progress(f"{', '.join(spec['name'] for spec in specs)} started on {host}")
+        if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
+            _wait_for_coordinator(host_group.hosts[record.coordinator_host], run)
 
-    def _undo(self, team: Team, run: str) -> None:
-        """Leave nothing of a first `up`. A host that cannot be asked now keeps what it has, and the index says so."""
-        _, failed = team.tried(lambda host: _end_all(host, run))
+    def _roll_back(self, host_group: HostGroup, run: str) -> None:
+        """Remove everything of a first deploy. A host that cannot be reached keeps what it has, and the index records that."""
+        _, failed = host_group.try_on_all(lambda host: _remove_everything(host, run))
         if failed:
             with contextlib.suppress(RunNotFound):
-                self._index.write(run, self._index.read(run).on(list(failed)))
+                self._index.write_record(run, self._index.read_record(run).restrict_to_hosts(list(failed)))
         else:
-            self._index.forget(run)
+            self._index.remove_record(run)
 
-    @in_state()
-    def deployed(self, run: str) -> tuple[Config, Cargo]:
-        """Return what the run was brought up with, from the first host that tells. Raises RunNotFound, HostError."""
-        record, team = self._index.team(run)
+    @raising_state_errors()
+    def load_deployment(self, run: str) -> tuple[Config, Cargo]:
+        """Return the config and cargo that the run was deployed with, from the first host that answers. Raises RunNotFound, HostError."""
+        record, host_group = self._index.open_run(run)
         names = ["deployed.json", *(f"code/{name}" for name in record.code), *(f"secrets/{name}" for name in record.secrets)]
-        with team:
-            failed: HostError | None = None
-            for host in team.hosts.values():
+        with host_group:
+            last_error: HostError | None = None
+            for host in host_group.hosts.values():
                 try:
-                    found = {name: base64.b64decode(text) for name, text in host.ask("get", run=run, names=names).items()}
+                    files = {name: base64.b64decode(text) for name, text in host.call_agent("read_files", run=run, names=names).items()}
                 except HostError as error:
-                    failed = error
+                    last_error = error
                     continue
-                code = tuple(CodeFile.of(name, found[f"code/{name}"]) for name in record.code)
-                secrets = tuple(CodeFile.of(name, found[f"secrets/{name}"]) for name in record.secrets)
-                return Config.from_json(found["deployed.json"].decode()), Cargo(code, secrets)
-        raise failed or RunNotFound("has no hosts", place=f"run {run}")
+                code = tuple(RunFile.from_content(name, files[f"code/{name}"]) for name in record.code)
+                secrets = tuple(RunFile.from_content(name, files[f"secrets/{name}"]) for name in record.secrets)
+                return Config.from_json(files["deployed.json"].decode()), Cargo(code, secrets)
+        raise last_error or RunNotFound("has no hosts", place=f"run {run}")
 
-    @in_state()
-    def runs(self) -> list[str]:
-        """Return the names of the runs that were brought up from this machine, sorted."""
-        return self._index.runs()
+    @raising_state_errors()
+    def list_runs(self) -> list[str]:
+        """Return the names of the runs that were deployed from this machine, sorted."""
+        return self._index.list_runs()
 
-    @in_state()
-    def leaving(self) -> list[str]:
-        """Return the names of runs that were taken down, but for hosts that could not be reached."""
-        return self._index.runs(leaving=True)
+    @raising_state_errors()
+    def list_terminating_runs(self) -> list[str]:
+        """Return the names of runs that were taken down, except on hosts that could not be reached."""
+        return self._index.list_runs(terminating=True)
 
-    def tasks(self, run: str) -> list[TaskState]:
-        """Return how each process stands, nodes first; also those whose hosts cannot be reached. Raises RunNotFound."""
-        record, team = self._index.team(run)
-        with team:
-            looks, failed = team.tried(lambda host: host.ask("look", run=run))
+    def list_tasks(self, run: str) -> list[TaskState]:
+        """Return the state of each process, nodes first, including those on unreachable hosts. Raises RunNotFound."""
+        record, host_group = self._index.open_run(run)
+        with host_group:
+            host_states, failed = host_group.try_on_all(lambda host: host.call_agent("inspect_run", run=run))
         states = []
-        for name, host in {**record.nodes, RENDEZVOUS: record.board}.items():
+        for name, host in {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}.items():
             if host in failed:
-                states.append(follow.unreachable(name, host, failed[host]))
+                states.append(run_stream.build_unreachable_state(name, host, failed[host]))
             else:
-                states.append(follow.task(name, host, looks[host]["states"].get(name)))
+                states.append(run_stream.build_task_state(name, host, host_states[host]["states"].get(name)))
         return states
 
-    def events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return the board's events so far. Raises RunNotFound, HostError."""
-        record, team = self._index.team(run)
-        with team:
-            return [event for event in follow.events(team.hosts[record.board], run) if event.time >= (since or 0.0)]
+    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+        """Return the coordinator's events so far. Raises RunNotFound, HostError."""
+        record, host_group = self._index.open_run(run)
+        with host_group:
+            return [
+                event for event in run_stream.read_events(host_group.hosts[record.coordinator_host], run) if event.time >= (since or 0.0)
+            ]
 
-    def watch(self, run: str) -> Iterator[Update]:
-        """Yield what happens, until the verdict or the run's removal. Raises RunNotFound."""
-        return follow.watch(*self._index.team(run), run)
+    def watch(self, run: str) -> Iterator[RunUpdate]:
+        """Yield what happens, until the outcome or the run's removal. Raises RunNotFound."""
+        return run_stream.watch_run(*self._index.open_run(run), run)
 
-    def logs(
+    def stream_logs(
         self,
         run: str,
         *,
@@ -233,223 +251,255 @@ class SshLauncher:
         tail: int | None = None,
         since: float | None = None,
         node: str | None = None,
-        say: Say | None = None,
+        report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. `say` is told of hosts that do not answer."""
-        from swarmtrain.launchers.ssh.follow import logs
+        """Yield the output of all nodes. Raises RunNotFound. `report_progress` reports hosts that do not answer."""
+        from swarmtrain.launchers.ssh.run_stream import stream_logs
 
-        return logs(*self._index.team(run), run, follow=follow, tail=tail, since=since, node=node, say=say)
+        return stream_logs(
+            *self._index.open_run(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
+        )
 
-    @in_state()
-    def stop(self, run: str, say: Say) -> None:
-        """Let the ranks save and leave; the notice board stays, and `up` goes on from there. Raises RunNotFound, StackError."""
-        record, team = self._index.team(run)
-        with team, _locked(team, run, say):
-            if failed := _end_nodes(team, run, record):
-                raise _not_reached(failed, run, "stop")
-        say(f"{run} stopped")
+    @raising_state_errors()
+    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+        """Let the ranks save and exit; the coordinator stays, and a deploy resumes the run. Raises RunNotFound, StackError."""
+        record, host_group = self._index.open_run(run)
+        with host_group, _holding_run_lock(host_group, run, report_progress):
+            if failed := _stop_nodes(host_group, run, record):
+                raise _build_unreachable_error(failed, run, "stop")
+        report_progress(f"{run} stopped")
 
-    @in_state()
-    def down(self, run: str, say: Say) -> None:
-        """End everything and remove the run; events and logs come here first. Raises RunNotFound.
+    @raising_state_errors()
+    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+        """End everything and remove the run; its events and logs are downloaded first. Raises RunNotFound.
 
-        What is on a host that cannot be reached stays, and StackError says so: another `down` ends it when it is back.
+        What is on an unreachable host stays, and StackError reports that: call this again when the host is back.
         """
-        record, team = self._index.team(run)
-        with team, _locked(team, run, say):
-            failed = _end_nodes(team, run, record)
-            reached = [host for host in team.hosts if host not in failed]
-            team.each(lambda host: host.ask("end", within=_patience(record), run=run, names=None, grace=_GOODBYE), reached)
-            _keep(team, run, reached)
-            team.each(lambda host: host.ask("remove", run=run), reached)
+        record, host_group = self._index.open_run(run)
+        with host_group, _holding_run_lock(host_group, run, report_progress):
+            failed = _stop_nodes(host_group, run, record)
+            reached = [host for host in host_group.hosts if host not in failed]
+            host_group.run_on_all(
+                lambda host: host.call_agent(
+                    "stop_processes", timeout=_compute_stop_timeout(record), run=run, names=None, grace=_COORDINATOR_GRACE_SECONDS
+                ),
+                reached,
+            )
+            _download_history(host_group, run, reached)
+            host_group.run_on_all(lambda host: host.call_agent("remove_run", run=run), reached)
             if failed:
-                self._index.write(run, record.on(list(failed)))
-                raise _not_reached(failed, run, "down")
-            self._index.forget(run)
-        say(f"{run} removed; its events and logs are in {kept.directory(run)}")
+                self._index.write_record(run, record.restrict_to_hosts(list(failed)))
+                raise _build_unreachable_error(failed, run, "down")
+            self._index.remove_record(run)
+        report_progress(f"{run} removed; its events and logs are in {history_store.resolve_run_directory(run)}")
 
-    def _record(self, run: str) -> Record | None:
+    def _find_record(self, run: str) -> SshRunRecord | None:
         with contextlib.suppress(RunNotFound):
-            return self._index.read(run)
+            return self._index.read_record(run)
         return None
 
-    def _all_hosts(self, plan: Plan) -> Team:
+    def _connect_all_hosts(self, plan: Plan) -> HostGroup:
         """Return the hosts of the plan, and those that the run has now."""
-        before = self._record(plan.run)
-        return self._team(plan, before.pythons if before else {})
+        previous = self._find_record(plan.run)
+        return self._connect_planned_hosts(plan, previous.interpreters if previous else {})
 
-    def _team(self, plan: Plan, before: dict[str, str] | None = None) -> Team:
-        pythons = {**(before or {}), **{node.host: _python(plan.config.runner) for node in plan.nodes}}
-        return self._connections.to([*dict.fromkeys([*(node.host for node in plan.nodes), *pythons])], pythons)
+    def _connect_planned_hosts(self, plan: Plan, previous_pythons: dict[str, str] | None = None) -> HostGroup:
+        pythons = {**(previous_pythons or {}), **{node.host: _resolve_interpreter(plan.config.runner) for node in plan.nodes}}
+        return self._connections.build_host_group([*dict.fromkeys([*(node.host for node in plan.nodes), *pythons])], pythons)
 
 
 class SshDockerLauncher(SshLauncher):
-    """The same, each process in a container."""
+    """The same, with each process in a container."""
 
-    kind = RunnerType.pdsh_docker
+    runner_type = RunnerType.ssh_docker
 
 
-def inventory(runner: RunnerConfig) -> Inventory:
-    """Return the hosts that the config lists, else this machine; GPUs are asked for where nothing else says the slots.
+def read_host_inventory(runner: RunnerConfig) -> Inventory:
+    """Return the hosts that the config lists, else this machine; hosts are asked for their GPUs if nothing else defines their slots.
 
     Raises HostError.
     """
-    hosts = runner.hosts or (HERE,)
+    hosts = runner.hosts or (LOCALHOST,)
     names = [host.split()[0] for host in hosts]
-    silent = [name for name, host in zip(names, hosts, strict=True) if not (host_slots(host) or runner.default_gpu_count)]
-    with connect(names, dict.fromkeys(names, _python(runner))) as team:
-        facts = team.each(lambda host: host.ask("facts"), silent)
-    gpus = {name: {runner.swarm.generic_resource: found["gpus"]} for name, found in facts.items()}
+    hosts_without_slots = [
+        name for name, host in zip(names, hosts, strict=True) if not (parse_host_slots(host) or runner.default_gpu_count)
+    ]
+    with connect_hosts(names, dict.fromkeys(names, _resolve_interpreter(runner))) as host_group:
+        host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host"), hosts_without_slots)
+    gpus = {name: {runner.swarm.generic_resource: info["gpus"]} for name, info in host_info.items()}
     origin = "the hosts that the config lists, over SSH" if runner.hosts else "this machine"
     return Inventory(origin, tuple(Machine(host=name, resources=gpus.get(name, {})) for name in names))
 
 
-def _python(runner: RunnerConfig) -> str:
-    return runner.python or ("python3" if runner.runner_type is RunnerType.pdsh_docker else sys.executable)
+def _resolve_interpreter(runner: RunnerConfig) -> str:
+    return runner.python or ("python3" if runner.runner_type is RunnerType.ssh_docker else sys.executable)
 
 
 @contextlib.contextmanager
-def _locked(team: Team, run: str, say: Say) -> Iterator[None]:
-    """Hold the only right to change the run, on the first of its hosts that answers; it ends with the connection."""
-    who = f"process {os.getpid()} on {socket.gethostname()}"
-    holder = _first_that_answers(team, run, who)
-    told = False
+def _holding_run_lock(host_group: HostGroup, run: str, report_progress: ProgressReporter) -> Iterator[None]:
+    """Hold the exclusive lock for changes to the run, on the first of its hosts that answers; the lock ends with the connection."""
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    holder = _lock_first_reachable_host(host_group, run, owner)
+    has_reported = False
     while holder[1]:
-        if not told:
-            say(f"waiting for another swarmtrain that changes {run}: {holder[1]}")
-            told = True
-        time.sleep(_LOCK_EVERY)
-        holder = (holder[0], holder[0].ask("lock", run=run, who=who))
+        if not has_reported:
+            report_progress(f"waiting for another swarmtrain that changes {run}: {holder[1]}")
+            has_reported = True
+        time.sleep(_POLL_SECONDS)
+        holder = (holder[0], holder[0].call_agent("lock_run", run=run, owner=owner))
     try:
         yield
     finally:
         with contextlib.suppress(HostError):
-            holder[0].ask("unlock", run=run)
+            holder[0].call_agent("unlock_run", run=run)
 
 
-def _first_that_answers(team: Team, run: str, who: str) -> tuple[Host, str]:
-    failed: HostError | None = None
-    for host in team.hosts.values():
+def _lock_first_reachable_host(host_group: HostGroup, run: str, owner: str) -> tuple[Host, str]:
+    first_error: HostError | None = None
+    for host in host_group.hosts.values():
         try:
-            return host, host.ask("lock", run=run, who=who)
+            return host, host.call_agent("lock_run", run=run, owner=owner)
         except HostError as error:
-            failed = failed or error
-    raise failed or RunNotFound("has no hosts", place=f"run {run}")
+            first_error = first_error or error
+    raise first_error or RunNotFound("has no hosts", place=f"run {run}")
 
 
-def _compare(plan: Plan, team: Team, before: Record | None) -> Wanted:
-    """Return what the plan wants, with what its hosts and those that leave say."""
+def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord | None) -> DesiredState:
+    """Return what the plan requires, with the state of its hosts and of those that leave."""
     run, runner = plan.run, plan.config.runner
-    cwd = before.cwd if before else str(Path.cwd())
+    cwd = previous.cwd if previous else str(Path.cwd())
     planned = list(dict.fromkeys(node.host for node in plan.nodes))
-    looks, lost = team.tried(lambda host: host.ask("look", run=run))
-    for host in lost.keys() & planned:
-        raise lost[host]
-    facts = team.each(lambda host: host.ask("facts", cwd=cwd), planned)
-    board = planned[0]
-    mark = looks[board]["mark"]
-    stays = RENDEZVOUS in looks[board]["alive"] and mark is not None and next(iter(mark["pythons"])) == board
-    address = Record.of(mark).address if stays else address_of(runner, planned[0], facts)
-    record = Record(
-        # A host that is to leave and cannot be reached is asked again by whatever changes the run next.
-        pythons={name: team.python(name) for name in (*planned, *lost)},
+    host_states, unreachable = host_group.try_on_all(lambda host: host.call_agent("inspect_run", run=run))
+    for host in unreachable.keys() & planned:
+        raise unreachable[host]
+    host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
+    coordinator_host = planned[0]
+    marker = host_states[coordinator_host]["marker"]
+    try:
+        deployed = (
+            SshRunRecord.from_dict(marker) if marker is not None and RENDEZVOUS_SERVICE in host_states[coordinator_host]["alive"] else None
+        )
+    except (TypeError, KeyError):
+        raise build_version_error(run, "deploy again") from None
+    coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
+    address = deployed.address if deployed is not None and coordinator_stays else resolve_host_address(runner, planned[0], host_info)
+    record = SshRunRecord(
+        # A leaving host that cannot be reached is asked again by the next command that changes the run.
+        interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable)},
         nodes={node.name: node.host for node in plan.nodes},
         address=address,
         store_port=plan.master_port,
-        board_port=plan.master_port + 1,
+        coordinator_port=plan.master_port + 1,
         cwd=cwd,
         stop_grace=runner.stop_grace,
         code=tuple(item.name for item in plan.cargo.code),
         secrets=tuple(item.name for item in plan.cargo.secrets),
     )
-    there = {
-        name: There(
-            PurePosixPath(looks[name]["path"]), cwd if facts[name]["cwd"] else facts[name]["home"], facts[name]["gpus"], facts[name]["user"]
+    host_contexts = {
+        name: HostContext(
+            PurePosixPath(host_states[name]["path"]),
+            cwd if host_info[name]["cwd"] else host_info[name]["home"],
+            host_info[name]["gpus"],
+            host_info[name]["user"],
         )
         for name in planned
     }
-    wanted = specs(plan, record, there)
-    same = frozenset(
+    desired_specs = build_process_specs(plan, record, host_contexts)
+    unchanged = frozenset(
         (host, spec.name)
-        for host, found in wanted.items()
-        for spec in found
-        if stays and looks[host]["specs"].get(spec.name) == asdict(spec) and looks[host]["states"].get(spec.name)
+        for host, specs in desired_specs.items()
+        for spec in specs
+        if coordinator_stays and host_states[host]["specs"].get(spec.name) == asdict(spec) and host_states[host]["states"].get(spec.name)
     )
-    return Wanted(record, wanted, looks, same)
+    return DesiredState(record, desired_specs, host_states, unchanged)
 
 
-def address_of(runner: RunnerConfig, first: str, facts: dict[str, dict[str, Any]]) -> str:
-    """Return where the others find the host `first`: as the config says, else where SSH found it."""
-    entry = next((host for host in runner.hosts or () if host.split()[0] == first), first)
-    if given := runner.master_addr or host_address(entry):
-        return given
-    others = [found["address"] for name, found in facts.items() if name != first and found["address"]]
-    if first == HERE and others:
-        with socket.socket(socket.AF_INET6 if ":" in others[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((others[0], 1))
+def resolve_host_address(runner: RunnerConfig, target: str, host_info: dict[str, dict[str, Any]]) -> str:
+    """Return the address at which the others find the host `target`: the configured one, else the one that SSH connected to."""
+    entry = next((host for host in runner.hosts or () if host.split()[0] == target), target)
+    if configured := runner.master_addr or parse_host_address(entry):
+        return configured
+    other_addresses = [info["address"] for name, info in host_info.items() if name != target and info["address"]]
+    if target == LOCALHOST and other_addresses:
+        with socket.socket(socket.AF_INET6 if ":" in other_addresses[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((other_addresses[0], 1))
             return str(probe.getsockname()[0])
-    return "127.0.0.1" if first == HERE else facts[first]["address"] or first
+    return "127.0.0.1" if target == LOCALHOST else host_info[target]["address"] or target
 
 
-def _files(plan: Plan, record: Record) -> dict[str, tuple[str, int]]:
-    """Return what travels to each host, the mark last but one."""
+def _build_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, int]]:
+    """Return the files that are sent to each host, the marker last."""
     cargo = plan.cargo
-    files = {f"secrets/{item.name}": (item.content, SECRET) for item in cargo.secrets}
-    files |= {f"code/{item.name}": (item.content, OPEN) for item in cargo.code}
-    files |= {"deployed.json": (plan.config.to_json().encode(), SECRET), "config.json": (plan.config.resolved().to_json().encode(), OPEN)}
-    files |= {MARK: (record.to_json().encode(), SECRET)}
+    files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets}
+    files |= {f"code/{item.name}": (item.content, PUBLIC_FILE_MODE) for item in cargo.code}
+    files |= {
+        "deployed.json": (plan.config.to_json().encode(), SECRET_FILE_MODE),
+        "config.json": (plan.config.to_node_config().to_json().encode(), PUBLIC_FILE_MODE),
+    }
+    files |= {MARKER_FILE: (record.to_json().encode(), SECRET_FILE_MODE)}
     return {name: (base64.b64encode(content).decode(), mode) for name, (content, mode) in files.items()}
 
 
-def _patience(record: Record) -> float:
-    return record.stop_grace + _AFTER_GRACE
+def _compute_stop_timeout(record: SshRunRecord) -> float:
+    return record.stop_grace + _STOP_MARGIN_SECONDS
 
 
-def _end_nodes(team: Team, run: str, record: Record) -> dict[str, HostError]:
-    """End the nodes first: ranks that save on their way out still talk to the board. Return the hosts that could not be asked."""
+def _stop_nodes(host_group: HostGroup, run: str, record: SshRunRecord) -> dict[str, HostError]:
+    """Stop the nodes, but not the coordinator, which ranks still need to save. Return the hosts that could not be reached."""
 
-    def end(host: Host) -> None:
-        look = host.ask("look", run=run)
-        names = [name for name in look["specs"] if name != RENDEZVOUS]
-        host.ask("end", within=_patience(record), run=run, names=names, grace=record.stop_grace)
+    def stop_host_nodes(host: Host) -> None:
+        host_state = host.call_agent("inspect_run", run=run)
+        names = [name for name in host_state["specs"] if name != RENDEZVOUS_SERVICE]
+        host.call_agent("stop_processes", timeout=_compute_stop_timeout(record), run=run, names=names, grace=record.stop_grace)
 
-    return team.tried(end)[1]
-
-
-def _end_all(host: Host, run: str) -> None:
-    host.ask("end", run=run, names=None, grace=0.0)
-    host.ask("remove", run=run)
+    return host_group.try_on_all(stop_host_nodes)[1]
 
 
-def _not_reached(failed: dict[str, HostError], run: str, verb: str) -> StackError:
+def _remove_everything(host: Host, run: str) -> None:
+    host.call_agent("stop_processes", run=run, names=None, grace=0.0)
+    host.call_agent("remove_run", run=run)
+
+
+def _build_unreachable_error(failed: dict[str, HostError], run: str, verb: str) -> StackError:
     reasons = "; ".join(f"{name}: {error.message}" for name, error in failed.items())
-    return StackError(f"what is there goes on: {reasons}", place=f"run {run}", hint=f"swarmtrain {verb} {run} again when it can be reached")
+    return StackError(
+        f"what runs there continues: {reasons}", place=f"run {run}", hint=f"swarmtrain {verb} {run} again when it can be reached"
+    )
 
 
-def _await_board(host: Host, run: str) -> None:
-    """Return when the run's notice board speaks. Raises StackError if it ends again and again instead: no budget ends a run without one."""
-    end = time.monotonic() + _BOARD_SPEAKS_WITHIN
-    while time.monotonic() < end and not follow.events(host, run):
-        state = host.ask("look", run=run)["states"].get(RENDEZVOUS)
-        if state and state["state"] == "failed" and state["restarts"] >= _BOARD_TRIES:
-            said = [line.text for line in follow.printed(host, run) if line.node == RENDEZVOUS and line.text.strip()]
-            reason = next((text for text in reversed(said) if not _OF_DOCKER.match(text)), f"exit code {state['exit_code']}")
+def _wait_for_coordinator(host: Host, run: str) -> None:
+    """Return when the run's coordinator has published an event.
+
+    Raises StackError if it keeps failing: no restart budget ends a run without a coordinator.
+    """
+    deadline = time.monotonic() + _COORDINATOR_START_TIMEOUT_SECONDS
+    while time.monotonic() < deadline and not run_stream.read_events(host, run):
+        state = host.call_agent("inspect_run", run=run)["states"].get(RENDEZVOUS_SERVICE)
+        if state and state["state"] == "failed" and state["restarts"] >= _COORDINATOR_MAX_RESTARTS:
+            printed_lines = [
+                line.text for line in run_stream.read_log_lines(host, run) if line.node == RENDEZVOUS_SERVICE and line.text.strip()
+            ]
+            reason = next(
+                (text for text in reversed(printed_lines) if not _DOCKER_NOISE_PATTERN.match(text)), f"exit code {state['exit_code']}"
+            )
             raise StackError(reason, place=f"rendezvous on {host.name}", hint="the nodes would not start either")
-        time.sleep(_LOCK_EVERY)
+        time.sleep(_POLL_SECONDS)
 
 
-def _keep(team: Team, run: str, hosts: Sequence[str]) -> None:
-    """Bring events and logs here before they go, beside what is kept of earlier times."""
-    found = team.each(lambda host: (follow.printed(host, run), follow.lines_of(host, run, EVENTS)), list(hosts))
-    kept.directory(run).mkdir(parents=True, exist_ok=True)
-    for lines, events in found.values():
+def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> None:
+    """Append the hosts' events and logs to the history on this machine, before they are removed."""
+    histories = host_group.run_on_all(
+        lambda host: (run_stream.read_log_lines(host, run), run_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
+    )
+    history_store.resolve_run_directory(run).mkdir(parents=True, exist_ok=True)
+    for lines, events in histories.values():
         for node in {line.node for line in lines}:
-            with (kept.directory(run) / f"{node}.log").open("a", encoding="utf-8") as file:
+            with (history_store.resolve_run_directory(run) / f"{node}.log").open("a", encoding="utf-8") as file:
                 file.writelines(
-                    f"{head(line.time)}{f'[rank {line.rank}] ' if line.rank is not None else ''}{line.text}\n"
+                    f"{format_timestamp_prefix(line.time)}{f'[rank {line.rank}] ' if line.rank is not None else ''}{line.text}\n"
                     for line in lines
                     if line.node == node
                 )
         if events:
-            with (kept.directory(run) / EVENTS).open("a", encoding="utf-8") as file:
+            with (history_store.resolve_run_directory(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in events)

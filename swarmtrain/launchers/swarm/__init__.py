@@ -1,7 +1,7 @@
 """The Swarm launcher: a plan becomes a stack of services, one for each node, on the swarm that DOCKER_HOST points to.
 
-All it knows it reads from the swarm: whoever reaches a manager can go on where somebody else left off, and a stack that
-plain `docker stack deploy` started is as good as one of its own.
+All of its state is in the swarm: from any machine that reaches a manager, a user can continue where another left off, and a stack that
+plain `docker stack deploy` started is equivalent to one of its own.
 """
 
 from __future__ import annotations
@@ -15,101 +15,107 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from swarmtrain.config import Config
-from swarmtrain.config.runner import GpuMode
+from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import StackError
-from swarmtrain.images import pin
-from swarmtrain.launchers import logs
-from swarmtrain.launchers.base import Finding, LogLine, Say, TaskState, Update
-from swarmtrain.launchers.engine import Engine
-from swarmtrain.launchers.logs import Line
-from swarmtrain.launchers.record import keep
-from swarmtrain.launchers.swarm import checks, holders, observe, removal
-from swarmtrain.launchers.swarm.follow import Scope, follow, manager
-from swarmtrain.launchers.swarm.lock import Lock
-from swarmtrain.launchers.swarm.patience import USUAL, Patience
-from swarmtrain.launchers.swarm.reconcile import Ended, Step, reconcile
-from swarmtrain.launchers.swarm.specs import Specs, specs
-from swarmtrain.launchers.swarm.turn import Need
-from swarmtrain.launchers.swarm.up import up
-from swarmtrain.plan import Cargo, CodeFile, Inventory, Plan
-from swarmtrain.render.compose import stack
+from swarmtrain.images import pin_image
+from swarmtrain.launchers.base import Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.common import container_logs
+from swarmtrain.launchers.common.container_logs import ContainerLogLine
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.log_recorder import record_lines
+from swarmtrain.launchers.swarm import cluster_state, plan_checks, resource_holders, teardown
+from swarmtrain.launchers.swarm.gang_queue import ResourceRequest
+from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
+from swarmtrain.launchers.swarm.run_lock import RunLock
+from swarmtrain.launchers.swarm.run_stream import LogScope, describe_manager, watch_run
+from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
+from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
+from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
+from swarmtrain.plan import Cargo, Inventory, Plan, RunFile
+from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
-from swarmtrain.wire import CONFIG_PATH, LABEL_HOSTS, NOTE, RENDEZVOUS, VERDICT, Event, Verdict
+from swarmtrain.render.stack_document import render_stack
 
 
 class SwarmLauncher:
-    """Implements swarmtrain.launchers.base.Launcher; see there for what each method promises."""
+    """Implements swarmtrain.launchers.base.Launcher, which documents each method."""
 
-    def __init__(self, address: str | None = None, patience: Patience = USUAL) -> None:
+    def __init__(self, address: str | None = None, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> None:
         """Connect to the engine at `address`, or to the one that docker itself would use. Raises EngineError."""
-        self._engine, self._patience = Engine(address), patience
-        self._up_since: dict[str, float] = {}
+        self._engine, self._timeouts = DockerEngine(address), timeouts
+        self._deployed_at: dict[str, float] = {}
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"the swarm at {self._engine.endpoint}"
 
-    def inventory(self) -> Inventory:
-        return observe.inventory(self._engine)
+    def read_inventory(self) -> Inventory:
+        return cluster_state.read_inventory(self._engine)
 
-    def check(self, plan: Plan) -> list[Finding]:
-        found = checks.findings(self._engine, plan)
-        if any(finding.fatal for finding in found):
-            return found
-        return [*found, *checks.network_findings(self._specs(plan), observe.observe(self._engine, plan.run))]
+    def check_plan(self, plan: Plan) -> list[Finding]:
+        findings = plan_checks.collect_findings(self._engine, plan)
+        if any(finding.fatal for finding in findings):
+            return findings
+        return [
+            *findings,
+            *plan_checks.collect_network_findings(self._build_specs(plan), cluster_state.read_stack_state(self._engine, plan.run)),
+        ]
 
-    def changes(self, plan: Plan) -> list[Step]:
-        """Return what `up` would do, in order; each step prints itself. Raises ImageError, StackError, EngineError."""
-        return self._steps(self._specs(plan))
+    def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
+        """Return the steps that `deploy` would take, in order; str() formats each. Raises ImageError, StackError, EngineError."""
+        return self._plan_steps(self._build_specs(plan))
 
-    def up(self, plan: Plan, say: Say) -> None:
-        wanted = self._specs(plan)
-        self._up_since[plan.run] = time.time()
-        up(self._engine, _need(plan), lambda: self._steps(wanted), say, self._patience)
+    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+        desired = self._build_specs(plan)
+        self._deployed_at[plan.run] = time.time()
+        deploy_stack(self._engine, _build_resource_request(plan), lambda: self._plan_steps(desired), report_progress, self._timeouts)
 
-    def deployed(self, run: str) -> tuple[Config, Cargo]:
-        services = observe.run_services(self._engine, run)
+    def load_deployment(self, run: str) -> tuple[Config, Cargo]:
+        services = cluster_state.list_run_services(self._engine, run)
         nodes = [service for service in services if service.is_node]
         if not nodes:
             raise StackError("it has no nodes, only what an unfinished removal left", place=f"run {run}", hint=f"swarmtrain down {run}")
         container = nodes[0].spec["TaskTemplate"]["ContainerSpec"]
         files = {item["File"]["Name"]: item for item in container.get("Configs", [])}
-        config = Config.from_json(self._content(files.pop(CONFIG_PATH)["ConfigID"]).decode())
-        board = observe.board(services, run)
-        hosts = json.loads(board.spec["Labels"].get(LABEL_HOSTS, "null")) if board else None
+        config = Config.from_json(self._read_config_content(files.pop(CONFIG_PATH)["ConfigID"]).decode())
+        coordinator = cluster_state.find_coordinator(services, run)
+        hosts = json.loads(coordinator.spec["Labels"].get(LABEL_HOSTS, "null")) if coordinator else None
         runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
         code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items()]
-        # The script comes first, the files beside it in the config's order, as a plan from the files themselves has them.
+        # The script comes first, then the files of `code` in the config's order, as in a plan made from the files themselves.
         order = [runner.script.name, *(path.name for path in runner.code)]
         cargo = Cargo(
             tuple(
-                CodeFile(name, self._content(item["ConfigID"]), _digest(item["ConfigName"]))
+                RunFile(name, self._read_config_content(item["ConfigID"]), _parse_digest(item["ConfigName"]))
                 for name, item in sorted(code, key=lambda pair: order.index(pair[0]))
             ),
-            tuple(CodeFile(item["File"]["Name"], b"", _digest(item["SecretName"])) for item in container.get("Secrets", [])),
+            tuple(RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"])) for item in container.get("Secrets", [])),
         )
         return config.model_copy(update={"runner": runner}), cargo
 
-    def runs(self) -> list[str]:
-        return observe.runs(self._engine)
+    def list_runs(self) -> list[str]:
+        return cluster_state.list_runs(self._engine)
 
-    def leaving(self) -> list[str]:
-        return observe.leaving(self._engine)
+    def list_terminating_runs(self) -> list[str]:
+        return cluster_state.list_terminating_runs(self._engine)
 
-    def tasks(self, run: str) -> list[TaskState]:
-        services = observe.run_services(self._engine, run)
-        found, hosts = observe.tasks(self._engine, run), observe.hosts(self._engine)
-        states = [observe.task_state(_short(service, run), found, service, hosts) for service in services]
-        return [*observe.stopping(found, services, hosts), *holders.told(self._engine, run, services, states)]
+    def list_tasks(self, run: str) -> list[TaskState]:
+        services = cluster_state.list_run_services(self._engine, run)
+        tasks, hosts = cluster_state.list_tasks(self._engine, run), cluster_state.read_host_names(self._engine)
+        states = [cluster_state.build_task_state(_strip_run_prefix(service, run), tasks, service, hosts) for service in services]
+        return [
+            *cluster_state.list_stopping_nodes(tasks, services, hosts),
+            *resource_holders.add_resource_holders(self._engine, run, services, states),
+        ]
 
-    def events(self, run: str, since: float | None = None) -> list[Event]:
-        return self._events(observe.run_services(self._engine, run), run, since)
+    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+        return self._read_events(cluster_state.list_run_services(self._engine, run), run, since)
 
-    def watch(self, run: str) -> Iterator[Update]:
-        observe.run_services(self._engine, run)
-        return follow(self._engine, run, Scope(since=self._up_since.get(run, time.time())), self._patience)
+    def watch(self, run: str) -> Iterator[RunUpdate]:
+        cluster_state.list_run_services(self._engine, run)
+        return watch_run(self._engine, run, LogScope(since=self._deployed_at.get(run, time.time())), self._timeouts)
 
-    def logs(
+    def stream_logs(
         self,
         run: str,
         *,
@@ -117,92 +123,115 @@ class SwarmLauncher:
         tail: int | None = None,
         since: float | None = None,
         node: str | None = None,
-        say: Say | None = None,
+        report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        services = [service for service in observe.run_services(self._engine, run) if node in (None, _short(service, run))]
-        lines = self._lines(services, run, tail, since)
+        services = [
+            service for service in cluster_state.list_run_services(self._engine, run) if node in (None, _strip_run_prefix(service, run))
+        ]
+        lines = self._read_log_lines(services, run, tail, since)
         if follow:
-            return self._follow_lines(run, Scope(since, tail, lines, node), say)
-        return (line.log_line() for line in lines if line.event() is None)
+            return self._follow_logs(run, LogScope(since, tail, lines, node), report_progress)
+        return (line.to_log_line() for line in lines if line.parse_event() is None)
 
-    def stop(self, run: str, say: Say) -> None:
-        observe.run_services(self._engine, run)
-        lock = Lock(self._engine, run, "stops it", self._patience)
-        with lock.held(say):
-            removal.stop(self._engine, run, observe.run_services(self._engine, run), say, lock.check)
+    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+        cluster_state.list_run_services(self._engine, run)
+        lock = RunLock(self._engine, run, "stops it", self._timeouts)
+        with lock.holding(report_progress):
+            teardown.stop_nodes(self._engine, run, cluster_state.list_run_services(self._engine, run), report_progress, lock.check_held)
 
-    def down(self, run: str, say: Say) -> None:
-        there = observe.observe(self._engine, run)
-        if checks.foreign(list(there.services.values())) or (there.empty and run not in observe.leaving(self._engine)):
-            raise observe.not_found(self._engine, run)
-        lock = Lock(self._engine, run, "takes it down", self._patience)
-        with lock.held(say):
-            removal.take_down(self._engine, run, say, lock.check)
-        say(f"nothing of {run} is left")
+    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+        existing = cluster_state.read_stack_state(self._engine, run)
+        if plan_checks.is_foreign_stack(list(existing.services.values())) or (
+            existing.is_empty and run not in cluster_state.list_terminating_runs(self._engine)
+        ):
+            raise cluster_state.build_run_not_found(self._engine, run)
+        lock = RunLock(self._engine, run, "takes it down", self._timeouts)
+        with lock.holding(report_progress):
+            teardown.tear_down_stack(self._engine, run, report_progress, lock.check_held)
+        report_progress(f"nothing of {run} is left")
 
-    def _steps(self, wanted: Specs) -> list[Step]:
-        there = observe.observe(self._engine, wanted.stack)
-        services = list(there.services.values())
-        if checks.foreign(services):
-            found = checks.foreign_finding(wanted.stack)
-            raise StackError(found.message, place=found.place, hint=found.hint)
-        return reconcile(wanted, there, self._ended(services, wanted.stack))
+    def _plan_steps(self, desired: StackSpecs) -> list[ReconcileStep]:
+        existing = cluster_state.read_stack_state(self._engine, desired.stack)
+        services = list(existing.services.values())
+        if plan_checks.is_foreign_stack(services):
+            finding = plan_checks.build_foreign_stack_finding(desired.stack)
+            raise StackError(finding.message, place=finding.place, hint=finding.hint)
+        return reconcile(desired, existing, self._find_ended_run(services, desired.stack))
 
-    def _specs(self, plan: Plan) -> Specs:
-        wanted = stack(plan)
-        images = {service["image"] for service in wanted.document["services"].values()}
-        return specs(wanted, {image: pin(self._engine, image) for image in images})
+    def _build_specs(self, plan: Plan) -> StackSpecs:
+        desired = render_stack(plan)
+        images = {service["image"] for service in desired.document["services"].values()}
+        return build_stack_specs(desired, {image: pin_image(self._engine, image) for image in images})
 
-    def _ended(self, services: list[observe.Service], run: str) -> Ended | None:
-        """Return the run's verdict if its board has spoken it and left."""
-        board = observe.board(services, run)
-        task = observe.newest(observe.tasks(self._engine, run), board.id) if board and board.replicas else None
-        if task is None or not task.over or task.desired != "shutdown":
+    def _find_ended_run(self, services: list[cluster_state.Service], run: str) -> EndedRun | None:
+        """Return how the run ended, if its coordinator has exited; without a recorded outcome, it counts as failed."""
+        coordinator = cluster_state.find_coordinator(services, run)
+        task = (
+            cluster_state.find_newest_task(cluster_state.list_tasks(self._engine, run), coordinator.id)
+            if coordinator and coordinator.replicas
+            else None
+        )
+        if task is None or not task.is_final or task.desired_state != "shutdown":
             return None
-        verdicts = [Verdict(**event.data) for event in self._events(services, run) if event.kind == VERDICT]
-        return Ended(failed=not verdicts[-1].done, why=verdicts[-1].why) if verdicts else Ended(failed=True, why="its notice board is gone")
+        outcomes = [RunOutcome(**event.data) for event in self._read_events(services, run) if event.kind == EVENT_OUTCOME]
+        return (
+            EndedRun(failed=not outcomes[-1].is_success, why=outcomes[-1].reason)
+            if outcomes
+            else EndedRun(failed=True, why="its coordinator is gone")
+        )
 
-    def _events(self, services: list[observe.Service], run: str, since: float | None = None) -> list[Event]:
-        board = observe.board(services, run)
-        if board is None:
+    def _read_events(self, services: list[cluster_state.Service], run: str, since: float | None = None) -> list[Event]:
+        coordinator = cluster_state.find_coordinator(services, run)
+        if coordinator is None:
             return []
-        old = observe.replaced(observe.tasks(self._engine, run), board.id)
-        lines = logs.read(self._engine, board.source, RENDEZVOUS, since=since)
-        keep(run, lines)
-        # A run that was started again after its verdict has that one in its log still.
-        found = [(line.event(), line.task) for line in lines]
-        return [event for event, task in found if event is not None and not (event.kind == VERDICT and task in old)]
+        replaced_ids = cluster_state.find_replaced_tasks(cluster_state.list_tasks(self._engine, run), coordinator.id)
+        lines = container_logs.read_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since)
+        record_lines(run, lines)
+        # The log of a run that was restarted after its outcome still contains that outcome.
+        events_with_task = [(line.parse_event(), line.task) for line in lines]
+        return [
+            event for event, task in events_with_task if event is not None and not (event.kind == EVENT_OUTCOME and task in replaced_ids)
+        ]
 
-    def _lines(self, services: list[observe.Service], run: str, tail: int | None, since: float | None) -> list[Line]:
-        """Return what there is of the services' logs, in the order of time."""
+    def _read_log_lines(
+        self, services: list[cluster_state.Service], run: str, tail: int | None, since: float | None
+    ) -> list[ContainerLogLine]:
+        """Return what is available of the services' logs, ordered by time."""
         with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
-            read = partial(logs.read, self._engine, tail=tail, since=since)
-            found = list(pool.map(lambda service: read(service.source, _short(service, run)), services))
-        return list(heapq.merge(*found, key=lambda line: line.time))
+            read_service = partial(container_logs.read_lines, self._engine, tail=tail, since=since)
+            lines_by_service = list(pool.map(lambda service: read_service(service.api_path, _strip_run_prefix(service, run)), services))
+        return list(heapq.merge(*lines_by_service, key=lambda line: line.time))
 
-    def _follow_lines(self, run: str, scope: Scope, say: Say | None) -> Iterator[LogLine]:
-        keep(run, scope.before)
-        yield from (line.log_line() for line in scope.before if line.event() is None)
-        for update in follow(self._engine, run, scope, self._patience):
+    def _follow_logs(self, run: str, scope: LogScope, report_progress: ProgressReporter | None) -> Iterator[LogLine]:
+        record_lines(run, scope.already_read)
+        yield from (line.to_log_line() for line in scope.already_read if line.parse_event() is None)
+        for update in watch_run(self._engine, run, scope, self._timeouts):
             if isinstance(update, LogLine):
                 yield update
-            elif say and isinstance(update, Event) and update.kind == NOTE and update.data["node"] == manager(self._engine):
-                say(f"{update.data['node']} {update.data['message']}")
+            elif (
+                report_progress
+                and isinstance(update, Event)
+                and update.kind == EVENT_NOTE
+                and update.data["node"] == describe_manager(self._engine)
+            ):
+                report_progress(f"{update.data['node']} {update.data['message']}")
 
-    def _content(self, config: str) -> bytes:
+    def _read_config_content(self, config: str) -> bytes:
         return base64.b64decode(self._engine.get(f"/configs/{config}")["Spec"]["Data"])
 
 
-def _short(service: observe.Service, run: str) -> str:
+def _strip_run_prefix(service: cluster_state.Service, run: str) -> str:
     return service.name.removeprefix(f"{run}_")
 
 
-def _need(plan: Plan) -> Need:
+def _build_resource_request(plan: Plan) -> ResourceRequest:
     swarm = plan.config.runner.swarm
     if swarm.gpu is not GpuMode.reserve:
-        return Need(plan.run)
-    return Need(plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.nodes}, patient=not plan.probe)
+        return ResourceRequest(plan.run)
+    return ResourceRequest(
+        plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.nodes}, can_wait=not plan.is_probe
+    )
 
 
-def _digest(name: str) -> str:
+def _parse_digest(name: str) -> str:
     return name.rpartition("-")[2]

@@ -1,7 +1,7 @@
-"""What is wanted against what is there → the steps between them, each with its cause. Values in, values out.
+"""Desired state and existing state → the steps between them, each with its cause. Values in, values out.
 
-Services are compared as `docker stack deploy` would leave them: ids stand for names, and what the engine fills in by
-itself counts as absent. So a stack that plain `docker stack deploy` started is as good as one of ours.
+Services are compared as `docker stack deploy` would leave them: ids are replaced by names, and defaults that the engine fills in count
+as absent. So a stack that plain `docker stack deploy` started is equivalent to one of ours.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 from swarmtrain.errors import StackError
-from swarmtrain.launchers.swarm.observe import Observed, Service
-from swarmtrain.launchers.swarm.specs import Spec, Specs
+from swarmtrain.launchers.swarm.cluster_state import Service, StackState
+from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
 
-# What the engine writes into a stored spec by itself.
-_DEFAULTS = {"Runtime": "container", "Isolation": "default"}
-# Networks of the engine itself that services can be in.
-_EVERYWHERE = ("host", "bridge", "none")
-_OVERLAY_INTERNAL = "com.docker.network.driver.overlay.vxlanid_list"
-_SHOWN_CHANGES = 3
-_SHOWN_CHARACTERS = 60
+# What the engine itself adds to a stored spec.
+_ENGINE_DEFAULTS = {"Runtime": "container", "Isolation": "default"}
+# Built-in networks of the engine that services can use.
+_BUILTIN_NETWORKS = ("host", "bridge", "none")
+_VXLAN_IDS_OPTION = "com.docker.network.driver.overlay.vxlanid_list"
+_MAX_SHOWN_CHANGES = 3
+_MAX_VALUE_CHARACTERS = 60
 
 
-class Kind(StrEnum):
-    """What a step is about, in the words of the docker command line."""
+class ObjectKind(StrEnum):
+    """The type of object that a step changes, as in the docker command line."""
 
     network = "network"
     secret = "secret"  # noqa: S105  # the object's kind
@@ -33,7 +33,7 @@ class Kind(StrEnum):
     service = "service"
 
 
-class Verb(StrEnum):
+class StepVerb(StrEnum):
     """What a step does."""
 
     create = "create"
@@ -42,14 +42,14 @@ class Verb(StrEnum):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One request to the engine, and why. `restarts` says that containers are replaced, `interrupts` that these run."""
+class ReconcileStep:
+    """One request to the engine, and why. `restarts`: containers are replaced; `interrupts`: these containers are running."""
 
-    verb: Verb
-    kind: Kind
+    verb: StepVerb
+    kind: ObjectKind
     name: str
     cause: str
-    spec: Spec | None = None
+    spec: ApiSpec | None = None
     service: Service | None = None
     id: str = ""
     restarts: bool = False
@@ -60,90 +60,105 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The board has spoken its verdict and is gone: nothing runs until it is started again."""
+class EndedRun:
+    """How a run ended whose coordinator has exited: nothing runs until the run is restarted."""
 
     failed: bool
     why: str
 
 
-def reconcile(wanted: Specs, there: Observed, ended: Ended | None = None) -> list[Step]:
-    """Return the steps that make `there` what is `wanted`, in order; none if it is already.
+def reconcile(desired: StackSpecs, existing: StackState, ended: EndedRun | None = None) -> list[ReconcileStep]:
+    """Return the steps that turn `existing` into `desired`, in order; none if they match.
 
-    A run that has `ended` is started again as a whole if it failed, or if anything about it changes.
-    Raises StackError for a network that would have to be changed in place, which Swarm cannot do.
+    A run that has `ended` is restarted completely if it failed, or if anything about it changes. Raises StackError for a network that
+    would have to be changed in place, which Swarm cannot do.
     """
-    check_networks(wanted, there)
-    again = _why_again(wanted, there, ended)
+    check_networks(desired, existing)
+    restart_cause = _describe_restart_cause(desired, existing, ended)
     return [
-        *_create(Kind.config, wanted.configs, there.configs),
-        *_create(Kind.secret, wanted.secrets, there.secrets),
-        *_create(Kind.network, wanted.networks, there.networks),
-        *_services(wanted, there, again),
-        *_remove(Kind.config, there.configs, wanted.configs),
-        *_remove(Kind.secret, there.secrets, wanted.secrets),
+        *_plan_creates(ObjectKind.config, desired.configs, existing.configs),
+        *_plan_creates(ObjectKind.secret, desired.secrets, existing.secrets),
+        *_plan_creates(ObjectKind.network, desired.networks, existing.networks),
+        *_plan_service_steps(desired, existing, restart_cause),
+        *_plan_removals(ObjectKind.config, existing.configs, desired.configs),
+        *_plan_removals(ObjectKind.secret, existing.secrets, desired.secrets),
     ]
 
 
-def _why_again(wanted: Specs, there: Observed, ended: Ended | None) -> str:
+def _describe_restart_cause(desired: StackSpecs, existing: StackState, ended: EndedRun | None) -> str:
     if ended is None:
         return ""
-    same = all(name in there.services and not _change(spec, there.services[name], there)[0] for name, spec in wanted.services.items())
-    if same and not ended.failed:
+    is_unchanged = all(
+        name in existing.services and not _describe_change(spec, existing.services[name], existing)[0]
+        for name, spec in desired.services.items()
+    )
+    if is_unchanged and not ended.failed:
         return ""
     return f"the run had {'failed' if ended.failed else 'ended'} ({ended.why}) and starts again"
 
 
-def _create(kind: Kind, wanted: Mapping[str, Spec], there: Mapping[str, object]) -> list[Step]:
-    return [Step(Verb.create, kind, name, "is not there", spec) for name, spec in wanted.items() if name not in there]
+def _plan_creates(kind: ObjectKind, desired: Mapping[str, ApiSpec], existing: Mapping[str, object]) -> list[ReconcileStep]:
+    return [ReconcileStep(StepVerb.create, kind, name, "is not there", spec) for name, spec in desired.items() if name not in existing]
 
 
-def _remove(kind: Kind, there: Mapping[str, str], wanted: Mapping[str, Spec]) -> list[Step]:
-    unused = {name: found for name, found in sorted(there.items()) if name not in wanted}
-    return [Step(Verb.remove, kind, name, "nothing uses it any more", id=found) for name, found in unused.items()]
+def _plan_removals(kind: ObjectKind, existing: Mapping[str, str], desired: Mapping[str, ApiSpec]) -> list[ReconcileStep]:
+    unused = {name: object_id for name, object_id in sorted(existing.items()) if name not in desired}
+    return [ReconcileStep(StepVerb.remove, kind, name, "nothing uses it any more", id=object_id) for name, object_id in unused.items()]
 
 
-def _services(wanted: Specs, there: Observed, again: str) -> list[Step]:
+def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause: str) -> list[ReconcileStep]:
     steps = []
-    for name, spec in wanted.services.items():
-        service = there.services.get(name)
+    for name, spec in desired.services.items():
+        service = existing.services.get(name)
         if service is None:
-            steps.append(Step(Verb.create, Kind.service, name, "is not there", spec))
+            steps.append(ReconcileStep(StepVerb.create, ObjectKind.service, name, "is not there", spec))
             continue
-        cause, restarts = _change(spec, service, there)
-        if again or cause:
-            new = _with_force(spec, service, more=bool(again))
-            runs = restarts and not again and service.replicas > 0
-            steps.append(Step(Verb.update, Kind.service, name, cause or again, new, service, service.id, restarts or bool(again), runs))
-    for name, service in there.services.items():
-        if name not in wanted.services:
-            steps.append(Step(Verb.remove, Kind.service, name, "is not in the plan", service=service, id=service.id))
+        cause, restarts = _describe_change(spec, service, existing)
+        if restart_cause or cause:
+            new = _set_force_update(spec, service, increment=bool(restart_cause))
+            interrupts = restarts and not restart_cause and service.replicas > 0
+            steps.append(
+                ReconcileStep(
+                    StepVerb.update,
+                    ObjectKind.service,
+                    name,
+                    cause or restart_cause,
+                    new,
+                    service,
+                    service.id,
+                    restarts or bool(restart_cause),
+                    interrupts,
+                )
+            )
+    for name, service in existing.services.items():
+        if name not in desired.services:
+            steps.append(ReconcileStep(StepVerb.remove, ObjectKind.service, name, "is not in the plan", service=service, id=service.id))
     return steps
 
 
-def _with_force(spec: Spec, service: Service, *, more: bool) -> Spec:
-    """Keep the count of forced restarts: another count would be one more restart."""
-    count = int(service.spec["TaskTemplate"].get("ForceUpdate", 0)) + int(more)
+def _set_force_update(spec: ApiSpec, service: Service, *, increment: bool) -> ApiSpec:
+    """Keep the count of forced restarts: a different count would cause another restart."""
+    count = int(service.spec["TaskTemplate"].get("ForceUpdate", 0)) + int(increment)
     return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ForceUpdate": count}} if count else spec
 
 
-def _change(spec: Spec, service: Service, there: Observed) -> tuple[str, bool]:
-    """Return what differs, for a person, and whether it replaces the container."""
-    new, old = canonical(spec, there.network_ids), canonical(service.spec, there.network_ids)
-    paths = _differences(new, old, "")
+def _describe_change(spec: ApiSpec, service: Service, existing: StackState) -> tuple[str, bool]:
+    """Return what differs, as text for the user, and whether it replaces the container."""
+    new, old = canonicalize_spec(spec, existing.network_ids), canonicalize_spec(service.spec, existing.network_ids)
+    paths = _find_differences(new, old, "")
     if not paths:
         return "", False
     restarts = any(new.get(key) != old.get(key) for key in ("TaskTemplate", "Replicas"))
-    shown = [_phrase(*path) for path in paths[:_SHOWN_CHANGES]]
-    more = [f"and {len(paths) - _SHOWN_CHANGES} more"] if len(paths) > _SHOWN_CHANGES else []
-    return ", ".join([*shown, *more]) + (" (restarts it)" if restarts and old["Replicas"] else ""), restarts
+    formatted = [_format_difference(*path) for path in paths[:_MAX_SHOWN_CHANGES]]
+    overflow = [f"and {len(paths) - _MAX_SHOWN_CHANGES} more"] if len(paths) > _MAX_SHOWN_CHANGES else []
+    return ", ".join([*formatted, *overflow]) + (" (restarts it)" if restarts and old["Replicas"] else ""), restarts
 
 
-def canonical(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -> dict[str, Any]:
-    """Return a service's spec without what says nothing: ids, the engine's defaults, the count of forced restarts, what is empty."""
-    plain: dict[str, Any] = _plain(spec)
-    plain["Replicas"] = plain.pop("Mode", {}).get("Replicated", {}).get("Replicas", 0)
-    task = plain.get("TaskTemplate", {})
+def canonicalize_spec(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -> dict[str, Any]:
+    """Return a service's spec without irrelevant values: ids, the engine's defaults, the count of forced restarts, empty values."""
+    canonical_spec: dict[str, Any] = _strip_defaults(spec)
+    canonical_spec["Replicas"] = canonical_spec.pop("Mode", {}).get("Replicated", {}).get("Replicas", 0)
+    task = canonical_spec.get("TaskTemplate", {})
     task.pop("ForceUpdate", None)
     for network in task.get("Networks", []):
         network["Target"] = network_ids.get(network["Target"], network["Target"])
@@ -152,70 +167,76 @@ def canonical(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -> dict[s
     if "Env" in container:
         # As a mapping, a changed variable is one difference and not two.
         container["Env"] = dict(item.partition("=")[::2] for item in container["Env"])
-    return plain
+    return canonical_spec
 
 
-def _plain(value: Any) -> Any:
+def _strip_defaults(value: Any) -> Any:
     if isinstance(value, Mapping):
-        cleaned = {key: _plain(item) for key, item in value.items() if key not in ("ConfigID", "SecretID") and _DEFAULTS.get(key) != item}
+        cleaned = {
+            key: _strip_defaults(item)
+            for key, item in value.items()
+            if key not in ("ConfigID", "SecretID") and _ENGINE_DEFAULTS.get(key) != item
+        }
         return {key: item for key, item in cleaned.items() if item not in (None, "", 0, [], {})}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    return [_strip_defaults(item) for item in value] if isinstance(value, list) else value
 
 
-def _differences(new: Any, old: Any, path: str) -> list[tuple[str, Any, Any]]:
+def _find_differences(new: Any, old: Any, path: str) -> list[tuple[str, Any, Any]]:
     if isinstance(new, dict) and isinstance(old, dict):
         keys = [*new, *(key for key in old if key not in new)]
-        return [found for key in keys for found in _differences(new.get(key), old.get(key), f"{path}.{key}" if path else key)]
+        return [
+            difference for key in keys for difference in _find_differences(new.get(key), old.get(key), f"{path}.{key}" if path else key)
+        ]
     return [] if new == old else [(path, old, new)]
 
 
-def _phrase(path: str, old: Any, new: Any) -> str:
-    short = path.removeprefix("TaskTemplate.").removeprefix("ContainerSpec.")
-    return f"{short} {_shown(old)} → {_shown(new)}"
+def _format_difference(path: str, old: Any, new: Any) -> str:
+    short_path = path.removeprefix("TaskTemplate.").removeprefix("ContainerSpec.")
+    return f"{short_path} {_format_value(old)} → {_format_value(new)}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         names = [str(item.get("ConfigName") or item.get("SecretName") or item.get("Target") or item) for item in value]
         value = " ".join(names)
     text = str(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[: _MAX_VALUE_CHARACTERS - 1]}…"
 
 
-def check_networks(wanted: Specs, there: Observed) -> None:
-    """Raise StackError for a network that would have to be changed in place, or that is not there."""
-    for name, spec in wanted.networks.items():
-        found = there.networks.get(name)
-        if found is not None and (changed := network_changes(spec, found)):
+def check_networks(desired: StackSpecs, existing: StackState) -> None:
+    """Raise StackError for a network that would have to be changed in place, or that does not exist."""
+    for name, spec in desired.networks.items():
+        network = existing.networks.get(name)
+        if network is not None and (option_changes := find_network_changes(spec, network)):
             raise StackError(
-                f"it exists with other options ({'; '.join(changed)}), and Swarm cannot change a network in place",
+                f"it exists with other options ({'; '.join(option_changes)}), and Swarm cannot change a network in place",
                 place=f"network {name}",
-                hint=f"swarmtrain down {wanted.stack}, then deploy again: training resumes from its newest checkpoint",
+                hint=f"swarmtrain down {desired.stack}, then deploy again: training resumes from its newest checkpoint",
             )
-    for name in wanted.external:
-        if name not in there.network_ids.values():
-            _no_network(name, "it is not on this swarm", f"docker network create --driver overlay {name}")
-        if name in there.local and name not in _EVERYWHERE:
-            _no_network(
+    for name in desired.external_networks:
+        if name not in existing.network_ids.values():
+            _raise_network_error(name, "it is not on this swarm", f"docker network create --driver overlay {name}")
+        if name in existing.local_networks and name not in _BUILTIN_NETWORKS:
+            _raise_network_error(
                 name, "only this one engine has it, and services need one of the swarm", "docker network create --driver overlay NAME"
             )
 
 
-def _no_network(name: str, reason: str, hint: str) -> NoReturn:
+def _raise_network_error(name: str, reason: str, hint: str) -> NoReturn:
     raise StackError(reason, place=f"config runner.swarm.network: {name}", hint=hint)
 
 
-def network_changes(spec: Spec, found: Mapping[str, Any]) -> list[str]:
-    """Return the options of a network that are wanted otherwise than `found` has them. Subnets count where they are asked for."""
-    options = {key: value for key, value in (found.get("Options") or {}).items() if key != _OVERLAY_INTERNAL}
-    pairs = [(key, found.get(key), spec[key]) for key in ("Driver", "Internal", "Attachable")]
+def find_network_changes(spec: ApiSpec, network: Mapping[str, Any]) -> list[str]:
+    """Return the options in `spec` that differ from those of `network`. Subnets count only if `spec` has them."""
+    options = {key: value for key, value in (network.get("Options") or {}).items() if key != _VXLAN_IDS_OPTION}
+    pairs = [(key, network.get(key), spec[key]) for key in ("Driver", "Internal", "Attachable")]
     pairs += [(key, options.get(key), spec["Options"].get(key)) for key in sorted({*options, *spec["Options"]})]
     if "IPAM" in spec:
-        pairs.append(("Subnet", _subnets(found.get("IPAM") or {}), _subnets(spec["IPAM"])))
-    return [f"{key} {_shown(old)}, wanted {_shown(new)}" for key, old, new in pairs if old != new]
+        pairs.append(("Subnet", _list_subnets(network.get("IPAM") or {}), _list_subnets(spec["IPAM"])))
+    return [f"{key} {_format_value(old)}, wanted {_format_value(new)}" for key, old, new in pairs if old != new]
 
 
-def _subnets(ipam: Mapping[str, Any]) -> list[str]:
+def _list_subnets(ipam: Mapping[str, Any]) -> list[str]:
     return [item["Subnet"] for item in ipam.get("Config") or []]

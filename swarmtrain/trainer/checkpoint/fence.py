@@ -1,7 +1,7 @@
-"""The fence: one world at a time can commit checkpoints.
+"""The fence: only one world at a time can commit checkpoints.
 
-Each world that starts takes a token higher than any before it and leaves a file `fence/TOKEN` in save_dir. A world that
-was cut off and trains on finds the higher token before its next rename, and stops.
+Each world that starts takes a generation higher than any before it, and creates the file `fence/GENERATION` in save_dir. A world
+that was cut off and continues to train finds the higher generation before its next rename, and stops.
 """
 
 from __future__ import annotations
@@ -13,109 +13,109 @@ import tempfile
 import time
 from pathlib import Path
 
-from swarmtrain.config.files import reason
+from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import CheckpointError, WorldError
 
 LOG = logging.getLogger("swarmtrain")
-NOT_SHARED = "mount a disk there that all nodes share; or, where each is to have its own: trainer.save_dir_shared: false"
-_POLL = 0.1
-_SILENT = 2.0
+NOT_SHARED_HINT = "mount a disk there that all nodes share; or, if each has its own: trainer.save_dir_shared: false"
+_POLL_SECONDS = 0.1
+_LOG_AFTER_SECONDS = 2.0
 
 
-def claim(save_dir: Path, at_least: int) -> int:
-    """Take and return the lowest free token above `at_least` and above all taken ones.
+def claim_generation(save_dir: Path, above: int) -> int:
+    """Take and return the lowest free generation higher than `above` and than all taken ones.
 
     Raises CheckpointError if save_dir cannot be written.
     """
-    token = at_least + 1
-    while not take(save_dir, token := max(token, highest(save_dir) + 1)):
+    generation = above + 1
+    while not try_take_generation(save_dir, generation := max(generation, find_highest_generation(save_dir) + 1)):
         pass
-    return token
+    return generation
 
 
-def take(save_dir: Path, token: int) -> bool:
-    """Take `token`, and return whether it was free. Raises CheckpointError if save_dir cannot be written."""
+def try_take_generation(save_dir: Path, generation: int) -> bool:
+    """Take `generation`, and return whether it was free. Raises CheckpointError if save_dir cannot be written."""
     folder = save_dir / "fence"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder / str(token), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.close(os.open(folder / str(generation), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError as error:
-        if error.filename == str(folder / str(token)):
+        if error.filename == str(folder / str(generation)):
             return False
-        raise _unwritable(save_dir, error) from None
+        raise _build_unwritable_error(save_dir, error) from None
     except OSError as error:
-        raise _unwritable(save_dir, error) from None
+        raise _build_unwritable_error(save_dir, error) from None
     return True
 
 
-def find(save_dir: Path, token: int, patience: float = 60.0) -> None:
-    """Look on any rank for the fence that rank 0 has set up, for `patience` seconds: a network's file system may show it later.
+def wait_for_fence(save_dir: Path, generation: int, timeout_seconds: float = 60.0) -> None:
+    """Wait on any rank for the fence file that rank 0 has created, for `timeout_seconds`: a network file system may show it late.
 
-    Raises CheckpointError if save_dir is another folder here than there, or cannot be written here.
+    Raises CheckpointError if save_dir is another folder here than on rank 0, or cannot be written here.
     """
-    begun, told = time.monotonic(), False
+    start_time, is_logged = time.monotonic(), False
     while True:
         try:
-            # A listing asks a network's file system anew, where a look for the name may be answered with an old no.
-            if str(token) in os.listdir(save_dir / "fence"):  # noqa: PTH208  # names are all that is wanted
+            # Listing the folder makes a network file system look again; looking up a name may return a cached miss.
+            if str(generation) in os.listdir(save_dir / "fence"):  # noqa: PTH208  # only names are needed
                 break
         except PermissionError as error:
-            raise _unwritable(save_dir, error) from None
+            raise _build_unwritable_error(save_dir, error) from None
         except OSError:
             pass  # not there yet
-        waited = time.monotonic() - begun
-        if waited > patience:
+        waited = time.monotonic() - start_time
+        if waited > timeout_seconds:
             raise CheckpointError(
                 "is another folder here than on the first rank's node",
                 place=f"config trainer.save_dir {save_dir}",
-                hint=NOT_SHARED,
+                hint=NOT_SHARED_HINT,
             )
-        if waited > _SILENT and not told:
-            LOG.warning("waiting up to %.0f s for %s to show what the first rank wrote there", patience, save_dir)
-            told = True
-        time.sleep(_POLL)
+        if waited > _LOG_AFTER_SECONDS and not is_logged:
+            LOG.warning("waiting up to %.0f s for %s to show what the first rank wrote there", timeout_seconds, save_dir)
+            is_logged = True
+        time.sleep(_POLL_SECONDS)
     try:
         with tempfile.TemporaryFile(dir=save_dir):
             pass
     except OSError as error:
-        raise _unwritable(save_dir, error) from None
+        raise _build_unwritable_error(save_dir, error) from None
 
 
-def _unwritable(save_dir: Path, error: OSError) -> CheckpointError:
-    place, said = f"config trainer.save_dir {save_dir}", f"cannot be written: {reason(error)}"
-    there = _existing(Path(error.filename or save_dir)) if error.errno in (errno.EACCES, errno.EPERM) else None
-    if there is None:
-        return CheckpointError(said, place=place, hint="the user that trains needs write access to it")
-    facts = there.stat()
-    theirs, ours = f"{facts.st_uid}:{facts.st_gid}", f"{os.geteuid()}:{os.getegid()}"
-    hint = f"chown -R {ours} {there}, or what is mounted there"
-    if facts.st_uid not in (0, os.geteuid()):
-        hint = f"runner.docker_config.user: {theirs}; or {hint}"
-    return CheckpointError(f"{said}; {there} belongs to {theirs}, and the ranks are {ours}", place=place, hint=hint)
+def _build_unwritable_error(save_dir: Path, error: OSError) -> CheckpointError:
+    place, message = f"config trainer.save_dir {save_dir}", f"cannot be written: {describe_os_error(error)}"
+    existing_path = _find_existing_ancestor(Path(error.filename or save_dir)) if error.errno in (errno.EACCES, errno.EPERM) else None
+    if existing_path is None:
+        return CheckpointError(message, place=place, hint="the user that trains needs write access to it")
+    owner_stat = existing_path.stat()
+    owner, user = f"{owner_stat.st_uid}:{owner_stat.st_gid}", f"{os.geteuid()}:{os.getegid()}"
+    hint = f"chown -R {user} {existing_path}, or what is mounted there"
+    if owner_stat.st_uid not in (0, os.geteuid()):
+        hint = f"runner.docker_config.user: {owner}; or {hint}"
+    return CheckpointError(f"{message}; {existing_path} belongs to {owner}, and the ranks are {user}", place=place, hint=hint)
 
 
-def _existing(path: Path) -> Path | None:
-    """Return what there is of `path`, as far as may be seen."""
-    return next((each for each in (path.absolute(), *path.absolute().parents) if os.access(each, os.F_OK)), None)
+def _find_existing_ancestor(path: Path) -> Path | None:
+    """Return the deepest existing ancestor of `path`, or `path` itself, as far as permissions show."""
+    return next((candidate for candidate in (path.absolute(), *path.absolute().parents) if os.access(candidate, os.F_OK)), None)
 
 
-def highest(save_dir: Path) -> int:
-    """Return the highest token taken so far, 0 if none."""
+def find_highest_generation(save_dir: Path) -> int:
+    """Return the highest generation taken so far, 0 if none."""
     folder = save_dir / "fence"
     return max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
 
 
-def check(save_dir: Path, token: int) -> None:
-    """Raises WorldError if a newer world has taken over `save_dir`, CheckpointError if it is not the folder in which `token` was taken."""
-    newest = highest(save_dir)
-    if newest > token:
+def check_fence(save_dir: Path, generation: int) -> None:
+    """Raise WorldError if a newer world has taken over `save_dir`, CheckpointError if `generation` was not taken in that folder."""
+    newest_generation = find_highest_generation(save_dir)
+    if newest_generation > generation:
         raise WorldError(
-            f"world {token} is cut off: world {newest} has taken over {save_dir}",
-            hint="nothing to do: the newer world goes on; this one saved nothing since",
+            f"world {generation} is cut off: world {newest_generation} has taken over {save_dir}",
+            hint="nothing to do: the newer world continues; this one saved nothing since",
         )
-    if newest < token:
+    if newest_generation < generation:
         raise CheckpointError(
-            f"is not the folder that it was: fence/{token} is gone",
+            f"is not the folder that it was: fence/{generation} is gone",
             place=f"config trainer.save_dir {save_dir}",
             hint="is the disk still mounted there?",
         )

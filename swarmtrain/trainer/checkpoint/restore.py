@@ -1,4 +1,4 @@
-"""A model and its optimizer from checkpoints: the run's own, or those of trainer.load_dir."""
+"""Restore a model and its optimizer from checkpoints: the run's own, or those of trainer.load_dir."""
 
 from __future__ import annotations
 
@@ -10,100 +10,113 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swarmtrain.errors import CheckpointError, ForeignCheckpoint
-from swarmtrain.trainer import agreement
-from swarmtrain.trainer.checkpoint import Checkpoints, Progress, first_reason, search
-from swarmtrain.trainer.checkpoint.fit import EVERYTHING, Rules, differences, listing, names_to_load, owners
-from swarmtrain.trainer.checkpoint.held import Trained
+from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint import CheckpointManager, Progress, describe_first_failure, discovery
+from swarmtrain.trainer.checkpoint.compatibility import (
+    LOAD_EVERYTHING,
+    LoadRules,
+    assign_source_checkpoints,
+    describe_selection,
+    diff_configs,
+    select_names_to_load,
+)
+from swarmtrain.trainer.checkpoint.discovery import FoundCheckpoint
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.search import Found
-from swarmtrain.trainer.checkpoint.storage import Reader
+from swarmtrain.trainer.checkpoint.state import TrainingState
+from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageReader
 from swarmtrain.trainer.runtime import Runtime
 
-Note = Callable[[str], None]
+WarningReporter = Callable[[str], None]
 
 
-def restore(here: Runtime, checkpoints: Checkpoints, trained: Trained, data: str, note: Note) -> tuple[Progress, Path | None]:
+def restore_training_state(
+    runtime: Runtime,
+    checkpoint_manager: CheckpointManager,
+    training_state: TrainingState,
+    data_fingerprint: str,
+    report_warning: WarningReporter,
+) -> tuple[Progress, Path | None]:
     """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer. Called by all ranks together.
 
-    `data` is the training data's fingerprint; `note` is told what is passed over, and what is taken of another run's.
-    Return how far it had come and where it is; a fresh Progress and None if there is none and load_dir is not set.
-    Raises ForeignCheckpoint if it belongs to another model or other data, CheckpointError if load_dir has none.
+    `data_fingerprint` is that of the training data. `report_warning` is called for what is skipped, and for what is loaded from another
+    run. Return the progress and the checkpoint's path; an initial Progress and None if there is none and load_dir is not set.
+    Raises IncompatibleCheckpoint if it belongs to another model or other data, CheckpointError if load_dir has none.
     """
-    loader = _Loader(here, trained, data, note)
-    if own := checkpoints.newest():
-        progress = loader.progress(*own, foreign=False)
-        loader.load([own], loader.own(*own))
-        return progress, own[0]
-    sources = [loader.source(folder) for folder in here.config.trainer.load_dir]
+    loader = _CheckpointLoader(runtime, training_state, data_fingerprint, report_warning)
+    if newest := checkpoint_manager.find_newest():
+        progress = loader.build_progress(*newest, is_foreign=False)
+        loader.load([newest], loader.build_own_rules(*newest))
+        return progress, newest[0]
+    sources = [loader.find_source(folder) for folder in runtime.config.trainer.load_dir]
     if not sources:
         return Progress(), None
-    progress = loader.progress(*sources[0], foreign=True)
-    loader.load(sources, Rules.of(here.config.trainer))
+    progress = loader.build_progress(*sources[0], is_foreign=True)
+    loader.load(sources, LoadRules.from_config(runtime.config.trainer))
     return progress, sources[0][0]
 
 
 @dataclass(frozen=True)
-class _Loader:
-    here: Runtime
-    trained: Trained
-    data: str
-    note: Note
+class _CheckpointLoader:
+    runtime: Runtime
+    training_state: TrainingState
+    data_fingerprint: str
+    report_warning: WarningReporter
 
-    def source(self, folder: Path) -> Found:
-        found = search.in_one_folder(self.here, folder, self.note)
-        if found is None:
+    def find_source(self, folder: Path) -> FoundCheckpoint:
+        checkpoint = discovery.find_newest_in_folder(self.runtime, folder, self.report_warning)
+        if checkpoint is None:
             raise CheckpointError(
-                "has no checkpoint that is whole",
+                "has no complete checkpoint",
                 place=f"config trainer.load_dir {folder}",
-                hint="is it mounted here? without trainer.load_dir the run begins anew",
+                hint="is it mounted here? without trainer.load_dir the run starts from scratch",
             )
-        return found
+        return checkpoint
 
-    def progress(self, path: Path, content: Manifest, *, foreign: bool) -> Progress:
-        if foreign and not self.here.config.trainer.load_context:
+    def build_progress(self, path: Path, manifest: Manifest, *, is_foreign: bool) -> Progress:
+        if is_foreign and not self.runtime.config.trainer.load_context:
             return Progress()
-        if content.data == self.data:
-            return Progress(content.step, content.consumed_samples, content.loss_before, content.held_out_loss)
-        if foreign:
-            return Progress(content.step, 0, None)
-        raise ForeignCheckpoint(
-            f"was trained on other data, or in another order{self._changes(content, 'data')}",
+        if manifest.data_fingerprint == self.data_fingerprint:
+            return Progress(manifest.step, manifest.consumed_samples, manifest.initial_validation_loss, manifest.validation_loss)
+        if is_foreign:
+            return Progress(manifest.step, 0, None)
+        raise IncompatibleCheckpoint(
+            f"was trained on other data, or in another order{self._describe_changes(manifest, 'data')}",
             place=str(path),
             hint="choose another trainer.save_dir, or bring the data back",
         )
 
-    def own(self, path: Path, content: Manifest) -> Rules:
-        """Return the rules for the run's own checkpoint. Raises ForeignCheckpoint if it stands beside another model."""
-        if content.base is None:
-            return EVERYTHING
-        if content.base != self.trained.model.base:
-            reason = "is none here" if self.trained.model.base is None else "is another model, or has changed"
-            raise ForeignCheckpoint(
+    def build_own_rules(self, path: Path, manifest: Manifest) -> LoadRules:
+        """Return the rules for the run's own checkpoint. Raises IncompatibleCheckpoint if its base model is another."""
+        if manifest.base_fingerprint is None:
+            return LOAD_EVERYTHING
+        if manifest.base_fingerprint != self.training_state.model.base_fingerprint:
+            reason = "is missing here" if self.training_state.model.base_fingerprint is None else "is another model, or has changed"
+            raise IncompatibleCheckpoint(
                 f"has what was trained alone, and trainer.init_from, which has the rest, {reason}",
                 place=str(path),
-                hint=f"make trainer.init_from what it was: {content.config['trainer']['init_from']}",
+                hint=f"make trainer.init_from what it was: {manifest.config['trainer']['init_from']}",
             )
-        return Rules(may_lack=tuple(f"^{re.escape(name)}$" for name in self.trained.frozen), tells=False)
+        return LoadRules(allowed_missing=tuple(f"^{re.escape(name)}$" for name in self.training_state.frozen_names), should_log=False)
 
-    def load(self, sources: Sequence[Found], rules: Rules) -> None:
-        tensors, place = self.trained.everything(), " and ".join(str(path) for path, _ in sources)
-        owner = owners([content.tensors for _, content in sources])
-        found = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in owner.items()}
-        # What a rank has of the whole is for torch's planner to say; what stages of a pipeline have together is asked here.
-        shapes = agreement.gather({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        wanted = {name: shape for part in shapes for name, shape in part.items()}
-        names = names_to_load(found, wanted, place, rules, self._changes(sources[0][1], "transformer_architecture"))
-        if rules.tells or len(sources) > 1:
-            self.note(f"{place}: {listing(found, wanted, names)}")
-        for number, (path, content) in enumerate(sources):
-            known = {name: tensors[name] for name in names if name in tensors and owner[name] == number}
+    def load(self, sources: Sequence[FoundCheckpoint], rules: LoadRules) -> None:
+        tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in sources)
+        source_of = assign_source_checkpoints([manifest.tensors for _, manifest in sources])
+        available = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in source_of.items()}
+        # torch's planner handles sharding within a tensor; which tensors the pipeline stages have together is gathered here.
+        shapes = collectives.all_gather_objects({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        expected = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
+        names = select_names_to_load(available, expected, place, rules, self._describe_changes(sources[0][1], "transformer_architecture"))
+        if rules.should_log or len(sources) > 1:
+            self.report_warning(f"{place}: {describe_selection(available, expected, names)}")
+        for number, (path, manifest) in enumerate(sources):
+            loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
             try:
-                dcp.load(known, storage_reader=Reader(path, content.tensors))
-            except CheckpointException as error:  # a BaseException, so nobody else would catch it
-                raise CheckpointError(first_reason(error), place=str(path)) from None
+                dcp.load(loadable, storage_reader=TensorStorageReader(path, manifest.tensors))
+            except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
+                raise CheckpointError(describe_first_failure(error), place=str(path)) from None
 
-    def _changes(self, content: Manifest, section: str) -> str:
-        """Return what differs between the checkpoint's config and this one, side by side."""
-        here = self.here.config.model_dump(mode="json")
-        return "".join(f"; {line}" for line in differences(content.config.get(section, {}), here[section], section))
+    def _describe_changes(self, manifest: Manifest, section: str) -> str:
+        """Return the differences between the checkpoint's config and this one, side by side."""
+        current_config = self.runtime.config.model_dump(mode="json")
+        return "".join(f"; {line}" for line in diff_configs(manifest.config.get(section, {}), current_config[section], section))

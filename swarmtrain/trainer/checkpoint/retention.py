@@ -1,54 +1,54 @@
-"""Which checkpoints stay when a newer one stands: a function of what there is and of what the config says."""
+"""Which checkpoints are kept when a newer one is committed: a function of the existing checkpoints and the config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarmtrain.config.trainer import Best, TrainerConfig
+from swarmtrain.config.schema.trainer import BestCheckpointMode, TrainerConfig
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A checkpoint that stands, as far as it matters here."""
+class CheckpointInfo:
+    """The metadata of a committed checkpoint that retention depends on."""
 
-    token: int
+    generation: int
     step: int
-    held_out_loss: float | None = None
+    validation_loss: float | None = None
 
 
 @dataclass(frozen=True)
-class Keep:
-    """How many to keep. One that any of the three wants is kept."""
+class RetentionPolicy:
+    """How many checkpoints to keep. A checkpoint that any of the three rules selects is kept."""
 
-    newest: int
-    """So many, by (token, step); at least one."""
-    best: int = 0
-    """So many of those whose held-out loss is lowest, or whatever was measured."""
-    every: int | None = None
-    """All of a step that is a multiple of this."""
-    highest: bool = False
-    """Of what was measured more is better."""
+    newest_count: int
+    """How many of the newest, by (generation, step); at least one."""
+    best_count: int = 0
+    """How many of those with the best validation loss, or custom metric."""
+    step_multiple: int | None = None
+    """All whose step is a multiple of this."""
+    higher_is_better: bool = False
+    """Whether a higher metric is better."""
 
     @classmethod
-    def of(cls, config: TrainerConfig) -> Keep:
-        highest = config.best_checkpoints_are is Best.highest
-        return cls(config.keep_checkpoints, config.keep_best_checkpoints, config.keep_checkpoints_every, highest)
+    def from_config(cls, config: TrainerConfig) -> RetentionPolicy:
+        higher_is_better = config.best_checkpoint_mode is BestCheckpointMode.max
+        return cls(config.keep_checkpoints, config.keep_best_checkpoints, config.keep_checkpoints_every, higher_is_better)
 
 
-def kept(standing: Iterable[Standing], keep: Keep) -> set[Standing]:
-    """Return which of `standing` are kept.
+def select_retained(checkpoints: Iterable[CheckpointInfo], policy: RetentionPolicy) -> set[CheckpointInfo]:
+    """Return which of `checkpoints` are kept.
 
-    What a newer world has come past by going back, an older world's equal or higher step, is no part of the run any more:
-    it is kept only while it is among the newest, to fall back to.
+    A checkpoint that a newer world has superseded by resuming from before it (an older generation with an equal or higher step) is no
+    longer part of the run: it is kept only while it is among the newest, as a fallback.
     """
-    newest_first = sorted(standing, key=lambda one: (one.token, one.step), reverse=True)
-    own: list[Standing] = []
+    newest_first = sorted(checkpoints, key=lambda one: (one.generation, one.step), reverse=True)
+    active: list[CheckpointInfo] = []
     for one in newest_first:
-        if not own or one.step < own[-1].step:
-            own.append(one)
-    sign = -1.0 if keep.highest else 1.0
-    ranked = [(sign * one.held_out_loss, -one.step, one) for one in own if one.held_out_loss is not None]
-    measured = [one for *_, one in sorted(ranked, key=lambda each: each[:2])]
-    multiples = [one for one in own if keep.every and one.step % keep.every == 0]
-    return {*newest_first[: keep.newest], *measured[: keep.best], *multiples}
+        if not active or one.step < active[-1].step:
+            active.append(one)
+    sign = -1.0 if policy.higher_is_better else 1.0
+    ranked = [(sign * one.validation_loss, -one.step, one) for one in active if one.validation_loss is not None]
+    best_first = [one for *_, one in sorted(ranked, key=lambda each: each[:2])]
+    multiples = [one for one in active if policy.step_multiple and one.step % policy.step_multiple == 0]
+    return {*newest_first[: policy.newest_count], *best_first[: policy.best_count], *multiples}

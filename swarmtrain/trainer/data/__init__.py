@@ -1,1 +1,1 @@
-"""Token files, samples, and the order in which they come."""
+"""Token files, samples and their order."""

@@ -1,9 +1,9 @@
-"""Which set each position takes its sample from, so that after n samples every set has had its share of n, give or take one.
+"""Which set each position takes its sample from: after n samples every set has had its share of n, to within one sample.
 
-Shares are whole numbers whose sum is a period. Sample j of a set with share c is due between the positions
-j × period / c and (j + 1) × period / c; at each position goes, of those whose time has come, the one that is due first.
-One always fits, as the shares add up to one a position (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate
-progress"). One period is a table; any position is found in it at once.
+Shares are integers whose sum is the period. Sample j of a set with share c is due between the positions
+j × period / c and (j + 1) × period / c; each position takes, among the sets whose window has begun, the one with the earliest
+deadline. One always fits, as the shares sum to one sample per position (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate
+progress"). One period is a table; any position is looked up in it directly.
 """
 
 from __future__ import annotations
@@ -15,60 +15,62 @@ from fractions import Fraction
 
 import numpy as np
 
-from swarmtrain.config.data import BlendedDatasetConfig
+from swarmtrain.config.schema.data import BlendedDatasetConfig
 from swarmtrain.trainer.data.memory_map import Ids
 
-PERIOD = 1 << 16
-"""The longest period, about: weights that no shorter one has exactly are rounded to parts of this."""
+MAX_PERIOD = 1 << 16
+"""The approximate maximum period: weights that no shorter period represents exactly are rounded to fractions of this."""
 
 
-def weights(config: BlendedDatasetConfig, documents: Sequence[int]) -> list[Fraction]:
-    """Return the weight of each set, given the documents each has. They are in proportion, and need not add up to one."""
+def compute_weights(config: BlendedDatasetConfig, document_counts: Sequence[int]) -> list[Fraction]:
+    """Return the weight of each set, given its number of documents. Weights are relative, and need not sum to one."""
     if config.weights is not None:
         return [Fraction(repr(weight)) for weight in config.weights]
     if config.weight_examples_proportional:
-        return [_power(min(count, config.ep_maximum or count), 1 / config.ep_temperature) for count in documents]
-    return [_power(count, config.weighted_sampler_alpha) for count in documents]
+        return [_compute_power(min(count, config.ep_maximum or count), 1 / config.ep_temperature) for count in document_counts]
+    return [_compute_power(count, config.weighted_sampler_alpha) for count in document_counts]
 
 
-def shares(of: Sequence[Fraction]) -> list[int]:
-    """Return weights as whole numbers: exact if their sum is then at most PERIOD, else in parts of it, rounded, none to nothing."""
-    total = sum(of)
-    exact = [weight / total for weight in of]
+def compute_shares(weights: Sequence[Fraction]) -> list[int]:
+    """Return weights as integers: exact if their sum is at most MAX_PERIOD, else rounded to fractions of MAX_PERIOD, each at least 1."""
+    total = sum(weights)
+    exact = [weight / total for weight in weights]
     period = math.lcm(*(share.denominator for share in exact))
-    return [max(1, round(share * min(period, PERIOD))) for share in exact]
+    return [max(1, round(share * min(period, MAX_PERIOD))) for share in exact]
 
 
 class Blend:
-    """An endless sequence in which each set comes in proportion to its share."""
+    """An endless sequence in which each set occurs in proportion to its share."""
 
-    def __init__(self, of: Sequence[int]) -> None:
-        """`of` has the share of each set: positive whole numbers."""
-        self._shares = np.array(of, dtype=np.int64)
-        self._sets, self._turns = _period(of)
+    def __init__(self, shares: Sequence[int]) -> None:
+        """`shares` has the share of each set: positive integers."""
+        self._shares = np.array(shares, dtype=np.int64)
+        self._period_sets, self._earlier_counts = _build_period(shares)
 
-    def places(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return for each position the set that has it, and how many samples that set has had before."""
-        rounds, within = np.divmod(positions, len(self._sets))
-        sets = self._sets[within]
-        return sets, rounds * self._shares[sets] + self._turns[within]
+    def locate_positions(self, positions: Ids) -> tuple[Ids, Ids]:
+        """Return for each position its set, and how many samples that set has had before."""
+        rounds, within = np.divmod(positions, len(self._period_sets))
+        sets = self._period_sets[within]
+        return sets, rounds * self._shares[sets] + self._earlier_counts[within]
 
 
-def _period(of: Sequence[int]) -> tuple[Ids, Ids]:
-    """Return for each position of one period its set, and how many that set has had within the period before."""
-    period = sum(of)
-    times = [(turn * period // share, -(-(turn + 1) * period // share), number) for number, share in enumerate(of) for turn in range(share)]
-    times.sort(reverse=True)
+def _build_period(shares: Sequence[int]) -> tuple[Ids, Ids]:
+    """Return for each position of one period its set, and how many samples that set has had earlier in the period."""
+    period = sum(shares)
+    windows = [
+        (turn * period // share, -(-(turn + 1) * period // share), number) for number, share in enumerate(shares) for turn in range(share)
+    ]
+    windows.sort(reverse=True)
     waiting: list[tuple[int, int]] = []
-    sets, turns, had = np.empty(period, dtype=np.int64), np.empty(period, dtype=np.int64), [0] * len(of)
+    sets, earlier_counts, counts_so_far = np.empty(period, dtype=np.int64), np.empty(period, dtype=np.int64), [0] * len(shares)
     for position in range(period):
-        while times and times[-1][0] <= position:
-            heapq.heappush(waiting, times.pop()[1:])
+        while windows and windows[-1][0] <= position:
+            heapq.heappush(waiting, windows.pop()[1:])
         _, number = heapq.heappop(waiting)
-        sets[position], turns[position] = number, had[number]
-        had[number] += 1
-    return sets, turns
+        sets[position], earlier_counts[position] = number, counts_so_far[number]
+        counts_so_far[number] += 1
+    return sets, earlier_counts
 
 
-def _power(count: int, exponent: float) -> Fraction:
+def _compute_power(count: int, exponent: float) -> Fraction:
     return Fraction(count) if exponent == 1 else Fraction(repr(float(count) ** exponent))

@@ -1,11 +1,11 @@
-"""What the files of a prefix P are: whose they are, which type their tokens have, and where its documents begin and end.
+"""The file formats of a prefix P: the token dtype, and where documents begin and end.
 
-memory_map     Aleph Alpha's Scaling, and ours: P.bin, P.idx and P.meta.json; ours can have P.mask.bin
+memory_map     Aleph Alpha's Scaling, and swarmtrain: P.bin, P.idx and P.meta.json; swarmtrain's can have P.mask.bin
 megatron       Megatron-LM: P.bin, and P.idx, which begins with MMIDIDX
-llm.c          llm.c: P.bin, with a header of 256 numbers
-nanogpt        nanoGPT: P.bin, tokens of 16 bits and nothing else
+llm.c          llm.c: P.bin, with a header of 256 int32
+nanogpt        nanoGPT: P.bin, 16-bit tokens and nothing else
 
-All but the last tell themselves by what lies there. Numbers are little-endian in all.
+All but the last are detected from the files. Numbers are little-endian in all.
 """
 
 from __future__ import annotations
@@ -19,55 +19,61 @@ from typing import Any
 
 import numpy as np
 
-from swarmtrain.config.data import Format
+from swarmtrain.config.schema.data import TokenFileFormat
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.data.token_file import Mapped, Read, Tokens
+from swarmtrain.trainer.data.token_file import MappedArray, PreadArray, Tokens
 
-_MEGATRON = b"MMIDIDX\0\0"
-_MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-_LLM_C_HEADER = 1024
-_PIECE = 1 << 24
-"""Tokens that are looked at at once."""
+_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+_MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_LLM_C_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+_LLM_C_HEADER_BYTES = 1024
+_SCAN_BLOCK_TOKENS = 1 << 24
+"""Tokens that are scanned at once."""
 
-Kind = type[Mapped] | type[Read]
+FileArrayType = type[MappedArray] | type[PreadArray]
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What lies under a prefix."""
+class TokenFileContents:
+    """The contents of a prefix's files."""
 
-    format: Format
-    tokens: Mapped | Read
+    format: TokenFileFormat
+    tokens: MappedArray | PreadArray
     documents: Tokens
-    """Of each document two numbers: its first token, and how many it has."""
+    """Two numbers per document: its first token, and its number of tokens."""
     meta: dict[str, Any] = field(default_factory=dict)
-    mask: Mapped | Read | None = None
+    loss_mask: MappedArray | PreadArray | None = None
     """For each token 1 if it counts in the loss as a target, else 0; None if all count."""
 
 
-def read(prefix: Path, kind: Kind, format: Format = Format.auto, document_token: int | None = None) -> Contents:
-    """Open the files of `prefix` as `kind`. Raises OSError, or ValueError that says what does not fit; TrainingError if
-    the format is not known."""
-    found = recognised(prefix) if format is Format.auto else format
-    if document_token is not None and found in (Format.memory_map, Format.megatron):
+def open_token_files(
+    prefix: Path, array_type: FileArrayType, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None
+) -> TokenFileContents:
+    """Open the files of `prefix`, in `format`, as arrays of `array_type`.
+
+    Raises OSError, ValueError that names the mismatch, or TrainingError if the format is not known.
+    """
+    actual_format = detect_format(prefix) if format is TokenFileFormat.auto else format
+    if document_token is not None and actual_format in (TokenFileFormat.memory_map, TokenFileFormat.megatron):
         raise ValueError("has an index of its own: data.document_token is for files that have none")
-    return _READERS[found](prefix, kind, document_token)
+    return _READERS[actual_format](prefix, array_type, document_token)
 
 
-def recognised(prefix: Path) -> Format:
-    """Return which format the files of `prefix` have. Raises OSError, or ValueError or TrainingError if that cannot be told."""
-    megatron = path(prefix, "idx").exists() and _begins(path(prefix, "idx"), len(_MEGATRON)) == _MEGATRON
-    if path(prefix, "meta.json").exists():
+def detect_format(prefix: Path) -> TokenFileFormat:
+    """Return the format of the files of `prefix`. Raises OSError, or ValueError or TrainingError if it cannot be detected."""
+    megatron = (
+        build_file_path(prefix, "idx").exists() and _read_header(build_file_path(prefix, "idx"), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
+    )
+    if build_file_path(prefix, "meta.json").exists():
         if megatron:
             raise ValueError(f"{prefix.name}.idx is Megatron's, and {prefix.name}.meta.json belongs to another .idx")
-        return Format.memory_map
+        return TokenFileFormat.memory_map
     if megatron:
-        return Format.megatron
-    if path(prefix, "idx").exists() or not path(prefix, "bin").exists():
-        return Format.memory_map
-    if _magic(path(prefix, "bin")) in {magic for magic, _ in _LLM_C}:
-        return Format.llm_c
+        return TokenFileFormat.megatron
+    if build_file_path(prefix, "idx").exists() or not build_file_path(prefix, "bin").exists():
+        return TokenFileFormat.memory_map
+    if _read_magic(build_file_path(prefix, "bin")) in {magic for magic, _ in _LLM_C_DTYPES}:
+        return TokenFileFormat.llm_c
     raise TrainingError(
         f"{prefix}: there is no .idx, and .bin has no header that says what it is",
         place="config data",
@@ -75,112 +81,113 @@ def recognised(prefix: Path) -> Format:
     )
 
 
-def path(prefix: Path, ending: str) -> Path:
-    """Return the file of `prefix` with this ending."""
-    return prefix.with_name(f"{prefix.name}.{ending}")
+def build_file_path(prefix: Path, suffix: str) -> Path:
+    """Return the file of `prefix` with this `suffix`."""
+    return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
-def _memory_map(prefix: Path, kind: Kind, _: int | None) -> Contents:
-    meta: dict[str, Any] = json.loads(path(prefix, "meta.json").read_text())
-    tokens = kind(path(prefix, "bin"), _whole(meta["dtype"]))
-    index = kind(path(prefix, "idx"), _whole(meta["index_dtype"])).array
+def _open_memory_map(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
+    meta: dict[str, Any] = json.loads(build_file_path(prefix, "meta.json").read_text())
+    tokens = array_type(build_file_path(prefix, "bin"), _parse_integer_dtype(meta["dtype"]))
+    index = array_type(build_file_path(prefix, "idx"), _parse_integer_dtype(meta["index_dtype"])).array
     documents: Tokens = index[: len(index) // 2 * 2].reshape(-1, 2)
     indexed = int(documents[-1].sum()) if len(documents) else 0
     if len(index) != 2 * meta.get("document_count", -1) or indexed != len(tokens):
-        raise ValueError(TORN)
-    mask = kind(path(prefix, "mask.bin"), np.dtype(np.uint8)) if meta.get("loss_mask") else None
-    if mask is not None and len(mask) != len(tokens):
-        raise ValueError(f"{prefix.name}.mask.bin has {len(mask):,} bytes for {len(tokens):,} tokens; one of the files is torn")
-    return Contents(Format.memory_map, tokens, documents, meta, mask)
+        raise ValueError(CORRUPT_INDEX_MESSAGE)
+    loss_mask = array_type(build_file_path(prefix, "mask.bin"), np.dtype(np.uint8)) if meta.get("loss_mask") else None
+    if loss_mask is not None and len(loss_mask) != len(tokens):
+        raise ValueError(f"{prefix.name}.mask.bin has {len(loss_mask):,} bytes for {len(tokens):,} tokens; one of the files is corrupt")
+    return TokenFileContents(TokenFileFormat.memory_map, tokens, documents, meta, loss_mask)
 
 
-def _megatron(prefix: Path, kind: Kind, _: int | None) -> Contents:
-    """A document is one sequence or several, and a sequence is where its pointer, in bytes, says."""
-    file = path(prefix, "idx")
-    header = _begins(file, 34)
-    if len(header) < 34 or not header.startswith(_MEGATRON):
-        raise ValueError(f"{file.name} does not begin as Megatron's do")
-    version, code, sequences, entries = struct.unpack("<QBQQ", header[9:])
+def _open_megatron(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
+    """Open Megatron-LM's files: a document is one or several sequences, and a sequence begins at its pointer, in bytes."""
+    index_path = build_file_path(prefix, "idx")
+    header = _read_header(index_path, 34)
+    if len(header) < 34 or not header.startswith(_MEGATRON_MAGIC):
+        raise ValueError(f"{index_path.name} does not begin as Megatron's do")
+    version, dtype_code, sequences, entries = struct.unpack("<QBQQ", header[9:])
     if version != 1:
-        raise ValueError(f"{file.name} has version {version}, and only 1 is known")
-    if code not in _MEGATRON_TYPES:
-        raise ValueError(f"{file.name} has tokens of type {code}, which is none of whole numbers")
-    dtype = np.dtype(_MEGATRON_TYPES[code])
-    index = kind(file, np.dtype(np.uint8), 34).array
-    cuts = np.cumsum([0, 4 * sequences, 8 * sequences, 8 * entries])
-    if len(index) not in (cuts[-1], cuts[-1] + sequences):  # multimodal ones have a byte more for each sequence
-        raise ValueError(f"{file.name} has {len(index) + 34} bytes, and {int(cuts[-1]) + 34} are what its header says")
+        raise ValueError(f"{index_path.name} has version {version}, and only 1 is known")
+    if dtype_code not in _MEGATRON_DTYPES:
+        raise ValueError(f"{index_path.name} has tokens of type {dtype_code}, which is not an integer type")
+    dtype = np.dtype(_MEGATRON_DTYPES[dtype_code])
+    index = array_type(index_path, np.dtype(np.uint8), 34).array
+    boundaries = np.cumsum([0, 4 * sequences, 8 * sequences, 8 * entries])
+    if len(index) not in (boundaries[-1], boundaries[-1] + sequences):  # multimodal files have one more byte per sequence
+        raise ValueError(f"{index_path.name} has {len(index) + 34} bytes, and {int(boundaries[-1]) + 34} are what its header says")
     lengths, pointers, ends = (
-        np.frombuffer(index[first:end].tobytes(), dtype=of) for first, end, of in zip(cuts, cuts[1:], ("<i4", "<i8", "<i8"), strict=False)
+        np.frombuffer(index[first:end].tobytes(), dtype=item_dtype)
+        for first, end, item_dtype in zip(boundaries, boundaries[1:], ("<i4", "<i8", "<i8"), strict=False)
     )
     if not entries or ends[0] or ends[-1] != sequences or (np.diff(ends) < 0).any():
-        raise ValueError(f"{file.name} has documents that are not its {sequences} sequences in their order")
+        raise ValueError(f"{index_path.name} has documents that are not its {sequences} sequences in their order")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if (lengths < 0).any() or (pointers != starts[:-1] * dtype.itemsize).any():
         raise ValueError(
-            f"{file.name} has sequences that do not follow each other, or are not where its type of numbers, {dtype}, puts them"
+            f"{index_path.name} has sequences that do not follow each other, or are not where its type of numbers, {dtype}, puts them"
         )
-    tokens = kind(path(prefix, "bin"), dtype)
+    tokens = array_type(build_file_path(prefix, "bin"), dtype)
     if starts[-1] != len(tokens):
-        raise ValueError(TORN)
-    return Contents(Format.megatron, tokens, _between(starts[ends]))
+        raise ValueError(CORRUPT_INDEX_MESSAGE)
+    return TokenFileContents(TokenFileFormat.megatron, tokens, _build_document_table(starts[ends]))
 
 
-def _llm_c(prefix: Path, kind: Kind, document_token: int | None) -> Contents:
-    file = path(prefix, "bin")
-    header = _begins(file, _LLM_C_HEADER)
-    if len(header) < _LLM_C_HEADER:
-        raise ValueError(f"{file.name} ends within its header")
+def _open_llm_c(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
+    tokens_path = build_file_path(prefix, "bin")
+    header = _read_header(tokens_path, _LLM_C_HEADER_BYTES)
+    if len(header) < _LLM_C_HEADER_BYTES:
+        raise ValueError(f"{tokens_path.name} ends within its header")
     magic, version, count = struct.unpack("<3i", header[:12])
-    if (magic, version) not in _LLM_C:
-        known = ", ".join(f"{magic} and {version}" for magic, version in _LLM_C)
-        raise ValueError(f"{file.name} begins with {magic} and {version}; llm.c's begin with {known}")
-    tokens = kind(file, np.dtype(_LLM_C[magic, version]), _LLM_C_HEADER)
+    if (magic, version) not in _LLM_C_DTYPES:
+        known_versions = ", ".join(f"{magic} and {version}" for magic, version in _LLM_C_DTYPES)
+        raise ValueError(f"{tokens_path.name} begins with {magic} and {version}; llm.c's begin with {known_versions}")
+    tokens = array_type(tokens_path, np.dtype(_LLM_C_DTYPES[magic, version]), _LLM_C_HEADER_BYTES)
     if len(tokens) != count:
-        raise ValueError(f"{file.name} has {len(tokens):,} tokens, and its header says {count:,}; it is torn")
-    return Contents(Format.llm_c, tokens, _divided(tokens, document_token, after=0))
+        raise ValueError(f"{tokens_path.name} has {len(tokens):,} tokens, and its header says {count:,}; it is corrupt")
+    return TokenFileContents(TokenFileFormat.llm_c, tokens, _split_documents(tokens, document_token, offset=0))
 
 
-def _nanogpt(prefix: Path, kind: Kind, document_token: int | None) -> Contents:
-    file = path(prefix, "bin")
-    if _magic(file) in {magic for magic, _ in _LLM_C}:
-        raise ValueError(f"{file.name} has the header of llm.c's")
-    tokens = kind(file, np.dtype("uint16"))
-    return Contents(Format.nanogpt, tokens, _divided(tokens, document_token, after=1))
+def _open_nanogpt(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
+    tokens_path = build_file_path(prefix, "bin")
+    if _read_magic(tokens_path) in {magic for magic, _ in _LLM_C_DTYPES}:
+        raise ValueError(f"{tokens_path.name} has the header of llm.c's")
+    tokens = array_type(tokens_path, np.dtype("uint16"))
+    return TokenFileContents(TokenFileFormat.nanogpt, tokens, _split_documents(tokens, document_token, offset=1))
 
 
-def _divided(tokens: Mapped | Read, document_token: int | None, after: int) -> Tokens:
-    """Return the documents of `tokens`, one of which begins at each `document_token`, or `after` it."""
-    found = []
-    for first in range(0, len(tokens), _PIECE) if document_token is not None else ():
-        found.append(np.flatnonzero(tokens[first : first + _PIECE] == document_token) + first + after)
-    return _between(np.unique(np.concatenate([[0], *found, [len(tokens)]]).astype(np.int64)))
+def _split_documents(tokens: MappedArray | PreadArray, document_token: int | None, offset: int) -> Tokens:
+    """Return the documents of `tokens`: one begins `offset` tokens after each `document_token`."""
+    starts = []
+    for first in range(0, len(tokens), _SCAN_BLOCK_TOKENS) if document_token is not None else ():
+        starts.append(np.flatnonzero(tokens[first : first + _SCAN_BLOCK_TOKENS] == document_token) + first + offset)
+    return _build_document_table(np.unique(np.concatenate([[0], *starts, [len(tokens)]]).astype(np.int64)))
 
 
-def _between(ends: Tokens) -> Tokens:
-    return np.stack([ends[:-1], np.diff(ends)], axis=1)
+def _build_document_table(boundaries: Tokens) -> Tokens:
+    return np.stack([boundaries[:-1], np.diff(boundaries)], axis=1)
 
 
-def _whole(name: str) -> np.dtype[Any]:
+def _parse_integer_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in "iu":
-        raise ValueError(f"{name} is no kind of whole numbers")
+        raise ValueError(f"{name} is not an integer type")
     return dtype
 
 
-def _begins(file: Path, size: int) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(size)
+def _read_header(file_path: Path, size: int) -> bytes:
+    with file_path.open("rb") as stream:
+        return stream.read(size)
 
 
-def _magic(file: Path) -> int:
-    return int.from_bytes(_begins(file, 4), "little", signed=True)
+def _read_magic(file_path: Path) -> int:
+    return int.from_bytes(_read_header(file_path, 4), "little", signed=True)
 
 
-TORN = "its index does not fit its tokens; one of the files is torn"
-_READERS: dict[Format, Callable[[Path, Kind, int | None], Contents]] = {
-    Format.memory_map: _memory_map,
-    Format.megatron: _megatron,
-    Format.llm_c: _llm_c,
-    Format.nanogpt: _nanogpt,
+CORRUPT_INDEX_MESSAGE = "its index does not fit its tokens; one of the files is corrupt"
+_READERS: dict[TokenFileFormat, Callable[[Path, FileArrayType, int | None], TokenFileContents]] = {
+    TokenFileFormat.memory_map: _open_memory_map,
+    TokenFileFormat.megatron: _open_megatron,
+    TokenFileFormat.llm_c: _open_llm_c,
+    TokenFileFormat.nanogpt: _open_nanogpt,
 }

@@ -1,9 +1,9 @@
-"""Token files, memory-mapped. What is written is Aleph Alpha's Scaling's: a prefix P stands for three files.
+"""Token files, memory-mapped. The written format is that of Aleph Alpha's Scaling: a prefix P stands for these files.
 
 P.bin          the tokens of all documents, one after another
 P.idx          for each document two integers: its first token and its length, in tokens
 P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234}
-P.mask.bin     if the meta file has "loss_mask": true: a byte a token, 1 where the token counts in the loss, else 0
+P.mask.bin     if the meta file has "loss_mask": true: one byte per token, 1 if the token counts in the loss, else 0
 """
 
 from __future__ import annotations
@@ -18,110 +18,114 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from swarmtrain.config.data import Format
+from swarmtrain.config.schema.data import TokenFileFormat
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import formats
-from swarmtrain.trainer.data.token_file import Mapped, Read, Tokens
+from swarmtrain.trainer.data.token_file import MappedArray, PreadArray, Tokens
 
 Ids = npt.NDArray[np.int64]
-_ANEW = "its files are written together; write all of them anew"
-_PIECE = 1 << 20
-"""Documents that are looked at at once."""
+_REBUILD_HINT = "its files belong together; write all of them again"
+_CHECK_BLOCK_DOCUMENTS = 1 << 20
+"""Documents that are checked at once."""
 
 
 class MemoryMap:
-    """The tokens of one prefix, or of some of its documents. Nothing is read until it is asked for.
+    """The tokens of one prefix, or of some of its documents. Tokens are read only when requested.
 
-    Files of other formats are read as well; their index is made at the start, and has 16 bytes of memory a document.
+    Files of other formats are read too; their index is built at the start, and takes 16 bytes of memory per document.
     """
 
-    def __init__(self, prefix: Path, *, use_mmap: bool = True, format: Format = Format.auto, document_token: int | None = None) -> None:
-        """Open the files of `prefix`; without `use_mmap` the index is kept in memory, and tokens are read by calls.
+    def __init__(
+        self, prefix: Path, *, use_mmap: bool = True, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None
+    ) -> None:
+        """Open the files of `prefix`; without `use_mmap` the index is kept in memory, and tokens are read with pread.
 
-        `document_token` tells documents apart in files without an index. Raises TrainingError that names what is missing
-        or does not fit.
+        `document_token` separates documents in files without an index. Raises TrainingError that names what is missing
+        or does not match.
         """
         self.prefix = prefix
         try:
-            contents = formats.read(prefix, Mapped if use_mmap else Read, format, document_token)
+            contents = formats.open_token_files(prefix, MappedArray if use_mmap else PreadArray, format, document_token)
         except FileNotFoundError as error:
             raise TrainingError(
                 f"{error.filename}: no such file", place="config data", hint="paths are relative to the folder the run is in"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TrainingError(f"{prefix}: is no token file that can be read: {error}", place="config data", hint=_ANEW) from None
+            raise TrainingError(f"{prefix}: is not a readable token file: {error}", place="config data", hint=_REBUILD_HINT) from None
         self.format, self.tokens, self.documents, self.meta = contents.format, contents.tokens, contents.documents, contents.meta
-        self.mask = contents.mask
+        self.loss_mask = contents.loss_mask
         """For each token 1 if it counts in the loss as a target, else 0; None if all count."""
-        self.count = len(self.documents)
-        """The documents of the whole file."""
-        self.first, self.end = 0, len(self.tokens)
-        """Its tokens are those from `first` to before `end`."""
+        self.total_documents = len(self.documents)
+        """The documents of the whole file, before select_fraction()."""
+        self.token_start, self.token_end = 0, len(self.tokens)
+        """Its tokens are those from `token_start` up to, but not including, `token_end`."""
 
     @property
-    def path(self) -> Path:
+    def tokens_path(self) -> Path:
         """The file of its tokens."""
-        return formats.path(self.prefix, "bin")
+        return formats.build_file_path(self.prefix, "bin")
 
-    def part(self, low: float, high: float) -> Self:
-        """Return the documents between the fractions `low` and `high` of all, by their number."""
+    def select_fraction(self, low: float, high: float) -> Self:
+        """Return the documents between the fractions `low` and `high` of all documents, by number."""
         first, end = round(low * len(self.documents)), round(high * len(self.documents))
-        part = copy.copy(self)
-        part.documents = self.documents[first:end]
-        part.first = int(part.documents[0, 0]) if end > first else 0
-        part.end = int(part.documents[-1].sum()) if end > first else 0
-        return part
+        selection = copy.copy(self)
+        selection.documents = self.documents[first:end]
+        selection.token_start = int(selection.documents[0, 0]) if end > first else 0
+        selection.token_end = int(selection.documents[-1].sum()) if end > first else 0
+        return selection
 
     def check_documents(self) -> None:
-        """Raise TrainingError if a document is not where the one before it ends, or has less than no tokens. Reads the whole index."""
-        expected = self.first
-        for number in range(0, len(self.documents), _PIECE):
-            documents = self.documents[number : number + _PIECE].astype(np.int64)
+        """Raise TrainingError if a document does not begin where the previous one ends, or has a negative length. Reads the whole index."""
+        expected = self.token_start
+        for number in range(0, len(self.documents), _CHECK_BLOCK_DOCUMENTS):
+            documents = self.documents[number : number + _CHECK_BLOCK_DOCUMENTS].astype(np.int64)
             ends = documents.sum(axis=1)
-            wrong = (documents[:, 1] < 0) | (ends > self.end) | (documents[:, 0] != np.concatenate([[expected], ends[:-1]]))
-            if wrong.any():
-                raise self._torn(number + int(wrong.argmax()))
+            is_invalid = (documents[:, 1] < 0) | (ends > self.token_end) | (documents[:, 0] != np.concatenate([[expected], ends[:-1]]))
+            if is_invalid.any():
+                raise self._build_corruption_error(number + int(is_invalid.argmax()))
             expected = int(ends[-1])
 
-    def document_at(self, tokens: Ids) -> Ids:
-        """Return the number of the last document that begins at or before each of `tokens`."""
-        # Not numpy's own search, which would copy the column of starts: it is as long as there are documents.
-        low, high = np.zeros_like(tokens), np.full_like(tokens, len(self.documents))
+    def find_documents_at(self, positions: Ids) -> Ids:
+        """Return the number of the last document that begins at or before each of `positions`."""
+        # Not np.searchsorted, which would copy the column of starts: one entry per document.
+        low, high = np.zeros_like(positions), np.full_like(positions, len(self.documents))
         for _ in range(len(self.documents).bit_length()):
             middle = (low + high) // 2
-            before = self.documents[np.minimum(middle, len(self.documents) - 1), 0] <= tokens
-            low, high = np.where(before & (low < high), middle + 1, low), np.where(before, high, middle)
+            is_before = self.documents[np.minimum(middle, len(self.documents) - 1), 0] <= positions
+            low, high = np.where(is_before & (low < high), middle + 1, low), np.where(is_before, high, middle)
         return low - 1
 
-    def _torn(self, number: int) -> TrainingError:
+    def _build_corruption_error(self, number: int) -> TrainingError:
         first, count = self.documents[number].tolist()
-        message = f"{self.prefix}: its index is torn: document {number} is said to have {count} tokens from {first} on"
-        return TrainingError(message, place="config data", hint=_ANEW)
+        message = f"{self.prefix}: its index is corrupt: document {number} is said to have {count} tokens from {first} on"
+        return TrainingError(message, place="config data", hint=_REBUILD_HINT)
 
 
-def exists(prefix: Path) -> bool:
-    """Say whether there are files of `prefix`."""
-    return formats.path(prefix, "bin").exists()
+def has_token_files(prefix: Path) -> bool:
+    """Return whether there are files of `prefix`."""
+    return formats.build_file_path(prefix, "bin").exists()
 
 
-def write(prefix: Path, documents: Iterable[Tokens], dtype: str, extra: Mapping[str, Any] | None = None) -> None:
-    """Write `documents`, arrays of tokens that all count in the loss, under `prefix`. `extra` goes into the meta file, which
-    comes last: whoever finds it finds the rest complete."""
+def write_token_files(prefix: Path, documents: Iterable[Tokens], dtype: str, extra_meta: Mapping[str, Any] | None = None) -> None:
+    """Write `documents`, arrays of tokens that all count in the loss, under `prefix`. `extra_meta` is added to the meta file.
+
+    The meta file is published last: if it exists, the other files are complete.
+    """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     index, start = [], 0
-    bin_file, idx_file, meta_file = (formats.path(prefix, ending) for ending in ("bin", "idx", "meta.json"))
-    with _aside(bin_file).open("wb") as file:
+    bin_file, idx_file, meta_file = (formats.build_file_path(prefix, suffix) for suffix in ("bin", "idx", "meta.json"))
+    with _build_temporary_path(bin_file).open("wb") as file:
         for document in documents:
             file.write(np.asarray(document, dtype=dtype).tobytes())
             index.append((start, len(document)))
             start += len(document)
-    _aside(idx_file).write_bytes(np.array(index, dtype=np.int64).tobytes())
-    meta = {"dtype": dtype, "index_dtype": "int64", "document_count": len(index), **(extra or {})}
-    _aside(meta_file).write_text(json.dumps(meta, indent=1) + "\n")
+    _build_temporary_path(idx_file).write_bytes(np.array(index, dtype=np.int64).tobytes())
+    meta = {"dtype": dtype, "index_dtype": "int64", "document_count": len(index), **(extra_meta or {})}
+    _build_temporary_path(meta_file).write_text(json.dumps(meta, indent=1) + "\n")
     for path in (bin_file, idx_file, meta_file):
-        _aside(path).replace(path)
+        _build_temporary_path(path).replace(path)
 
 
-def _aside(path: Path) -> Path:
-    # With the pid, since two nodes on one machine may prepare the same files at once.
+def _build_temporary_path(path: Path) -> Path:
+    # Includes the pid, since two nodes on one machine may prepare the same files at the same time.
     return path.with_name(f".{path.name}.{os.getpid()}")

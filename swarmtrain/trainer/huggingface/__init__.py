@@ -1,1 +1,1 @@
-"""Models as Hugging Face keeps them: a folder of config.json and safetensors, written from a checkpoint and begun from."""
+"""Hugging Face models: a folder of config.json and safetensors, exported from a checkpoint or used to initialize a model."""

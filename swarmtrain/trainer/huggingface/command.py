@@ -1,4 +1,4 @@
-"""`python -m swarmtrain.trainer export`: what our own command line starts."""
+"""`python -m swarmtrain.trainer export`: the command that the CLI starts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.trainer.ending import verb
-from swarmtrain.trainer.huggingface.adapter import export_adapter
-from swarmtrain.trainer.huggingface.export import export
+from swarmtrain.trainer.cli_exit import handle_cli_errors
+from swarmtrain.trainer.huggingface.adapter import export_lora_adapter
+from swarmtrain.trainer.huggingface.export import export_checkpoint
 
 
-@verb
-def main(question: dict[str, Any]) -> None:
-    """Write a checkpoint as a folder of Hugging Face's. Raises SwarmtrainError."""
-    source, output, dtype = Path(question["source"]), Path(question["output"]), question["dtype"]
-    base = Path(question["base"]) if question["base"] else None
-    if question["adapter"]:
-        made = export_adapter(source, output, dtype=dtype)
+@handle_cli_errors
+def main(request: dict[str, Any]) -> None:
+    """Export a checkpoint as a Hugging Face folder. Raises SwarmtrainError."""
+    source, output, dtype = Path(request["source"]), Path(request["output"]), request["dtype"]
+    base = Path(request["base"]) if request["base"] else None
+    if request["adapter"]:
+        report = export_lora_adapter(source, output, dtype=dtype)
     else:
-        tokenizer = Path(question["tokenizer"]) if question["tokenizer"] else None
-        made = export(source, output, base=base, dtype=dtype, shard_bytes=question["shard_bytes"], tokenizer=tokenizer)
-    if question["json"]:
-        sys.stdout.write(f"{json.dumps(made, indent=2)}\n")
-    sys.stderr.write(f"wrote {output}: {made['family']}, {made['parameters']:,} parameters, as of step {made['step']}\n")
+        tokenizer = Path(request["tokenizer"]) if request["tokenizer"] else None
+        report = export_checkpoint(source, output, base=base, dtype=dtype, shard_bytes=request["shard_bytes"], tokenizer=tokenizer)
+    if request["json"]:
+        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
+    sys.stderr.write(f"wrote {output}: {report['family']}, {report['parameters']:,} parameters, as of step {report['step']}\n")

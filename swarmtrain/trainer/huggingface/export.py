@@ -1,4 +1,4 @@
-"""A checkpoint as a folder of Hugging Face's: config.json and safetensors, of which one tensor at a time is in memory."""
+"""Export of a checkpoint as a Hugging Face folder: config.json and safetensors. Only one tensor at a time is in memory."""
 
 from __future__ import annotations
 
@@ -12,133 +12,139 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmtrain.config.files import reason
-from swarmtrain.config.huggingface import described, family
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.huggingface import build_config_json, find_family
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError
-from swarmtrain.trainer.checkpoint import whole
-from swarmtrain.trainer.checkpoint.whole import Whole
-from swarmtrain.trainer.huggingface import safetensors, sentences
-from swarmtrain.trainer.huggingface.names import Tensors
-from swarmtrain.trainer.model.beside import LORA, is_beside
-from swarmtrain.trainer.model.lora import merged
+from swarmtrain.trainer.checkpoint import consolidated
+from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
+from swarmtrain.trainer.huggingface import safetensors, sentence_transformers
+from swarmtrain.trainer.huggingface.names import TensorMapping
+from swarmtrain.trainer.model.lora import merge_lora_weight
+from swarmtrain.trainer.model.peft import LORA_KEY, is_added_parameter
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.prepare.progress import Progress
+from swarmtrain.trainer.tokenize.progress import ProgressBar
 
-_SETTINGS = "tokenizer_config.json"
-_BESIDE = (_SETTINGS, "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
 
-def export(
+def export_checkpoint(
     source: Path, output: Path, *, dtype: str | None, shard_bytes: int, tokenizer: Path | None = None, base: Path | None = None
 ) -> dict[str, Any]:
-    """Write the checkpoint `source`, or the newest whole one of the run's folder `source`, as the folder `output`.
+    """Export the checkpoint `source`, or the newest complete one of the run folder `source`, to the folder `output`.
 
-    Its tensors are as they are in the checkpoint, or `dtype`; a file has at most `shard_bytes` of them, or one. `tokenizer`, a
-    tokenizer.json, and what lies beside it for one, is copied. What LoRA has learned is merged into the layers that it is beside.
-    A model that makes vectors has beside it what sentence-transformers make them by.
-    `base`: where the model is that it stands beside, if it has moved.
-    Return step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, or it is damaged, or
-    `output` is there already or cannot be written; SwarmtrainError if no family of models is like this one.
+    Tensors keep the checkpoint's dtype unless `dtype` is given. A file holds at most `shard_bytes` of tensors, or a single larger one.
+    `tokenizer`, a tokenizer.json, is copied with its sidecar files. LoRA weights are merged into their layers. An embedding model also gets
+    the module files of sentence-transformers.
+    `base`: location of the base model, if it has moved.
+    Return checkpoint, step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, if it is corrupt, or
+    if `output` exists or cannot be written; SwarmtrainError if no model family matches.
     """
-    copied = _tokenizer(tokenizer) if tokenizer else []
-    checkpoint = whole.find(source, base)
-    shape = checkpoint.config.transformer_architecture
-    kind = family(shape)
-    sizes = {name: parameter.shape for name, parameter in Transformer(shape, 0).named_parameters() if not is_beside(name)}
-    kept = safetensors.dtype(dtype) or checkpoint.dtype(next(iter(sizes)))
-    tensors = Tensors(kind, shape, sizes)
-    kinds = {theirs: safetensors.Kind(kept, tensors.size(theirs)) for theirs in tensors.made_of}
-    files = _divided(kinds, shard_bytes)
-    progress = Progress("", sum(one.nbytes for one in kinds.values()), verb="writing")
+    tokenizer_files = _find_tokenizer_files(tokenizer) if tokenizer else []
+    checkpoint = consolidated.find_checkpoint(source, base)
+    architecture = checkpoint.config.transformer_architecture
+    model_family = find_family(architecture)
+    sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_added_parameter(name)}
+    export_dtype = safetensors.parse_dtype(dtype) or checkpoint.find_dtype(next(iter(sizes)))
+    mapping = TensorMapping(model_family, architecture, sizes)
+    specs = {their_name: safetensors.TensorSpec(export_dtype, mapping.compute_size(their_name)) for their_name in mapping.sources}
+    files = _split_into_files(specs, shard_bytes)
+    progress_bar = ProgressBar("", sum(spec.nbytes for spec in specs.values()), verb="writing")
 
-    def made(theirs: str) -> Tensor:
-        progress.tell()
-        progress.add(kinds[theirs].nbytes, 0)
-        return tensors.join(theirs, [_merged(checkpoint, name, sizes[name]) for name in tensors.made_of[theirs]])
+    def build_tensor(their_name: str) -> Tensor:
+        progress_bar.print_if_due()
+        progress_bar.update(specs[their_name].nbytes, 0)
+        return mapping.fuse_parameters(
+            their_name, [_load_merged_parameter(checkpoint, name, sizes[name]) for name in mapping.sources[their_name]]
+        )
 
-    with written(output) as aside:
-        (aside / "config.json").write_text(json.dumps(described(shape, str(kept).removeprefix("torch.")), indent=2) + "\n")
-        for each in copied:
-            shutil.copyfile(each, aside / each.name)
-        if copied and not (aside / _SETTINGS).exists():
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_filling(copied[0], shape)}
-            (aside / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
-        if shape.embedding_head_config:
-            sentences.write(aside, checkpoint, shape.embedding_head_config)
-        for file, part in files.items():
-            safetensors.write(aside / file, part, made)
-        progress.end()
+    with writing_atomically(output) as staging:
+        (staging / "config.json").write_text(
+            json.dumps(build_config_json(architecture, str(export_dtype).removeprefix("torch.")), indent=2) + "\n"
+        )
+        for tokenizer_file in tokenizer_files:
+            shutil.copyfile(tokenizer_file, staging / tokenizer_file.name)
+        if tokenizer_files and not (staging / _TOKENIZER_CONFIG).exists():
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_choose_pad_token(tokenizer_files[0], architecture)}
+            (staging / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        if architecture.embedding_head_config:
+            sentence_transformers.write_modules(staging, checkpoint, architecture.embedding_head_config)
+        for file, file_specs in files.items():
+            safetensors.write_tensors(staging / file, file_specs, build_tensor)
+        progress_bar.close()
         if len(files) > 1:
             index = {
-                "metadata": {"total_size": sum(one.nbytes for one in kinds.values())},
-                "weight_map": {name: file for file, part in files.items() for name in part},
+                "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+                "weight_map": {name: file for file, file_specs in files.items() for name in file_specs},
             }
-            (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     parameters = sum(torch.Size(size).numel() for size in sizes.values())
     return {
         "checkpoint": str(checkpoint.path),
-        "step": checkpoint.content.step,
-        "family": kind.name,
+        "step": checkpoint.manifest.step,
+        "family": model_family.model_type,
         "parameters": parameters,
         "files": list(files),
     }
 
 
 @contextmanager
-def written(output: Path) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `output` when it is whole, and is removed if it does not get so far. Raises CheckpointError."""
+def writing_atomically(output: Path) -> Iterator[Path]:
+    """Yield a folder to fill. It becomes `output` once the body succeeds, and is removed otherwise. Raises CheckpointError."""
     if output.exists():
         raise CheckpointError("is there already", place=str(output), hint="name another folder, or remove it")
-    aside = output.with_name(f".{output.name}.partial")
+    staging = output.with_name(f".{output.name}.partial")
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
-        aside.mkdir(parents=True)
+        shutil.rmtree(staging, ignore_errors=True)  # left over from a process that was killed
+        staging.mkdir(parents=True)
         try:
-            yield aside
-            aside.rename(output)
+            yield staging
+            staging.rename(output)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         hint = "nothing of it is left; name a folder that can be written and has room"
-        raise CheckpointError(f"cannot be written: {reason(error)}", place=str(output), hint=hint) from None
+        raise CheckpointError(f"cannot be written: {describe_os_error(error)}", place=str(output), hint=hint) from None
 
 
-def _merged(checkpoint: Whole, name: str, size: torch.Size) -> Tensor:
-    """Return a parameter with what LoRA has learned beside it."""
-    weight, config = checkpoint.parameter(name, size), checkpoint.config.transformer_architecture.lora_config
-    around, _, last = name.removesuffix(".weight").rpartition(".")
-    if config is None or last not in config.layers or name.endswith(".bias"):
+def _load_merged_parameter(checkpoint: ConsolidatedCheckpoint, name: str, size: torch.Size) -> Tensor:
+    """Return a parameter with its LoRA weights merged."""
+    weight, config = checkpoint.load_parameter(name, size), checkpoint.config.transformer_architecture.lora_config
+    parent, _, layer = name.removesuffix(".weight").rpartition(".")
+    if config is None or layer not in config.layers or name.endswith(".bias"):
         return weight
-    (outputs, inputs), beside = size, f"{around}{LORA}{last}"
-    a = checkpoint.parameter(f"{beside}.a.weight", (config.rank, inputs))
-    return merged(weight, a, checkpoint.parameter(f"{beside}.b.weight", (outputs, config.rank)), config)
+    (outputs, inputs), lora_name = size, f"{parent}{LORA_KEY}{layer}"
+    lora_a = checkpoint.load_parameter(f"{lora_name}.a.weight", (config.rank, inputs))
+    return merge_lora_weight(weight, lora_a, checkpoint.load_parameter(f"{lora_name}.b.weight", (outputs, config.rank)), config)
 
 
-def _tokenizer(path: Path) -> list[Path]:
-    """Return the files of a tokenizer. Raises CheckpointError if it is none."""
+def _find_tokenizer_files(path: Path) -> list[Path]:
+    """Return the files of a tokenizer. Raises CheckpointError if `path` is not a tokenizer.json."""
     try:
         json.loads(path.read_text())["model"]
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {reason(error)}", place=str(path), hint="--tokenizer names a tokenizer.json") from None
+        raise CheckpointError(
+            f"cannot be read: {describe_os_error(error)}", place=str(path), hint="--tokenizer names a tokenizer.json"
+        ) from None
     except (ValueError, LookupError, TypeError):
-        raise CheckpointError("is no tokenizer", place=str(path), hint="--tokenizer names a tokenizer.json") from None
-    return [path, *(each for name in _BESIDE if (each := path.with_name(name)).exists())]
+        raise CheckpointError("is not a tokenizer", place=str(path), hint="--tokenizer names a tokenizer.json") from None
+    return [path, *(file for name in _TOKENIZER_FILES if (file := path.with_name(name)).exists())]
 
 
-def _filling(tokenizer: Path, shape: TransformerArchitectureConfig) -> dict[str, str]:
-    """Return what fills up short texts beside long ones, whose vectors are made together: any token, since none sees what is after it."""
-    special = [token["content"] for token in json.loads(tokenizer.read_text()).get("added_tokens", ()) if token.get("special")]
-    return {"pad_token": special[0]} if special and shape.embedding_head_config else {}
+def _choose_pad_token(tokenizer: Path, architecture: TransformerArchitectureConfig) -> dict[str, str]:
+    """Return the token that pads texts in a batch of embeddings: any will do, since causal attention never sees what follows."""
+    special_tokens = [token["content"] for token in json.loads(tokenizer.read_text()).get("added_tokens", ()) if token.get("special")]
+    return {"pad_token": special_tokens[0]} if special_tokens and architecture.embedding_head_config else {}
 
 
-def _divided(kinds: Mapping[str, safetensors.Kind], most: int) -> dict[str, dict[str, safetensors.Kind]]:
-    """Return the tensors of each file, by its name."""
-    parts: list[dict[str, safetensors.Kind]] = [{}]
-    for name, kind in kinds.items():
-        if parts[-1] and sum(one.nbytes for one in parts[-1].values()) + kind.nbytes > most:
-            parts.append({})
-        parts[-1][name] = kind
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+def _split_into_files(specs: Mapping[str, safetensors.TensorSpec], max_bytes: int) -> dict[str, dict[str, safetensors.TensorSpec]]:
+    """Return the tensors of each file, by file name."""
+    files: list[dict[str, safetensors.TensorSpec]] = [{}]
+    for name, spec in specs.items():
+        if files[-1] and sum(file_spec.nbytes for file_spec in files[-1].values()) + spec.nbytes > max_bytes:
+            files.append({})
+        files[-1][name] = spec
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{number:05}-of-{len(files):05}.safetensors": file_specs for number, file_specs in enumerate(files, 1)}

@@ -1,4 +1,4 @@
-"""What tensors are called and how they lie in Hugging Face's families: three of ours can be one there, and some are turned."""
+"""Tensor names and layouts of Hugging Face families: three of our tensors may be fused into one, and some are transposed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmtrain.config.huggingface import Family
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.huggingface import ModelFamily
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 
-_FUSED = ("query", "key", "value")
-_COMPUTED = ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_FUSED_QKV = ("query", "key", "value")
+_BUFFER_SUFFIXES = ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 @dataclass(frozen=True)
-class _Names:
-    """What parts of a model are called, by our names."""
+class _FamilyNames:
+    """Names of the modules in a family, by our names."""
 
-    outer: Mapping[str, str]
-    layers: str
-    inner: Mapping[str, str]
+    top_level: Mapping[str, str]
+    layer_prefix: str
+    per_layer: Mapping[str, str]
 
 
-_MODERN = _Names(
+_LLAMA_NAMES = _FamilyNames(
     {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
     "model.layers",
     {
@@ -41,26 +41,26 @@ _MODERN = _Names(
         "mlp.down": "mlp.down_proj",
     },
 )
-_OTHERS = {
-    "gpt_neox": _Names(
+_NAMES_BY_FAMILY = {
+    "gpt_neox": _FamilyNames(
         {"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
         "gpt_neox.layers",
         {
             "attention_norm": "input_layernorm",
             "mlp_norm": "post_attention_layernorm",
-            **{f"attention.{one}": "attention.query_key_value" for one in _FUSED},
+            **{f"attention.{one}": "attention.query_key_value" for one in _FUSED_QKV},
             "attention.output": "attention.dense",
             "mlp.up": "mlp.dense_h_to_4h",
             "mlp.down": "mlp.dense_4h_to_h",
         },
     ),
-    "gpt2": _Names(
+    "gpt2": _FamilyNames(
         {"embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},
         "transformer.h",
         {
             "attention_norm": "ln_1",
             "mlp_norm": "ln_2",
-            **{f"attention.{one}": "attn.c_attn" for one in _FUSED},
+            **{f"attention.{one}": "attn.c_attn" for one in _FUSED_QKV},
             "attention.output": "attn.c_proj",
             "mlp.up": "mlp.c_fc",
             "mlp.down": "mlp.c_proj",
@@ -69,75 +69,77 @@ _OTHERS = {
 }
 
 
-class Tensors:
-    """The tensors of a family's model of some shape, and how each is made of ours and ours of it."""
+class TensorMapping:
+    """Mapping between our parameters and the tensors of a Hugging Face family, in both directions."""
 
-    def __init__(self, kind: Family, shape: TransformerArchitectureConfig, sizes: Mapping[str, Sequence[int]]) -> None:
-        """`sizes` has those of our parameters, by name."""
-        self._names, self._shape, self._sizes = _OTHERS.get(kind.name, _MODERN), shape, sizes
-        self._by_head, self._turns = kind.name == "gpt_neox", kind.name == "gpt2"
-        self.made_of: dict[str, list[str]] = {}
-        """Of each tensor there the parameters here that make it: one, or queries, keys and values."""
+    def __init__(self, family: ModelFamily, architecture: TransformerArchitectureConfig, sizes: Mapping[str, Sequence[int]]) -> None:
+        """`sizes`: sizes of our parameters, by name."""
+        self._names, self._shape, self._sizes = _NAMES_BY_FAMILY.get(family.model_type, _LLAMA_NAMES), architecture, sizes
+        self._interleaves_heads, self._transposes = family.model_type == "gpt_neox", family.model_type == "gpt2"
+        self.sources: dict[str, list[str]] = {}
+        """Our parameters that make up each of the family's tensors: one, or query, key and value."""
         for name in sizes:
-            self.made_of.setdefault(self._theirs(name), []).append(name)
-        self._places = {name: (theirs, number) for theirs, ours in self.made_of.items() for number, name in enumerate(ours)}
+            self.sources.setdefault(self._map_name(name), []).append(name)
+        self._locations = {
+            name: (their_name, index) for their_name, our_names in self.sources.items() for index, name in enumerate(our_names)
+        }
 
     @property
-    def base(self) -> str:
-        """What the names of all tensors but the head's begin with."""
-        return self._names.layers.partition(".")[0] + "."
+    def base_prefix(self) -> str:
+        """Common prefix of all tensor names except the head's."""
+        return self._names.layer_prefix.partition(".")[0] + "."
 
     @property
-    def head(self) -> str:
-        """The name of the head's weight, which is not wanted where it is the embedding's."""
-        return f"{self._names.outer['head']}.weight"
+    def head_name(self) -> str:
+        """Name of the head's weight, which is not needed if it is tied to the embedding."""
+        return f"{self._names.top_level['head']}.weight"
 
     @property
-    def positions(self) -> str | None:
-        """The name of learned positions, of which there may be more than samples have."""
-        return next((theirs for theirs, ours in self.made_of.items() if ours == ["positions.weight"]), None)
+    def positions_name(self) -> str | None:
+        """Name of the learned positions, of which there may be more than a sample has."""
+        return next((their_name for their_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
 
-    def alone(self, name: str) -> str | None:
-        """Return the tensor there that is parameter `name` as it is here; None if it is made of others too, or turned."""
-        theirs, _ = self._places[name]
-        return theirs if len(self.made_of[theirs]) == 1 and not self._turned(theirs) else None
+    def find_direct_name(self, name: str) -> str | None:
+        """Return the family's tensor that is identical to parameter `name`; None if it is fused or transposed."""
+        their_name, _ = self._locations[name]
+        return their_name if len(self.sources[their_name]) == 1 and not self._is_transposed(their_name) else None
 
-    def size(self, theirs: str) -> tuple[int, ...]:
-        """Return the size of a tensor there."""
-        first, *rest = zip(*(self._sizes[name] for name in self.made_of[theirs]), strict=True)
-        whole = (sum(first), *(dimension[0] for dimension in rest))
-        return whole[::-1] if self._turned(theirs) else whole
+    def compute_size(self, their_name: str) -> tuple[int, ...]:
+        """Return the size of one of the family's tensors."""
+        rows, *columns = zip(*(self._sizes[name] for name in self.sources[their_name]), strict=True)
+        fused_size = (sum(rows), *(dimension[0] for dimension in columns))
+        return fused_size[::-1] if self._is_transposed(their_name) else fused_size
 
-    def join(self, theirs: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return a tensor there of ours."""
-        if self._by_head and len(parts) > 1:
+    def fuse_parameters(self, their_name: str, parameters: Sequence[Tensor]) -> Tensor:
+        """Return one of the family's tensors, built from our `parameters`."""
+        if self._interleaves_heads and len(parameters) > 1:
             heads, size = self._shape.num_attention_heads, self._shape.head_size
-            return torch.stack([part.reshape(heads, size, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
-        whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        return whole.T if self._turned(theirs) else whole
+            return torch.stack([parameter.reshape(heads, size, *parameter.shape[1:]) for parameter in parameters], dim=1).flatten(0, 2)
+        tensor = torch.cat(list(parameters)) if len(parameters) > 1 else parameters[0]
+        return tensor.T if self._is_transposed(their_name) else tensor
 
-    def part(self, name: str, found: Mapping[str, Tensor]) -> Tensor:
-        """Return parameter `name` of the tensors `found` there: a view, where that can be."""
-        theirs, number = self._places[name]
-        whole, of = found[theirs], len(self.made_of[theirs])
-        if self._by_head and of > 1:
+    def extract_parameter(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return parameter `name`, extracted from the family's `tensors`: a view if possible."""
+        their_name, index = self._locations[name]
+        tensor, count = tensors[their_name], len(self.sources[their_name])
+        if self._interleaves_heads and count > 1:
             size = self._shape.head_size
-            return whole.reshape(self._shape.num_attention_heads, of, size, *whole.shape[1:])[:, number].flatten(0, 1)
-        whole = whole.T if self._turned(theirs) else whole
-        return whole.chunk(of)[number][: self._sizes[name][0]]
+            return tensor.reshape(self._shape.num_attention_heads, count, size, *tensor.shape[1:])[:, index].flatten(0, 1)
+        tensor = tensor.T if self._is_transposed(their_name) else tensor
+        return tensor.chunk(count)[index][: self._sizes[name][0]]
 
-    def _turned(self, theirs: str) -> bool:
-        """Return whether rows there are columns here."""
-        return self._turns and theirs.startswith(self._names.layers) and len(self._sizes[self.made_of[theirs][0]]) > 1
+    def _is_transposed(self, their_name: str) -> bool:
+        """Return whether the family stores this tensor transposed."""
+        return self._transposes and their_name.startswith(self._names.layer_prefix) and len(self._sizes[self.sources[their_name][0]]) > 1
 
-    def _theirs(self, name: str) -> str:
-        module, _, kind = name.rpartition(".")
+    def _map_name(self, name: str) -> str:
+        module, _, suffix = name.rpartition(".")
         if not module.startswith("blocks."):
-            return f"{self._names.outer[module]}.{kind}"
-        _, layer, inner = module.split(".", 2)
-        return f"{self._names.layers}.{layer}.{self._names.inner[inner]}.{kind}"
+            return f"{self._names.top_level[module]}.{suffix}"
+        _, layer, layer_module = module.split(".", 2)
+        return f"{self._names.layer_prefix}.{layer}.{self._names.per_layer[layer_module]}.{suffix}"
 
 
-def parameters(names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are no tensors that are computed, and were saved all the same."""
-    return [name for name in names if not name.endswith(_COMPUTED)]
+def exclude_buffers(names: Iterable[str]) -> list[str]:
+    """Return `names` without computed buffers that were saved nevertheless."""
+    return [name for name in names if not name.endswith(_BUFFER_SUFFIXES)]

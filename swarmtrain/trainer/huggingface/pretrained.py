@@ -1,4 +1,4 @@
-"""What parameters begin with where trainer.init_from names a model: a view of its files, of which each rank reads its part."""
+"""Initial parameters from the model that trainer.init_from names: a view of its files, of which each rank reads its shard."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from swarmtrain.config import huggingface
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.errors import CheckpointError, ForeignCheckpoint, SwarmtrainError
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.names import Tensors, parameters
+from swarmtrain.trainer.huggingface.names import TensorMapping, exclude_buffers
 
-CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_SHOWN = 4
-_ELSEWHERE = (
+CONFIG_FILE, _INDEX_FILE, _SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_MAX_SHOWN_DIFFERENCES = 4
+_UNCOMPARED_PREFIXES = (
     "sequence_length",
     "precision",
     "dropout",
@@ -32,113 +32,123 @@ _ELSEWHERE = (
     "mlp_factor",
     "attention_output_bias",
 )
-"""Beginnings of fields that may differ: what the parameters are is the same, or is compared otherwise."""
+"""Prefixes of fields that may differ: they do not change the parameters, or are compared in another way."""
 
 
-def load(folder: Path, shape: TransformerArchitectureConfig, sizes: Mapping[str, torch.Size]) -> Callable[[str, torch.Size], Tensor]:
-    """Return what gives the whole of a parameter by its name: a view of the files in `folder`, in their numbers.
+def open_parameters(
+    folder: Path, architecture: TransformerArchitectureConfig, sizes: Mapping[str, torch.Size]
+) -> Callable[[str, torch.Size], Tensor]:
+    """Return a loader of full parameters by name: views of the files in `folder`, in the dtype of the files.
 
-    Raises ForeignCheckpoint if the model there is another, with what differs; CheckpointError if it cannot be read.
+    Raises IncompatibleCheckpoint with the differences if the model there is a different one; CheckpointError if it cannot be read.
     """
     try:
-        values, place = read_json(folder / CONFIG), str(folder / CONFIG)
-        there = huggingface.architecture(values, place)
-        if different := differences(there, shape):
-            raise ForeignCheckpoint(
-                f"is another model: {'; '.join(different)}",
+        values, place = read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)
+        loaded_architecture = huggingface.read_architecture(values, place)
+        if mismatches := find_differences(loaded_architecture, architecture):
+            raise IncompatibleCheckpoint(
+                f"is another model: {'; '.join(mismatches)}",
                 place=f"config trainer.init_from {folder}",
                 hint=f"make transformer_architecture what it is there: swarmtrain import {place}",
             )
-        tensors = Tensors(huggingface.known(values, place), shape, sizes)
+        mapping = TensorMapping(huggingface.identify_family(values, place), architecture, sizes)
     except CheckpointError:
         raise
     except SwarmtrainError as error:
-        raise ForeignCheckpoint(error.message, place=error.place, hint=error.hint) from None
-    found = _named(_tensors(folder), tensors.base)
-    _check(folder, found, tensors, headless=shape.tied or shape.embedding_head_config is not None)
-    return lambda name, _: tensors.part(name, found)
+        raise IncompatibleCheckpoint(error.message, place=error.place, hint=error.hint) from None
+    tensors = _add_base_prefix(_read_tensors(folder), mapping.base_prefix)
+    _check_tensors(folder, tensors, mapping, headless=architecture.has_tied_embeddings or architecture.embedding_head_config is not None)
+    return lambda name, _: mapping.extract_parameter(name, tensors)
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a digest of what `load` reads: all of its words, and of its numbers how many there are and the last of each file."""
-    digest = hashlib.sha256((folder / CONFIG).read_bytes())
-    for path in _files(folder):
-        digest.update(safetensors.mark(path))
+def compute_fingerprint(folder: Path) -> str:
+    """Return a digest of the files that `open_parameters` reads: config, headers, sizes, and the last bytes of each file."""
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    for path in _find_files(folder):
+        digest.update(safetensors.read_signature(path))
     return digest.hexdigest()
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of all files in `folder`. Raises CheckpointError."""
-    return {name: tensor for path in _files(folder) for name, tensor in safetensors.read(path).items()}
+    return {name: tensor for path in _find_files(folder) for name, tensor in safetensors.read_tensors(path).items()}
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of the model in `folder`. Raises CheckpointError if there are none."""
-    if (folder / _INDEX).exists():
-        index = read_json(folder / _INDEX).get("weight_map")
+def _find_files(folder: Path) -> list[Path]:
+    """Return the model's files in `folder`. Raises CheckpointError if there are none."""
+    if (folder / _INDEX_FILE).exists():
+        index = read_json(folder / _INDEX_FILE).get("weight_map")
         if not isinstance(index, dict):
-            raise CheckpointError("has no weight_map", place=str(folder / _INDEX))
+            raise CheckpointError("has no weight_map", place=str(folder / _INDEX_FILE))
         files = sorted({Path(str(file)).name for file in index.values()})
-    elif (folder / _SINGLE).exists():
-        files = [_SINGLE]
+    elif (folder / _SINGLE_FILE).exists():
+        files = [_SINGLE_FILE]
     else:
         pickles = any(folder.glob("*.bin"))
         raise CheckpointError(
-            "has pickles alone, which can run code when they are read" if pickles else f"has no {_SINGLE}",
+            "has pickles alone, which can run code when they are read" if pickles else f"has no {_SINGLE_FILE}",
             place=f"config trainer.init_from {folder}",
-            hint="save it as safetensors: save_pretrained of transformers does" if pickles else "is it mounted here, and whole?",
+            hint="save it as safetensors: save_pretrained of transformers does" if pickles else "is it mounted here, and complete?",
         )
     return [folder / file for file in files]
 
 
-def _named(found: Mapping[str, Tensor], base: str) -> Mapping[str, Tensor]:
-    """Return the tensors by the names they have in a model with a head: one without has none of `base` in them."""
-    return found if any(name.startswith(base) for name in found) else {f"{base}{name}": tensor for name, tensor in found.items()}
+def _add_base_prefix(tensors: Mapping[str, Tensor], base_prefix: str) -> Mapping[str, Tensor]:
+    """Return the tensors by their names in a model with a head: in a model without one, names lack `base_prefix`."""
+    return (
+        tensors
+        if any(name.startswith(base_prefix) for name in tensors)
+        else {f"{base_prefix}{name}": tensor for name, tensor in tensors.items()}
+    )
 
 
-def differences(there: TransformerArchitectureConfig, shape: TransformerArchitectureConfig) -> list[str]:
-    """Return what of the model is otherwise there, side by side."""
-    pairs = {name: (getattr(there, name), getattr(shape, name)) for name in type(shape).model_fields if not name.startswith(_ELSEWHERE)}
-    pairs |= {
-        "attention_head_size": (there.head_size, shape.head_size),
-        "attention_num_kv_heads": (there.kv_heads, shape.kv_heads),
-        "attention_output_bias": (there.output_bias, shape.output_bias),
-        "umup.enable": (there.umup.enable, shape.umup.enable),
-        "mlp_factor x hidden_size": (there.mlp_width, shape.mlp_width),
+def find_differences(loaded_architecture: TransformerArchitectureConfig, architecture: TransformerArchitectureConfig) -> list[str]:
+    """Return the differences between two architectures, each with both values."""
+    pairs = {
+        name: (getattr(loaded_architecture, name), getattr(architecture, name))
+        for name in type(architecture).model_fields
+        if not name.startswith(_UNCOMPARED_PREFIXES)
     }
-    return [f"{name} is {one} there and {mine} here" for name, (one, mine) in pairs.items() if one != mine]
+    pairs |= {
+        "attention_head_size": (loaded_architecture.head_size, architecture.head_size),
+        "attention_num_kv_heads": (loaded_architecture.kv_heads, architecture.kv_heads),
+        "attention_output_bias": (loaded_architecture.has_attention_output_bias, architecture.has_attention_output_bias),
+        "umup.enable": (loaded_architecture.umup.enable, architecture.umup.enable),
+        "mlp_factor x hidden_size": (loaded_architecture.mlp_width, architecture.mlp_width),
+    }
+    return [f"{name} is {loaded} there and {configured} here" for name, (loaded, configured) in pairs.items() if loaded != configured]
 
 
-def _check(folder: Path, found: Mapping[str, Tensor], tensors: Tensors, *, headless: bool) -> None:
-    """Raise ForeignCheckpoint if the tensors there are not those that are wanted."""
-    wanted = {theirs: tensors.size(theirs) for theirs in tensors.made_of}
-    extra = set(parameters(found)) - wanted.keys() - ({tensors.head} if headless else set())
-    different = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
-    different += [f"{name} has no place here" for name in sorted(extra)]
-    sizes = [(name, tuple(found[name].shape), size) for name, size in wanted.items() if name in found]
-    longer = tensors.positions  # of which samples have the first ones
-    different += [
-        f"{name} is {there} there and {size} here"
-        for name, there, size in sizes
-        if there != size and not (name == longer and there[0] > size[0] and there[1:] == size[1:])
+def _check_tensors(folder: Path, tensors: Mapping[str, Tensor], mapping: TensorMapping, *, headless: bool) -> None:
+    """Raise IncompatibleCheckpoint if the tensors are not those that the mapping expects."""
+    expected = {their_name: mapping.compute_size(their_name) for their_name in mapping.sources}
+    extra = set(exclude_buffers(tensors)) - expected.keys() - ({mapping.head_name} if headless else set())
+    mismatches = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    mismatches += [f"{name} has no place here" for name in sorted(extra)]
+    sizes = [(name, tuple(tensors[name].shape), size) for name, size in expected.items() if name in tensors]
+    positions_name = mapping.positions_name  # samples use the first ones of these
+    mismatches += [
+        f"{name} is {found_size} there and {size} here"
+        for name, found_size, size in sizes
+        if found_size != size and not (name == positions_name and found_size[0] > size[0] and found_size[1:] == size[1:])
     ]
-    if different:
-        more = f"; {len(different)} in all" if len(different) > _SHOWN else ""
-        raise ForeignCheckpoint(
-            f"has other tensors than its {CONFIG} says: {'; '.join(different[:_SHOWN])}{more}",
+    if mismatches:
+        more = f"; {len(mismatches)} in all" if len(mismatches) > _MAX_SHOWN_DIFFERENCES else ""
+        raise IncompatibleCheckpoint(
+            f"has other tensors than its {CONFIG_FILE} says: {'; '.join(mismatches[:_MAX_SHOWN_DIFFERENCES])}{more}",
             place=f"config trainer.init_from {folder}",
-            hint="is the folder whole?",
+            hint="is the folder complete?",
         )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what a file of JSON says. Raises CheckpointError."""
+    """Return the JSON object in a file. Raises CheckpointError."""
     try:
         values = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path), hint="is it mounted here?") from None
     except ValueError as error:
-        raise CheckpointError(f"is no JSON: {error}", place=str(path)) from None
+        raise CheckpointError(f"is not JSON: {error}", place=str(path)) from None
     if not isinstance(values, dict):
-        raise CheckpointError("is no mapping", place=str(path))
+        raise CheckpointError("is not a mapping", place=str(path))
     return values

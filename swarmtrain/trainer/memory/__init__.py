@@ -1,9 +1,9 @@
-"""The memory that a config needs on each rank, told before any cluster is touched.
+"""Memory that a config needs on each rank, estimated before a cluster is used.
 
-ledger        what is in memory, and what it is for
-rehearsal     a step of one rank, with nothing in its tensors
+allocation_tracker    what is allocated, and for what
+simulation            one step of one rank, on fake tensors
 
-Here: which ranks differ, how much of a step must be rehearsed, and what would need less.
+This module decides which ranks differ, how much of a step has to be simulated, and which changes would need less memory.
 """
 
 from __future__ import annotations
@@ -16,140 +16,149 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.config.topology import TopologyConfig
+from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.trainer.memory.ledger import Kind
-from swarmtrain.trainer.memory.rehearsal import rehearse
+from swarmtrain.trainer.memory.allocation_tracker import AllocationKind
+from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
 
-__all__ = ["Kind", "Need", "alternatives", "needs"]
+__all__ = ["AllocationKind", "RankMemoryEstimate", "estimate_memory", "suggest_memory_savings"]
 
-_ENOUGH = 3
-"""Micro batches of a replica after which a step needs no more memory: the first, one that is added to it, the last."""
+_STEADY_MICRO_BATCHES = 3
+"""Micro batches per replica beyond which a step needs no more memory: the first, one that accumulates, the last."""
 
 
 @dataclass(frozen=True)
-class Need:
-    """What one kind of rank needs, in bytes."""
+class RankMemoryEstimate:
+    """Memory that one kind of rank needs, in bytes."""
 
     rank: int
-    """The first of its kind."""
+    """The first rank of its kind."""
     stages: tuple[int, ...]
-    """The pipeline's stages that it has; (0,) without a pipeline."""
-    start: int
-    """Most while model and optimizer are made."""
+    """The pipeline stages of the rank; (0,) without a pipeline."""
+    startup_peak: int
+    """Peak while model and optimizer are created."""
     peak: int
-    """Most while it trains."""
-    parts: Mapping[Kind, int]
-    """What is there at that peak."""
+    """Peak during training steps."""
+    breakdown: Mapping[AllocationKind, int]
+    """What is allocated at that peak."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "rank": self.rank,
             "stages": list(self.stages),
-            "start": self.start,
+            "startup_peak": self.startup_peak,
             "peak": self.peak,
-            "parts": {str(kind): size for kind, size in self.parts.items()},
+            "memory_by_category": {str(kind): size for kind, size in self.breakdown.items()},
         }
 
 
-def needs(config: Config, size: int) -> list[Need]:
-    """Return what each rank of one pipeline needs in a world of `size` ranks; without a pipeline, what rank 0 needs.
+def estimate_memory(config: Config, world_size: int) -> list[RankMemoryEstimate]:
+    """Return the estimate for each rank of one pipeline in a world of `world_size` ranks; without a pipeline, for rank 0.
 
-    Of replicas the first has the largest share, and of ranks that share layers each has as much as the others.
-    Raises SwarmtrainError if the world does not fit the config, or cannot be rehearsed.
+    The first replica has the most micro batches, and all tensor-parallel ranks need equally much.
+    Raises SwarmtrainError if the world does not fit the config, or if the step cannot be simulated.
     """
-    ranks = config.topology.pipeline
-    return [_need(config, size, place * size // ranks) for place in range(ranks)]
+    pipe_size = config.topology.pipeline_parallel_size
+    return [_estimate_rank(config, world_size, pipe_rank * world_size // pipe_size) for pipe_rank in range(pipe_size)]
 
 
-def alternatives(config: Config, size: int) -> Iterator[tuple[tuple[str, ...], list[Need]]]:
-    """Yield changes that may need less, as overrides, and what each needs: one by one, then all that are known to go together."""
-    present = config.model_dump(mode="json")
+def suggest_memory_savings(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], list[RankMemoryEstimate]]]:
+    """Yield overrides that may need less memory, with their estimates: single changes first, then all that are known to combine."""
+    current = config.model_dump(mode="json")
     tried: list[dict[str, object]] = []
-    for every in _changes(config.topology, size):
-        changes = {key: value for key, value in every.items() if present[key.partition(".")[0]][key.partition(".")[2]] != value}
+    for candidate in _list_candidate_overrides(config.topology, world_size):
+        changes = {key: value for key, value in candidate.items() if current[key.partition(".")[0]][key.partition(".")[2]] != value}
         if not changes or changes in tried:
             continue
         tried.append(changes)
         try:
-            changed = _changed(config, changes)
-            found = needs(changed, size)
+            changed = _apply_overrides(config, changes)
+            estimates = estimate_memory(changed, world_size)
         except (ValidationError, SwarmtrainError):
-            continue  # it does not go with the rest of this config
-        yield tuple(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()), found
+            continue  # not compatible with the rest of this config
+        yield tuple(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()), estimates
 
 
-def _need(config: Config, size: int, rank: int) -> Need:
+def _estimate_rank(config: Config, world_size: int, rank: int) -> RankMemoryEstimate:
     topology = config.topology
     try:
-        share = topology.deal(size)[0]
+        micro_batches = topology.assign_micro_batches(world_size)[0]
     except ValueError as error:
         hint = "--ranks says how many there are to be"
         raise SwarmtrainError(str(error), place="config topology", hint=hint) from None
-    stages = tuple(range(rank * topology.pipeline // size, topology.stages, topology.pipeline))
-    most = _ENOUGH if topology.pipeline == 1 else _ENOUGH * topology.pipeline
-    if share <= most:
-        return _rehearsed(config, size, rank, stages)
-    longest = _rehearsed(_shorter(config, size, most), size, rank, stages)
-    if topology.pipeline == 1:
-        return longest
-    # A pipeline has room for each of a step's micro batches, so it is rehearsed twice and drawn out.
-    shorter = _rehearsed(_shorter(config, size, most - topology.pipeline), size, rank, stages)
-    rounds = (share - most) / topology.pipeline
-    parts = {kind: _drawn_out(shorter.parts.get(kind, 0), longest.parts.get(kind, 0), rounds) for kind in Kind}
-    peak = _drawn_out(shorter.peak, longest.peak, rounds)
-    return Need(rank, stages, longest.start, peak, {kind: part for kind, part in parts.items() if part})
+    stages = tuple(range(rank * topology.pipeline_parallel_size // world_size, topology.pipeline_stages, topology.pipeline_parallel_size))
+    max_micro_batches = (
+        _STEADY_MICRO_BATCHES if topology.pipeline_parallel_size == 1 else _STEADY_MICRO_BATCHES * topology.pipeline_parallel_size
+    )
+    if micro_batches <= max_micro_batches:
+        return _simulate_rank(config, world_size, rank, stages)
+    longer_estimate = _simulate_rank(_limit_micro_batches(config, world_size, max_micro_batches), world_size, rank, stages)
+    if topology.pipeline_parallel_size == 1:
+        return longer_estimate
+    # A pipeline keeps buffers for each micro batch of a step, so it is simulated for two lengths and extrapolated.
+    shorter_estimate = _simulate_rank(
+        _limit_micro_batches(config, world_size, max_micro_batches - topology.pipeline_parallel_size), world_size, rank, stages
+    )
+    rounds = (micro_batches - max_micro_batches) / topology.pipeline_parallel_size
+    breakdown = {
+        kind: _extrapolate_linearly(shorter_estimate.breakdown.get(kind, 0), longer_estimate.breakdown.get(kind, 0), rounds)
+        for kind in AllocationKind
+    }
+    peak = _extrapolate_linearly(shorter_estimate.peak, longer_estimate.peak, rounds)
+    return RankMemoryEstimate(
+        rank, stages, longer_estimate.startup_peak, peak, {kind: byte_count for kind, byte_count in breakdown.items() if byte_count}
+    )
 
 
-def _drawn_out(before: int, after: int, rounds: float) -> int:
+def _extrapolate_linearly(before: int, after: int, rounds: float) -> int:
     return round(after + (after - before) * rounds)
 
 
-def _rehearsed(config: Config, size: int, rank: int, stages: tuple[int, ...]) -> Need:
+def _simulate_rank(config: Config, world_size: int, rank: int, stages: tuple[int, ...]) -> RankMemoryEstimate:
     try:
-        start, peak = rehearse(config, size, rank)
+        startup, peak = simulate_memory_peaks(config, world_size, rank)
     except SwarmtrainError:
         raise
-    except Exception as error:  # whatever torch has against tensors without data
+    except Exception as error:  # whatever torch raises for tensors without data
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SwarmtrainError(
-            f"cannot be rehearsed on rank {rank}: torch needs real numbers there: {reason}",
+            f"cannot be simulated on rank {rank}: torch needs real numbers there: {reason}",
             place="config",
             hint="try it for real with a small num_layers, and multiply",
         ) from error
-    return Need(rank, stages, start.size, peak.size, peak.parts)
+    return RankMemoryEstimate(rank, stages, startup.size, peak.size, peak.breakdown)
 
 
-def _shorter(config: Config, size: int, share: int) -> Config:
-    """Return `config` with steps of which each replica takes `share` micro batches."""
+def _limit_micro_batches(config: Config, world_size: int, micro_batches: int) -> Config:
+    """Return `config` with steps of `micro_batches` micro batches per replica."""
     topology = config.topology
-    batch = share * topology.data_parallel(size) * topology.micro_batch
-    return _changed(config, {"topology.global_batch_size": batch})
+    global_batch_size = micro_batches * topology.compute_data_parallel_size(world_size) * topology.samples_per_micro_batch
+    return _apply_overrides(config, {"topology.global_batch_size": global_batch_size})
 
 
-def _changed(config: Config, changes: Mapping[str, object]) -> Config:
-    """Return `config` with the values of dotted keys replaced. Raises pydantic.ValidationError if it then makes no sense."""
+def _apply_overrides(config: Config, overrides: Mapping[str, object]) -> Config:
+    """Return `config` with the values of dotted keys replaced. Raises pydantic.ValidationError if the result is invalid."""
     values = config.model_dump(mode="json")
     values["topology"] |= dict.fromkeys(("world_size", "data_parallel_size", "gradient_accumulation_steps"))
-    for key, value in changes.items():
+    for key, value in overrides.items():
         section, _, name = key.partition(".")
         values[section][name] = value
     return Config.model_validate_json(json.dumps(values))
 
 
-def _changes(topology: TopologyConfig, size: int) -> Iterator[dict[str, object]]:
-    recompute: dict[str, object] = {"topology.activation_checkpointing_type": "every_layer"}
-    small: dict[str, object] = {"topology.micro_batch_size": 1} if topology.micro_batch > 1 else {}
-    divided: dict[str, object] = {"topology.data_parallel_type": "fsdp"}
-    if topology.micro_batch > 2:
-        yield {"topology.micro_batch_size": topology.micro_batch // 2}
-    if small:
-        yield small
-    yield recompute
+def _list_candidate_overrides(topology: TopologyConfig, world_size: int) -> Iterator[dict[str, object]]:
+    checkpointing: dict[str, object] = {"topology.activation_checkpointing_type": "every_layer"}
+    small_micro_batch: dict[str, object] = {"topology.micro_batch_size": 1} if topology.samples_per_micro_batch > 1 else {}
+    fsdp: dict[str, object] = {"topology.data_parallel_type": "fsdp"}
+    if topology.samples_per_micro_batch > 2:
+        yield {"topology.micro_batch_size": topology.samples_per_micro_batch // 2}
+    if small_micro_batch:
+        yield small_micro_batch
+    yield checkpointing
     yield {"optimizer.zero": True}
-    yield divided
+    yield fsdp
     yield {"optimizer.state_precision": "bfloat16"}
     yield {"transformer_architecture.precision": "bfloat16"}
-    if size >= 2 * topology.replica:
-        yield {"topology.model_parallel_size": 2 * topology.tensor}
-    yield {**small, **recompute, **divided, "transformer_architecture.precision": "bfloat16"}
+    if world_size >= 2 * topology.ranks_per_replica:
+        yield {"topology.model_parallel_size": 2 * topology.tensor_parallel_size}
+    yield {**small_micro_batch, **checkpointing, **fsdp, "transformer_architecture.precision": "bfloat16"}

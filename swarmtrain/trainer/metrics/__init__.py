@@ -1,4 +1,4 @@
-"""What a run tells: log lines, events on the notice board, numbers for its sinks. The last two are rank 0's alone."""
+"""Run reporting: log lines, events for the coordinator, and metrics for the sinks. Only rank 0 posts events and writes metrics."""
 
 from __future__ import annotations
 
@@ -11,201 +11,251 @@ from typing import Any
 
 import torch
 
-from swarmtrain import wire
-from swarmtrain.trainer import started
-from swarmtrain.trainer.checkpoint import Saved
-from swarmtrain.trainer.determined import Trial
+from swarmtrain import protocol
+from swarmtrain.protocol import Event
+from swarmtrain.trainer import run_report
+from swarmtrain.trainer.checkpoint import SavedCheckpoint
+from swarmtrain.trainer.health.rank_timing import RankTiming
+from swarmtrain.trainer.health.stragglers import StragglerDetector, find_slow_ranks
+from swarmtrain.trainer.integrations.determined import DeterminedTrial
 from swarmtrain.trainer.metrics import flops
-from swarmtrain.trainer.metrics.board import Poster
-from swarmtrain.trainer.metrics.files import finite
-from swarmtrain.trainer.metrics.pace import Work
-from swarmtrain.trainer.metrics.room import used_memory
-from swarmtrain.trainer.metrics.sinks import Sinks, folder_of
-from swarmtrain.trainer.metrics.sinks.lines import add_missing
-from swarmtrain.trainer.metrics.sinks.texts import NAME, Sample
-from swarmtrain.trainer.metrics.speed import Speed
-from swarmtrain.trainer.metrics.stragglers import Stragglers, slower
+from swarmtrain.trainer.metrics.audit_log import finite_or_none
+from swarmtrain.trainer.metrics.event_poster import EventPoster
+from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
+from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
+from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample
+from swarmtrain.trainer.metrics.sinks.jsonl import append_missing_step
+from swarmtrain.trainer.metrics.throughput import Throughput
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.step import HeldOut, Step
-from swarmtrain.wire import Event
+from swarmtrain.trainer.step import StepResult, ValidationResult
 
 LOG = logging.getLogger("swarmtrain")
-_FLUSH = 10.0
+_FLUSH_TIMEOUT_SECONDS = 10.0
 
 
-class Report:
-    """One world's report. Use it as a context manager, so that what must not be lost is sent before the process ends."""
+class RunReporter:
+    """Reporter of one world. Use it as a context manager, so that pending events are sent before the process ends."""
 
-    def __init__(self, here: Runtime, trial: Trial) -> None:
-        self._here, self._trial = here, trial
-        self._steps = here.config.trainer.train_iterations
-        self._poster = Poster(here.board) if here.first and here.board else None
+    def __init__(self, runtime: Runtime, trial: DeterminedTrial) -> None:
+        self._runtime, self._trial = runtime, trial
+        self._total_steps = runtime.config.trainer.train_iterations
+        self._poster = EventPoster(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
         self._sinks = Sinks(trial)
-        self._speed = Speed()
-        self._stragglers = Stragglers()
-        self._slowest: dict[str, Any] = {}
-        """What the next line is to say of the slowest rank."""
-        self._flops = 0
-        """Floating point operations that a token costs."""
-        self._peak: float | None = None
-        """The most that a device makes in a second, if that is known."""
-        self._replicas = 1
-        self._memory: dict[str, int] = {}
+        self._throughput = Throughput()
+        self._straggler_detector = StragglerDetector()
+        self._straggler_fields: dict[str, Any] = {}
+        """Straggler fields of the next metrics line."""
+        self._flops_per_token = 0
+        """FLOPs per token."""
+        self._peak_flops: float | None = None
+        """Peak FLOPS of a device, if known."""
+        self._replica_count = 1
+        self._memory_usage: dict[str, int] = {}
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunReporter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._sinks.close()
         if self._poster:
-            self._poster.close(_FLUSH)
+            self._poster.close(_FLUSH_TIMEOUT_SECONDS)
 
-    def begins(self, step: int, path: Path | None, token: int, model: ParallelModel) -> None:
-        """World `token` trains `model` from `step` on, which stands at `path` (None: from nothing). Called by all ranks together.
+    def report_start(self, step: int, resumed_from: Path | None, generation: int, model: ParallelModel) -> None:
+        """Report that the world of `generation` trains `model` from `step`, and open the sinks. Collective.
 
-        Raises TrainingError if a sink cannot be opened.
+        `resumed_from`: the checkpoint that it resumed from; None: training starts from scratch. Raises TrainingError if a sink cannot be
+        opened.
         """
-        self._tell_what_runs(token, model)
+        self._report_environment(generation, model)
         mesh = model.mesh
-        LOG.info("world %d: ranks %d, replicas %d, parameters %s", token, self._here.size, mesh.data_size, f"{model.size:,}")
-        if path:
-            LOG.info("goes on after step %d, from %s", step, path)
-            self._post(wire.RESUMED, step=step, path=str(path))
-        config = self._here.config
-        self._flops, self._replicas = flops.per_token(config.transformer_architecture, model.size), mesh.data_size
-        if self._here.device.type == "cuda":
-            self._peak = flops.peak(torch.cuda.get_device_name(self._here.device), config.transformer_architecture.precision)
-        self._sinks.open(self._here, step)
-        self._speed = Speed()
-
-    def _tell_what_runs(self, token: int, model: ParallelModel) -> None:
-        facts = started.gather(self._here, token, model)
-        if not self._here.first:
-            return
-        for line in started.lines(facts):
-            LOG.info("%s", line)
-        if folder := folder_of(self._here):
-            started.write(facts, folder)
-        for node, told in started.by_node(facts):
-            self._post(wire.REPORT, node=node, **told)
-
-    def step(self, made: Step, parts: Mapping[str, float]) -> None:
-        """An optimizer step is done, or has been skipped. `parts`: seconds that each part of a step took, of the last that is known."""
-        step, update = made.number, made.update
-        self._speed.step(made.tokens)
-        speed, eta = self._speed.tokens_per_second, self._speed.eta(self._steps - step)
-        values = {"loss": finite(made.loss), "learning_rate": update.learning_rate, "tokens_per_second": round(speed, 1)}
-        more = self._more(made, speed, parts)
-        shown = step % self._here.config.logger.log_interval == 0 or step == self._steps
-        memory = used_memory(self._here.device) if shown else {}
-        times = {f"{part}_seconds": round(seconds, 6) for part, seconds in {"step": sum(parts.values()), **parts}.items() if parts}
-        self._sinks.write(
-            {"step": step, **values, **more, **times, **{f"memory_{kind}": size for kind, size in memory.items()}, **self._slowest}
+        LOG.info(
+            "world %d: ranks %d, replicas %d, parameters %s",
+            generation,
+            self._runtime.world_size,
+            mesh.data_size,
+            f"{model.parameter_count:,}",
         )
-        self._slowest = {}
+        if resumed_from:
+            LOG.info("resuming from step %d, from %s", step, resumed_from)
+            self._post_event(protocol.EVENT_RESUMED, step=step, path=str(resumed_from))
+        config = self._runtime.config
+        self._flops_per_token, self._replica_count = (
+            flops.compute_flops_per_token(config.transformer_architecture, model.parameter_count),
+            mesh.data_size,
+        )
+        if self._runtime.device.type == "cuda":
+            self._peak_flops = flops.find_peak_flops(
+                torch.cuda.get_device_name(self._runtime.device), config.transformer_architecture.precision
+            )
+        self._sinks.open(self._runtime, step)
+        self._throughput = Throughput()
+
+    def _report_environment(self, generation: int, model: ParallelModel) -> None:
+        report = run_report.gather_report(self._runtime, generation, model)
+        if not self._runtime.is_rank_zero:
+            return
+        for line in run_report.format_log_lines(report):
+            LOG.info("%s", line)
+        if folder := get_metrics_folder(self._runtime):
+            run_report.write_report(report, folder)
+        for node, node_fields in run_report.summarize_nodes(report):
+            self._post_event(protocol.EVENT_RUN_REPORT, node=node, **node_fields)
+
+    def report_step(self, result: StepResult, phase_seconds: Mapping[str, float]) -> None:
+        """Report an optimizer step that was done or skipped. `phase_seconds`: seconds per phase of the last step whose timing is known."""
+        step, update = result.number, result.update
+        self._throughput.record_step(result.loss_tokens)
+        tokens_per_second, eta = self._throughput.tokens_per_second, self._throughput.estimate_seconds_left(self._total_steps - step)
+        values = {
+            "loss": finite_or_none(result.loss),
+            "learning_rate": update.learning_rate,
+            "tokens_per_second": round(tokens_per_second, 1),
+        }
+        extra_metrics = self._compute_extra_metrics(result, tokens_per_second, phase_seconds)
+        should_log = step % self._runtime.config.logger.log_interval == 0 or step == self._total_steps
+        memory = read_memory_usage(self._runtime.device) if should_log else {}
+        time_fields = {
+            f"{phase}_seconds": round(seconds, 6)
+            for phase, seconds in {"step": sum(phase_seconds.values()), **phase_seconds}.items()
+            if phase_seconds
+        }
+        self._sinks.write(
+            {
+                "step": step,
+                **values,
+                **extra_metrics,
+                **time_fields,
+                **{f"memory_{kind}": size for kind, size in memory.items()},
+                **self._straggler_fields,
+            }
+        )
+        self._straggler_fields = {}
         if self._poster:
-            self._memory = memory or self._memory
-            told = {"step": step, "steps": self._steps, **values, **more, "parts": parts, "memory": self._memory}
-            self._poster.progress(Event(wire.PROGRESS, {**told, "eta_seconds": round(eta, 1)}))
-        if shown or made.skipped:
-            why = made.unsound or f"gradients overflow at loss scale {update.loss_scale or 1:g}"
+            self._memory_usage = memory or self._memory_usage
+            fields = {
+                "step": step,
+                "steps": self._total_steps,
+                **values,
+                **extra_metrics,
+                "phases": phase_seconds,
+                "memory": self._memory_usage,
+            }
+            self._poster.post_progress(Event(protocol.EVENT_PROGRESS, {**fields, "eta_seconds": round(eta, 1)}))
+        if should_log or result.is_skipped:
+            skip_reason = result.non_finite_reason or f"gradients overflow at loss scale {update.loss_scale or 1:g}"
             LOG.info(
                 "step %*d/%d  loss %.4f%s  lr %.2e  grad norm %.2f  %s tokens/s%s  eta %s%s",
-                len(str(self._steps)),
+                len(str(self._total_steps)),
                 step,
-                self._steps,
-                made.loss,
-                _chosen(made.accuracy),
+                self._total_steps,
+                result.loss,
+                _format_accuracy(result.accuracy),
                 update.learning_rate,
                 update.gradient_norm,
-                f"{speed:,.0f}",
-                f"  mfu {more['mfu']:.1%}" if "mfu" in more else "",
+                f"{tokens_per_second:,.0f}",
+                f"  mfu {extra_metrics['mfu']:.1%}" if "mfu" in extra_metrics else "",
                 timedelta(seconds=round(eta)),
-                f"  skipped: {why}" if made.skipped else "",
+                f"  skipped: {skip_reason}" if result.is_skipped else "",
             )
 
-    def _more(self, made: Step, speed: float, parts: Mapping[str, float]) -> dict[str, Any]:
-        """Return the numbers of a step that stand beside loss and speed: those that there are."""
-        update, size = made.update, self._here.size
-        found: dict[str, Any] = {"gradient_norm": finite(update.gradient_norm), "tflops": round(speed * self._flops / 1e12, 4)}
-        if made.accuracy is not None:
-            found["accuracy"] = made.accuracy
-        if self._replicas > 1:
-            found["loss_max"] = finite(made.highest_loss)
-        if size > 1:
-            found["tokens_per_second_per_device"] = round(speed / size, 1)
-        if self._peak:
-            found["mfu"] = round(speed * self._flops / self._peak / size, 4)
+    def _compute_extra_metrics(self, result: StepResult, tokens_per_second: float, phase_seconds: Mapping[str, float]) -> dict[str, Any]:
+        """Return the metrics of a step other than loss and speed, as far as they are available."""
+        update, world_size = result.update, self._runtime.world_size
+        extra_metrics: dict[str, Any] = {
+            "gradient_norm": finite_or_none(update.gradient_norm),
+            "tflops": round(tokens_per_second * self._flops_per_token / 1e12, 4),
+        }
+        if result.accuracy is not None:
+            extra_metrics["accuracy"] = result.accuracy
+        if self._replica_count > 1:
+            extra_metrics["max_replica_loss"] = finite_or_none(result.max_replica_loss)
+        if world_size > 1:
+            extra_metrics["tokens_per_second_per_device"] = round(tokens_per_second / world_size, 1)
+        if self._peak_flops:
+            extra_metrics["mfu"] = round(tokens_per_second * self._flops_per_token / self._peak_flops / world_size, 4)
         if len(update.learning_rates) > 1:
-            found |= {f"learning_rate/{name}": rate for name, rate in update.learning_rates.items()}
+            extra_metrics |= {f"learning_rate/{name}": rate for name, rate in update.learning_rates.items()}
         if update.loss_scale is not None:
-            found |= {"loss_scale": update.loss_scale, "skipped": made.skipped}
-        return found | ({"skipped": True} if made.skipped else {}) | ({"clipped": True} if update.clipped else {})
+            extra_metrics |= {"loss_scale": update.loss_scale, "skipped": result.is_skipped}
+        return extra_metrics | ({"skipped": True} if result.is_skipped else {}) | ({"clipped": True} if update.clipped else {})
 
-    def compared(self, everybody: list[Work] | None) -> None:
-        """Ranks have compared how fast they are; None if it was not time to."""
-        if not self._here.first or everybody is None:
+    def report_rank_timings(self, timings: list[RankTiming] | None) -> None:
+        """Report the ranks' speed comparison; `timings` is None if this step made none."""
+        if not self._runtime.is_rank_zero or timings is None:
             return
-        found = slower(everybody)
-        self._slowest = {"slowest_rank": found[0].rank, "slowest_by": round(found[0].by, 3)} if found else {"slowest_by": 0.0}
-        if told := self._stragglers.judge(found):
-            LOG.warning("%s", told.message)
-            facts = asdict(told.slowest) if told.slowest else {"rank": None}
-            self._post(wire.STRAGGLER, **facts, message=told.message)
+        slow_ranks = find_slow_ranks(timings)
+        self._straggler_fields = (
+            {"slowest_rank": slow_ranks[0].rank, "slowest_rank_slowdown": round(slow_ranks[0].slowdown, 3)}
+            if slow_ranks
+            else {"slowest_rank_slowdown": 0.0}
+        )
+        if change := self._straggler_detector.update(slow_ranks):
+            LOG.warning("%s", change.message)
+            fields = asdict(change.straggler) if change.straggler else {"rank": None}
+            self._post_event(protocol.EVENT_STRAGGLER, **fields, message=change.message)
 
-    def catches_up(self, step: int, made: Step | None) -> None:
-        """This rank has saved `step` for all. Rank 0 may have died before it wrote that step's line; `made` has it, if it is that step."""
-        folder = folder_of(self._here)
-        if folder and made and made.number == step:
-            update = made.update
-            values = {"loss": finite(made.loss), "learning_rate": update.learning_rate, "gradient_norm": finite(update.gradient_norm)}
-            add_missing(folder, step, values)
+    def write_missing_step(self, step: int, result: StepResult | None) -> None:
+        """Write the line of `step`, which this rank has saved for all: rank 0 may have died before it wrote it.
 
-    def evaluated(self, step: int, measured: HeldOut) -> None:
-        """The held-out loss after `step` has been measured."""
-        loss, accuracy = measured.loss, measured.accuracy
-        LOG.info("step %*d/%d  held-out loss %.4f%s", len(str(self._steps)), step, self._steps, loss, _chosen(accuracy))
-        chosen = {} if accuracy is None else {"held_out_accuracy": accuracy}
-        self._sinks.write({"step": step, "held_out_loss": loss, **chosen})
-        self._post(wire.EVALUATION, step=step, loss=loss)
+        `result` supplies the values, if it is the result of that step.
+        """
+        folder = get_metrics_folder(self._runtime)
+        if folder and result and result.number == step:
+            update = result.update
+            values = {
+                "loss": finite_or_none(result.loss),
+                "learning_rate": update.learning_rate,
+                "gradient_norm": finite_or_none(update.gradient_norm),
+            }
+            append_missing_step(folder, step, values)
 
-    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
-        """After `step` the model has made of prompts what `samples` have."""
+    def report_validation(self, step: int, result: ValidationResult) -> None:
+        """Report the validation loss after `step`."""
+        loss, accuracy = result.loss, result.accuracy
+        LOG.info(
+            "step %*d/%d  validation loss %.4f%s", len(str(self._total_steps)), step, self._total_steps, loss, _format_accuracy(accuracy)
+        )
+        accuracy_field = {} if accuracy is None else {"validation_accuracy": accuracy}
+        self._sinks.write({"step": step, "validation_loss": loss, **accuracy_field})
+        self._post_event(protocol.EVENT_EVALUATION, step=step, loss=loss)
+
+    def report_samples(self, step: int, samples: Sequence[GeneratedSample]) -> None:
+        """Report the `samples` that the model generated after `step`."""
         for sample in samples:
-            told = f"{sample['prompt']}{sample['text']}".replace("\n", "\\n")
-            LOG.info("step %*d/%d  says: %s", len(str(self._steps)), step, self._steps, told)
+            text = f"{sample['prompt']}{sample['text']}".replace("\n", "\\n")
+            LOG.info("step %*d/%d  says: %s", len(str(self._total_steps)), step, self._total_steps, text)
         if samples:
-            self._sinks.write({"step": step, NAME: samples})
+            self._sinks.write({"step": step, SAMPLES_KEY: samples})
 
-    def saved(self, checkpoint: Saved) -> None:
-        """A checkpoint stands."""
-        if self._here.first:
-            step, seconds = checkpoint.step, checkpoint.seconds
-            told = f"saved {checkpoint.path} in {seconds:.2f} s; training stood still for {checkpoint.stood:.2f} s"
-            LOG.info("step %*d/%d  %s", len(str(self._steps)), step, self._steps, told)
-            self._post(wire.CHECKPOINT, step=step, path=str(checkpoint.path), seconds=round(seconds, 3))
+    def report_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        """Report a published checkpoint."""
+        if self._runtime.is_rank_zero:
+            step, seconds = checkpoint.step, checkpoint.save_seconds
+            message = f"saved {checkpoint.path} in {seconds:.2f} s (training stalled for {checkpoint.stall_seconds:.2f} s)"
+            LOG.info("step %*d/%d  %s", len(str(self._total_steps)), step, self._total_steps, message)
+            self._post_event(protocol.EVENT_CHECKPOINT, step=step, path=str(checkpoint.path), seconds=round(seconds, 3))
 
-    def note(self, message: str) -> None:
-        """Something that a person should know."""
-        if self._here.first:
+    def report_warning(self, message: str) -> None:
+        """Report a warning to the user."""
+        if self._runtime.is_rank_zero:
             LOG.warning("%s", message)
-            self._post(wire.NOTE, node=self._here.node, message=message)
+            self._post_event(protocol.EVENT_NOTE, node=self._runtime.node, message=message)
 
-    def leaves(self, step: int) -> int:
-        """All ranks leave after `step`, as they were asked to. Return the exit code with which. Called by all ranks together."""
-        LOG.info("asked to leave: stops after step %d", step)
-        return self._trial.leaves()
+    def report_graceful_exit(self, step: int) -> int:
+        """Report that all ranks exit gracefully after `step`, and return the exit code. Collective."""
+        LOG.info("stop requested: stops after step %d", step)
+        return self._trial.acknowledge_preemption()
 
-    def finished(self, step: int, values: dict[str, Any]) -> None:
-        """The last step is done and saved."""
-        self._post(wire.FINISHED, step=step, **values)
+    def report_finished(self, step: int, values: dict[str, Any]) -> None:
+        """Report that the last step is done and saved."""
+        self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **values)
 
-    def _post(self, kind: str, **data: Any) -> None:
+    def _post_event(self, kind: str, **data: Any) -> None:
         if self._poster:
             self._poster.post(Event(kind, data))
 
 
-def _chosen(accuracy: float | None) -> str:
-    """Return what a line says of `accuracy`, behind a loss."""
+def _format_accuracy(accuracy: float | None) -> str:
+    """Return `accuracy` formatted for a log line, to follow a loss."""
     return "" if accuracy is None else f"  accuracy {accuracy:.1%}"

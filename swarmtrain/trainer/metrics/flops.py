@@ -1,24 +1,24 @@
-"""Floating point operations of a model, counted as torchtitan and nanochat count them, so that figures can be compared.
+"""FLOPs of a model, counted as torchtitan and nanochat count them, so that figures are comparable.
 
-A number that multiplies costs two operations a token on the way there and four on the way back: 6 N. Attention costs
-12 × layers × width × sequence length beside that, as if every token saw the whole sequence; causal attention needs half.
-What is computed again (activation checkpointing) does not count: it is no work of the model's.
+A parameter in a matrix multiplication costs 2 FLOPs per token in the forward pass and 4 in the backward pass: 6 N. Attention adds 12 ×
+layers × width × sequence length, as if every token attended to the whole sequence; causal attention needs half.
+Recomputation (activation checkpointing) does not count: it is not work of the model.
 """
 
 from __future__ import annotations
 
 import re
 
-from swarmtrain.config.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 
-# 10^12 operations a second of matrices of bfloat16, without sparsity, sums in float32, by the makers' data sheets. Where one
-# name is a part of another, the longer one comes first.
-_PEAKS = {
+# Dense bfloat16 matrix TFLOPS (no sparsity, float32 accumulation) from the vendors' data sheets. If one name is part of another, the longer
+# one comes first.
+_PEAK_TFLOPS = {
     "MI355X": 2500.0,
     "MI325X": 1307.4,
     "MI300X": 1307.4,
     "MI300A": 980.6,
-    "MI250X": 191.5,  # a die of two, which torch takes for a device
+    "MI250X": 191.5,  # one of two dies, which torch sees as one device
     "MI210": 181.0,
     "GB300": 2500.0,
     "GB200": 2500.0,
@@ -48,22 +48,22 @@ _PEAKS = {
     "RTX 4080": 97.5,
     "RTX 3090": 71.0,
 }
-_NARROW = (Precision.bfloat16, Precision.float16)
+_LOW_PRECISIONS = (Precision.bfloat16, Precision.float16)
 
 
-def per_token(shape: TransformerArchitectureConfig, parameters: int) -> int:
-    """Return the operations of one token's forward and backward pass through a model of `shape` with `parameters` numbers in all."""
-    looked_up = 0 if shape.tied else shape.vocab_size * shape.hidden_size
-    looked_up += shape.sequence_length * shape.hidden_size if shape.learned_positions else 0
-    return 6 * (parameters - looked_up) + 12 * shape.num_layers * shape.attention_width * shape.sequence_length
+def compute_flops_per_token(architecture: TransformerArchitectureConfig, parameters: int) -> int:
+    """Return the FLOPs per token of a forward and backward pass through a model of `architecture` with `parameters` parameters in total."""
+    lookup_parameters = 0 if architecture.has_tied_embeddings else architecture.vocab_size * architecture.hidden_size
+    lookup_parameters += architecture.sequence_length * architecture.hidden_size if architecture.learned_positions else 0
+    return 6 * (parameters - lookup_parameters) + 12 * architecture.num_layers * architecture.attention_width * architecture.sequence_length
 
 
-def peak(device: str, precision: Precision) -> float | None:
-    """Return the most operations a second of a device with the name that its driver gives it; None if that is not known.
+def find_peak_flops(device: str, precision: Precision) -> float | None:
+    """Return the peak FLOPS of a device by the name that its driver reports; None if unknown.
 
-    Of float8 it is that of bfloat16, as others count: what is gained shows. Of float32 it depends on whether matrices are
-    rounded to TF32, and is not told.
+    For float8 it is the bfloat16 peak, as in other tools, so that the gain is visible. For float32 it is None, since it depends on whether
+    TF32 is enabled.
     """
-    if precision not in _NARROW:
+    if precision not in _LOW_PRECISIONS:
         return None
-    return next((tera * 1e12 for name, tera in _PEAKS.items() if re.search(rf"\b{re.escape(name)}(?![0-9])", device)), None)
+    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS.items() if re.search(rf"\b{re.escape(name)}(?![0-9])", device)), None)

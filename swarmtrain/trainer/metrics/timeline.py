@@ -1,7 +1,7 @@
-"""What every rank does when, in some steps: one file, a process a node and a thread a rank, to be opened in Perfetto.
+"""Timeline of all ranks over some steps: one trace file with a process per node and a thread per rank, for Perfetto.
 
-Ranks mark moments by their own clocks, which share no beginning. Before they are put together each rank asks rank 0 for its
-time, again and again; the quickest answer tells how far its clock is off, to within half of the time it took.
+Ranks take timestamps by their own clocks, which have no common origin. Before the timestamps are merged, each rank asks rank 0 for its time
+repeatedly; the fastest reply gives the clock offset, to within half of its round-trip time.
 """
 
 from __future__ import annotations
@@ -16,174 +16,184 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swarmtrain.config.files import reason
-from swarmtrain.trainer import agreement
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.health.step_timer import BACKWARD, Mark, PhaseKey, StepTimer, compute_elapsed_seconds
 from swarmtrain.trainer.parallel.mesh import Mesh
-from swarmtrain.trainer.parts import BACKWARD, Mark, Parts, Piece, between
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
-_QUESTIONS = 20
-"""How often a rank asks for the time."""
-_SHORTEST = 1e-7
-"""Seconds under which a part is not shown: nothing was done in it."""
+_CLOCK_SAMPLES = 20
+"""Time requests per rank."""
+_MIN_SPAN_SECONDS = 1e-7
+"""Shorter phases are not shown: nothing was done in them."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """One part of one step on one rank."""
+class PhaseSpan:
+    """One phase of one step on one rank."""
 
     step: int
-    part: str
-    where: tuple[int, ...]
-    """The micro batch, and the stage of a pipeline."""
-    begin: float
-    """Seconds by rank 0's clock."""
+    phase: str
+    indices: tuple[int, ...]
+    """The micro batch and the pipeline stage."""
+    start_seconds: float
+    """Seconds on rank 0's clock."""
     seconds: float
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one rank did."""
+class RankTimeline:
+    """Timeline of one rank."""
 
     node: str
-    place: str
+    coordinates: str
     """Its coordinates in the topology."""
-    accuracy: float
-    """Seconds by which its moments may be wrong, seen from rank 0."""
-    spans: tuple[Span, ...]
+    clock_error: float
+    """Maximum error in seconds of its timestamps, relative to rank 0."""
+    spans: tuple[PhaseSpan, ...]
 
 
-class Timeline:
-    """Listens to the clock of this rank, and writes what all have heard; does nothing if the config names no steps."""
+class TimelineRecorder:
+    """Records the phases of this rank's step timer, and writes the timeline of all ranks. Does nothing if the config selects no steps."""
 
-    def __init__(self, here: Runtime, mesh: Mesh, parts: Parts) -> None:
-        config = here.config.profiler
-        self._here, self._parts = here, parts
-        self._place = f"pipe {mesh.pipe_rank} data {mesh.data_rank} tensor {mesh.tensor_rank}"
-        self._first, self._count = config.timeline_start_at_step, config.timeline_steps
-        self._numbers: list[int] = []
-        """Of the steps that were made in this world."""
-        self._heard = 0
+    def __init__(self, runtime: Runtime, mesh: Mesh, timer: StepTimer) -> None:
+        config = runtime.config.profiler
+        self._runtime, self._timer = runtime, timer
+        self._coordinates = f"pipe {mesh.pipe_rank} data {mesh.data_rank} tensor {mesh.tensor_rank}"
+        self._start_step, self._step_count = config.timeline_start_at_step, config.timeline_steps
+        self._step_numbers: list[int] = []
+        """Numbers of the steps done in this world."""
+        self._steps_received = 0
         self._spans: list[tuple[int, str, tuple[int, ...], float, float]] = []
-        if self._count:
-            parts.listener = self._listen
-            self._anchor = self._now()
+        if self._step_count:
+            timer.listener = self._receive_step
+            self._anchor = self._record_anchor()
 
     def after_step(self, number: int) -> None:
-        """Step `number` is made. Called by all ranks together."""
-        if not self._count:
+        """Record that step `number` is done. Collective."""
+        if not self._step_count:
             return
-        self._numbers.append(number)
-        if len(self._numbers) == self._first - 1:
-            self._anchor = self._now()  # a GPU's clock is the less exact, the longer ago this is
-        elif len(self._numbers) > self._first + self._count:  # of the last one a GPU's marks are known a step later
+        self._step_numbers.append(number)
+        if len(self._step_numbers) == self._start_step - 1:
+            self._anchor = self._record_anchor()  # the error of a GPU's clock grows with the age of the anchor
+        elif len(self._step_numbers) > self._start_step + self._step_count:  # a GPU's timestamps of the last step are known one step later
             self.close()
 
     def close(self) -> None:
-        """Write what there is, if that has not been done. Called by all ranks together."""
-        if not self._count or len(self._numbers) <= self._first:
+        """Write the timeline, unless already written. Collective."""
+        if not self._step_count or len(self._step_numbers) <= self._start_step:
             return
-        if self._here.device.type == "cuda":
+        if self._runtime.device.type == "cuda":
             torch.cuda.synchronize()
-        self._parts.catch_up()
-        self._parts.listener, self._count = None, 0
-        offset, accuracy = _offset(self._here)
-        spans = tuple(Span(self._numbers[lap], part, where, at + offset, long) for lap, part, where, at, long in self._spans)
-        rows = agreement.to_first_rank(Row(self._here.node, self._place, accuracy, spans))
-        if self._here.first:
-            self._write(rows)
+        self._timer.read_finished_steps()
+        self._timer.listener, self._step_count = None, 0
+        offset, clock_error = _measure_clock_offset(self._runtime)
+        spans = tuple(
+            PhaseSpan(self._step_numbers[step_index], phase, indices, start_seconds + offset, seconds)
+            for step_index, phase, indices, start_seconds, seconds in self._spans
+        )
+        timelines = collectives.gather_to_rank_zero(RankTimeline(self._runtime.node, self._coordinates, clock_error, spans))
+        if self._runtime.is_rank_zero:
+            self._write_trace(timelines)
 
-    def _write(self, rows: Sequence[Row]) -> None:
-        path = self._here.folder / "timeline.json"
+    def _write_trace(self, timelines: Sequence[RankTimeline]) -> None:
+        path = self._runtime.output_folder / "timeline.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(trace(rows)))
+            path.write_text(json.dumps(build_trace(timelines)))
         except OSError as error:
-            LOG.warning("%s: no timeline, since it cannot be written: %s", path, reason(error))
+            LOG.warning("%s: no timeline, since it cannot be written: %s", path, describe_os_error(error))
         else:
-            LOG.info("timeline of %d ranks: %s, exact to %.0f µs", len(rows), path, _accuracy(rows) * 1e6)
+            LOG.info("timeline of %d ranks: %s, exact to %.0f µs", len(timelines), path, _find_max_clock_error(timelines) * 1e6)
 
-    def _now(self) -> tuple[Mark, float]:
-        """Return a mark, and when it is by the host's clock."""
-        if self._here.device.type != "cuda":
+    def _record_anchor(self) -> tuple[Mark, float]:
+        """Return a timestamp mark, and its time on the host's clock."""
+        if self._runtime.device.type != "cuda":
             return 0.0, 0.0
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own is not typed
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # not typed in torch
         event.record()
         torch.cuda.synchronize()
         return event, time.perf_counter()
 
-    def _listen(self, pieces: Sequence[Piece], marks: Sequence[Mark]) -> None:
-        lap, self._heard = self._heard, self._heard + 1
-        if not self._first <= lap < self._first + self._count:
+    def _receive_step(self, phases: Sequence[PhaseKey], marks: Sequence[Mark]) -> None:
+        step_index, self._steps_received = self._steps_received, self._steps_received + 1
+        if not self._start_step <= step_index < self._start_step + self._step_count:
             return
         mark, moment = self._anchor
-        begins = [moment + between(mark, each) for each in marks]
-        for (part, where), begin, end in zip(pieces, begins, begins[1:], strict=False):
-            if end - begin > _SHORTEST:
-                self._spans.append((lap, part, where, begin, end - begin))
+        start_times = [moment + compute_elapsed_seconds(mark, each) for each in marks]
+        for (phase, indices), begin, end in zip(phases, start_times, start_times[1:], strict=False):
+            if end - begin > _MIN_SPAN_SECONDS:
+                self._spans.append((step_index, phase, indices, begin, end - begin))
 
 
-def trace(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what `rows`, by rank, show, in the Trace Event Format of Chrome and Perfetto."""
-    nodes = list(dict.fromkeys(row.node for row in rows))
-    events = [_name("process", pid, None, node) for pid, node in enumerate(nodes)]
-    start = min((span.begin for row in rows for span in row.spans), default=0.0)
-    for rank, row in enumerate(rows):
-        pid = nodes.index(row.node)
-        events += [_name("thread", pid, rank, f"rank {rank}: {row.place}"), *_events(row, start, {"pid": pid, "tid": rank})]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"accuracy_microseconds": round(_accuracy(rows) * 1e6, 1)}}
+def build_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:
+    """Return `timelines`, in rank order, in the Trace Event Format of Chrome and Perfetto."""
+    nodes = list(dict.fromkeys(timeline.node for timeline in timelines))
+    events = [_build_name_event("process", pid, None, node) for pid, node in enumerate(nodes)]
+    start = min((span.start_seconds for timeline in timelines for span in timeline.spans), default=0.0)
+    for rank, timeline in enumerate(timelines):
+        pid = nodes.index(timeline.node)
+        events += [
+            _build_name_event("thread", pid, rank, f"rank {rank}: {timeline.coordinates}"),
+            *_build_step_events(timeline, start, {"pid": pid, "tid": rank}),
+        ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"accuracy_microseconds": round(_find_max_clock_error(timelines) * 1e6, 1)},
+    }
 
 
-def _events(row: Row, start: float, whose: dict[str, int]) -> Iterator[dict[str, Any]]:
-    for step in dict.fromkeys(span.step for span in row.spans):
-        spans = [span for span in row.spans if span.step == step]
-        begin, end = spans[0].begin, spans[-1].begin + spans[-1].seconds
-        yield {"ph": "X", "name": f"step {step}", "cat": "step", "ts": (begin - start) * 1e6, "dur": (end - begin) * 1e6, **whose}
+def _build_step_events(timeline: RankTimeline, start: float, thread_ids: dict[str, int]) -> Iterator[dict[str, Any]]:
+    for step in dict.fromkeys(span.step for span in timeline.spans):
+        spans = [span for span in timeline.spans if span.step == step]
+        begin, end = spans[0].start_seconds, spans[-1].start_seconds + spans[-1].seconds
+        yield {"ph": "X", "name": f"step {step}", "cat": "step", "ts": (begin - start) * 1e6, "dur": (end - begin) * 1e6, **thread_ids}
         for span in spans:
-            told = dict(zip(("micro_batch", "stage"), span.where, strict=False))
+            index_args = dict(zip(("micro_batch", "stage"), span.indices, strict=False))
             yield {
                 "ph": "X",
-                "name": _title(span),
-                "cat": span.part,
-                "ts": (span.begin - start) * 1e6,
+                "name": _format_title(span),
+                "cat": span.phase,
+                "ts": (span.start_seconds - start) * 1e6,
                 "dur": span.seconds * 1e6,
-                "args": {"step": step, **told},
-                **whose,
+                "args": {"step": step, **index_args},
+                **thread_ids,
             }
 
 
-def _title(span: Span) -> str:
-    if span.where:
-        return f"{span.part} {span.where[0]}"
-    return "waits for other stages" if span.part == BACKWARD else span.part
+def _format_title(span: PhaseSpan) -> str:
+    if span.indices:
+        return f"{span.phase} {span.indices[0]}"
+    return "waits for other stages" if span.phase == BACKWARD else span.phase
 
 
-def _name(kind: str, pid: int, tid: int | None, name: str) -> dict[str, Any]:
+def _build_name_event(kind: str, pid: int, tid: int | None, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": f"{kind}_name", "pid": pid, **({} if tid is None else {"tid": tid}), "args": {"name": name}}
 
 
-def _accuracy(rows: Sequence[Row]) -> float:
-    return max((row.accuracy for row in rows), default=0.0)
+def _find_max_clock_error(timelines: Sequence[RankTimeline]) -> float:
+    return max((timeline.clock_error for timeline in timelines), default=0.0)
 
 
-def _offset(here: Runtime) -> tuple[float, float]:
-    """Return the seconds from this rank's clock to rank 0's, and by how many that may be wrong. Called by all ranks together."""
-    found, told = (0.0, 0.0), torch.zeros(1, dtype=torch.float64)
-    for rank in range(1, here.size):
-        if here.first:
-            for _ in range(_QUESTIONS):
-                dist.recv(told, rank)
-                told[0] = time.perf_counter()
-                dist.send(told, rank)
-        elif here.rank == rank:
-            found = min((_asked(told) for _ in range(_QUESTIONS)), key=lambda answer: answer[1])
-    return found
+def _measure_clock_offset(runtime: Runtime) -> tuple[float, float]:
+    """Return the offset in seconds from this rank's clock to rank 0's, and its maximum error. Collective."""
+    offset_and_error, clock = (0.0, 0.0), torch.zeros(1, dtype=torch.float64)
+    for rank in range(1, runtime.world_size):
+        if runtime.is_rank_zero:
+            for _ in range(_CLOCK_SAMPLES):
+                dist.recv(clock, rank)
+                clock[0] = time.perf_counter()
+                dist.send(clock, rank)
+        elif runtime.rank == rank:
+            offset_and_error = min((_sample_clock_offset(clock) for _ in range(_CLOCK_SAMPLES)), key=lambda sample: sample[1])
+    return offset_and_error
 
 
-def _asked(told: torch.Tensor) -> tuple[float, float]:
-    begun = time.perf_counter()
-    dist.send(told, 0)
-    dist.recv(told, 0)
-    ended = time.perf_counter()
-    return float(told) - (begun + ended) / 2, (ended - begun) / 2
+def _sample_clock_offset(clock: torch.Tensor) -> tuple[float, float]:
+    start_time = time.perf_counter()
+    dist.send(clock, 0)
+    dist.recv(clock, 0)
+    end_time = time.perf_counter()
+    return float(clock) - (start_time + end_time) / 2, (end_time - start_time) / 2

@@ -1,1 +1,1 @@
-"""The model."""
+"""The transformer model and its losses."""

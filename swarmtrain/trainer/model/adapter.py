@@ -1,43 +1,45 @@
-"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): what attention, or the feed-forward block, adds to the stream goes through a narrow
-block of its own, x + W GELU(N x + n) + w."""
+"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): the output of attention or of the feed-forward block passes through a bottleneck.
+
+The bottleneck computes x + W GELU(N x + n) + w, before the output is added to the residual stream.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model.beside import first_half
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.model.peft import zero_second_half
 
 
 class Adapter(nn.Module):
-    """One narrow block. W begins with zeros, so the model begins as it was."""
+    """One bottleneck block. W is initialized with zeros, so the model initially computes what it did without adapters."""
 
-    def __init__(self, width: int, narrow: int) -> None:
+    def __init__(self, hidden_size: int, bottleneck_size: int) -> None:
         super().__init__()
-        self.narrow = nn.Linear(width, narrow)
-        self.wide = nn.Linear(narrow, width)
+        self.down_projection = nn.Linear(hidden_size, bottleneck_size)
+        self.up_projection = nn.Linear(bottleneck_size, hidden_size)
 
-    def forward(self, made: Tensor) -> Tensor:
-        """Return what is added to `made`."""
-        change: Tensor = self.wide(functional.gelu(self.narrow(made)))
-        return change
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return what is added to `hidden`."""
+        output: Tensor = self.up_projection(functional.gelu(self.down_projection(hidden)))
+        return output
 
 
-class Adapters(nn.ModuleDict):
-    """Those of one layer."""
+class LayerAdapters(nn.ModuleDict):
+    """The adapters of one layer."""
 
-    def __init__(self, shape: TransformerArchitectureConfig) -> None:
-        self.halved = False
-        """They count for the first half of the samples alone."""
-        config = shape.adapter_config
+    def __init__(self, architecture: TransformerArchitectureConfig) -> None:
+        self.first_half_only = False
+        """Apply adapters to the first half of the samples only."""
+        config = architecture.adapter_config
         factors = {"after_attention": config.attention_downsampling_factor, "after_mlp": config.mlp_downsampling_factor} if config else {}
-        width = shape.hidden_size
+        width = architecture.hidden_size
         super().__init__({name: Adapter(width, max(1, int(width * factor))) for name, factor in factors.items() if factor})
 
-    def of(self, name: str, made: Tensor) -> Tensor:
-        """Return what becomes of `made` where the adapter `name` stands, if it does."""
+    def apply_adapter(self, name: str, hidden: Tensor) -> Tensor:
+        """Return `hidden` after the adapter `name`; unchanged if there is no such adapter."""
         if name not in self:
-            return made
-        change: Tensor = self[name](made)
-        return made + (first_half(change) if self.halved else change)
+            return hidden
+        adapter_output: Tensor = self[name](hidden)
+        return hidden + (zero_second_half(adapter_output) if self.first_half_only else adapter_output)

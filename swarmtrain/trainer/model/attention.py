@@ -1,81 +1,95 @@
-"""Causal self-attention, its keys and values shared by groups of queries (Ainslie et al. 2023, arXiv 2305.13245)."""
+"""Causal self-attention with grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
-from swarmtrain.trainer.model.context import Gather
-from swarmtrain.trainer.model.linear import linear
-from swarmtrain.trainer.model.lora import Beside
-from swarmtrain.trainer.model.masks import Masks, Mixing, mix
-from swarmtrain.trainer.model.norm import norm
-from swarmtrain.trainer.model.rotary import Rotation, rotate
+from swarmtrain.trainer.model.linear import build_linear
+from swarmtrain.trainer.model.lora import LoraAdapters
+from swarmtrain.trainer.model.masks import AttentionOptions, Masks, compute_attention
+from swarmtrain.trainer.model.norm import build_norm
+from swarmtrain.trainer.model.rotary import Rotation, apply_rotary
+from swarmtrain.trainer.model.sequence_shard import KeyValueGather
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The number of heads is read off the projections, which may be a shard."""
+    """Causal self-attention. The number of heads is inferred from the projections, which may be tensor-parallel shards."""
 
-    def __init__(self, shape: TransformerArchitectureConfig, layer: int) -> None:
+    def __init__(self, architecture: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
         self.first_head = 0
-        """The number of this rank's first head, in the undivided model."""
-        self.gather: Gather | None = None
-        """Comes by the rest of each sequence, where this rank has a part."""
-        self.head_size = shape.head_size
-        self.local_heads = shape.num_local_attention_heads
-        self.position_type = shape.relative_position_embedding_type
-        self.dropout = shape.dropout_attention_probs
-        bias, narrow, fp8 = shape.attention_bias, shape.kv_heads * shape.head_size, shape.fp8_config_attention
-        self.scales = umup.attention_scales(shape) if shape.umup.enable else None
-        self.query = linear(shape, shape.hidden_size, shape.attention_width, bias=bias, fp8=fp8)
-        self.key = linear(shape, shape.hidden_size, narrow, bias=bias, fp8=fp8)
-        self.value = linear(shape, shape.hidden_size, narrow, bias=bias, fp8=fp8)
-        self.output = linear(
-            shape, shape.attention_width, shape.hidden_size, bias=shape.output_bias, fp8=shape.fp8_config_attention_dense_out
+        """Index of this rank's first head in the undivided model."""
+        self.gather_key_value: KeyValueGather | None = None
+        """Gathers the keys and values of the whole sequence, if this rank has only a part of it (context parallelism)."""
+        self.head_size = architecture.head_size
+        self.num_local_attention_heads = architecture.num_local_attention_heads
+        self.position_type = architecture.relative_position_embedding_type
+        self.dropout = architecture.dropout_attention_probs
+        bias, key_value_width, fp8 = (
+            architecture.attention_bias,
+            architecture.kv_heads * architecture.head_size,
+            architecture.fp8_config_attention,
         )
-        layers = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
-        self.lora = Beside(shape, f"{layer} attention", layers.items())
-        # Henry et al. 2020 (arXiv 2010.04245), as Dehghani et al. 2023 (2302.05442) have it: scores cannot grow without bound.
-        self.query_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
-        self.key_norm = norm(shape.head_size, shape) if shape.key_query_norm else None
+        self.umup_scales = umup.compute_attention_scales(architecture) if architecture.umup.enable else None
+        self.query = build_linear(architecture, architecture.hidden_size, architecture.attention_width, bias=bias, fp8=fp8)
+        self.key = build_linear(architecture, architecture.hidden_size, key_value_width, bias=bias, fp8=fp8)
+        self.value = build_linear(architecture, architecture.hidden_size, key_value_width, bias=bias, fp8=fp8)
+        self.output = build_linear(
+            architecture,
+            architecture.attention_width,
+            architecture.hidden_size,
+            bias=architecture.has_attention_output_bias,
+            fp8=architecture.fp8_config_attention_dense_out,
+        )
+        projections = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
+        self.lora = LoraAdapters(architecture, f"{layer} attention", projections.items())
+        # Henry et al. 2020 (arXiv 2010.04245), in the form of Dehghani et al. 2023 (2302.05442): keeps attention scores bounded.
+        self.query_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
+        self.key_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
 
     def forward(self, hidden: Tensor, *, rotation: Rotation | None, masks: Masks, noise: Tensor | None) -> Tensor:
-        """For `noise`, that of all tokens of `hidden`, see Dropout."""
-        layers = {"query": self.query, "key": self.key, "value": self.value}
-        query, key, value = (self._heads(self.lora.of(name, layer, hidden, noise)) for name, layer in layers.items())
+        """Return the attention output (batch, sequence, hidden size). `noise`: that of all tokens of `hidden`, see Dropout."""
+        projections = {"query": self.query, "key": self.key, "value": self.value}
+        query, key, value = (
+            self._split_heads(self.lora.forward_with_lora(name, layer, hidden, noise)) for name, layer in projections.items()
+        )
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = _normalised(query, self.query_norm), _normalised(key, self.key_norm)
+            query, key = _normalize_heads(query, self.query_norm), _normalize_heads(key, self.key_norm)
         if rotation is not None:
-            query, key = (rotate(heads, rotation, self.position_type) for heads in (query, key))
-        if self.gather is not None:
-            key, value = self.gather(key, value)
-        if self.scales is None:
-            mixed = self._mix(query, key, value, masks, None)
+            query, key = (apply_rotary(heads, rotation, self.position_type) for heads in (query, key))
+        if self.gather_key_value is not None:
+            key, value = self.gather_key_value(key, value)
+        if self.umup_scales is None:
+            attended = self._compute_attention(query, key, value, masks, None)
         else:
-            of_scores, of_mixed = self.scales
-            query, key, value = (umup.scaled(heads, 1.0, of_mixed) for heads in (query, key, value))
-            mixed = umup.scaled(self._mix(query, key, value, masks, of_scores), of_mixed)
-        return self.lora.of("output", self.output, mixed.transpose(1, 2).flatten(2), noise)
+            score_scale, output_scale = self.umup_scales
+            query, key, value = (umup.scale_values(heads, 1.0, output_scale) for heads in (query, key, value))
+            attended = umup.scale_values(self._compute_attention(query, key, value, masks, score_scale), output_scale)
+        return self.lora.forward_with_lora("output", self.output, attended.transpose(1, 2).flatten(2), noise)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
-        """Return what each head sees. The model's first heads are the local ones."""
-        how = Mixing(self.dropout if self.training else 0.0, scale)
-        local = min(max(0, self.local_heads - self.first_head), query.shape[1])
-        if local in (0, query.shape[1]):
-            return mix(query, key, value, masks.near if local else masks.all, how)
-        shared = local * key.shape[1] // query.shape[1]
-        near = mix(query[:, :local], key[:, :shared], value[:, :shared], masks.near, how)
-        everything = mix(query[:, local:], key[:, shared:], value[:, shared:], masks.all, how)
-        return torch.cat((near, everything), dim=1)
+    def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
+        """Return the attention output of each head. The model's first heads use local attention."""
+        how = AttentionOptions(self.dropout if self.training else 0.0, scale)
+        num_local_heads = min(max(0, self.num_local_attention_heads - self.first_head), query.shape[1])
+        if num_local_heads in (0, query.shape[1]):
+            return compute_attention(query, key, value, masks.local if num_local_heads else masks.full, how)
+        num_local_key_heads = num_local_heads * key.shape[1] // query.shape[1]
+        local_output = compute_attention(
+            query[:, :num_local_heads], key[:, :num_local_key_heads], value[:, :num_local_key_heads], masks.local, how
+        )
+        full_output = compute_attention(
+            query[:, num_local_heads:], key[:, num_local_key_heads:], value[:, num_local_key_heads:], masks.full, how
+        )
+        return torch.cat((local_output, full_output), dim=1)
 
-    def _heads(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_size).transpose(1, 2)
 
 
-def _normalised(heads: Tensor, by: nn.Module) -> Tensor:
-    """Return `heads` normalised in float32 at least, as the stream is."""
-    wide: Tensor = by(heads.to(torch.promote_types(heads.dtype, torch.float32)))
-    return wide.to(heads.dtype)
+def _normalize_heads(heads: Tensor, norm: nn.Module) -> Tensor:
+    """Return `heads` normalized in float32 or higher, like the residual stream."""
+    normalized: Tensor = norm(heads.to(torch.promote_types(heads.dtype, torch.float32)))
+    return normalized.to(heads.dtype)

@@ -1,9 +1,9 @@
-"""Dropout that no topology changes: what is dropped is a function of the seed, the step, the sample's number in it, the
-layer, the place there, the token and the dimension, and of nothing that was drawn before.
+"""Dropout that is independent of the topology.
 
-So a rank that has half of a sequence, or a stage that has the last layers, drops what one process would have dropped, a
-layer that is computed anew for its backward pass drops the same, and so does a GPU in place of a CPU. Numbers are mixed
-by the finaliser of MurmurHash3 (Appleby 2011) in 32 bits, once for each token and once for each element.
+What is dropped is a function of the seed, the step, the sample's number in the step, the module, the token's position and the dimension,
+and of no random state. So a rank with half of a sequence, or a stage with the last layers, drops what a single process would have dropped;
+a layer recomputed for its backward pass drops the same, and so does a GPU instead of a CPU. Bits are mixed by the finalizer of MurmurHash3
+(Appleby 2011) in 32 bits, once per token and once per element.
 """
 
 from __future__ import annotations
@@ -15,65 +15,73 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from swarmtrain.trainer.runtime import derived_seed
+from swarmtrain.trainer.runtime import derive_seed
 
-_MULTIPLIERS = -0x7A143595, -0x3D4D51CB
-"""0x85EBCA6B and 0xC2B2AE35, as signed numbers."""
-_GOLDEN = -0x61C88647
-"""0x9E3779B9, the golden ratio in 32 bits: what is apart by it is far apart after mixing."""
-_WORD = 1 << 31
-_AT: ContextVar[tuple[int, int]] = ContextVar("seed, and the number of the first sample", default=(0, 0))
+_MURMUR_MULTIPLIERS = -0x7A143595, -0x3D4D51CB
+"""0x85EBCA6B and 0xC2B2AE35 as signed integers."""
+_GOLDEN_RATIO = -0x61C88647
+"""0x9E3779B9, the golden ratio in 32 bits: multiples of it are far apart after mixing."""
+_INT31_RANGE = 1 << 31
+_SEED_AND_FIRST_SAMPLE: ContextVar[tuple[int, int]] = ContextVar("seed, and the number of the first sample", default=(0, 0))
 
 
 @contextmanager
-def at(seed: int, first: int) -> Iterator[None]:
-    """In the body the samples of a forward pass have the numbers from `first` on, in a step of which `seed` is the seed."""
-    before = _AT.set((seed, first))
+def seeded_dropout(seed: int, first_sample: int) -> Iterator[None]:
+    """Within the body, number the samples of a forward pass from `first_sample` on, in a step with seed `seed`."""
+    reset_token = _SEED_AND_FIRST_SAMPLE.set((seed, first_sample))
     try:
         yield
     finally:
-        _AT.reset(before)
+        _SEED_AND_FIRST_SAMPLE.reset(reset_token)
 
 
-def noise(batch: int, places: Tensor) -> Tensor:
-    """Return a number for each token (batch, sequence) of the forward pass of the moment (see `at`).
+def compute_token_noise(batch_size: int, positions: Tensor) -> Tensor:
+    """Return one number per token (batch, sequence) of the current forward pass (see `seeded_dropout`).
 
-    `places` are those of the tokens in their samples.
+    `positions` are those of the tokens in their samples.
     """
-    seed, first = _AT.get()
-    tokens = places.to(torch.int32) * _GOLDEN + seed % _WORD
-    samples = torch.arange(first, first + batch, dtype=torch.int32, device=places.device) * _GOLDEN + seed // _WORD % _WORD
-    return _mixed(_mixed(tokens) + _mixed(samples)[:, None])
+    seed, first_sample = _SEED_AND_FIRST_SAMPLE.get()
+    tokens = positions.to(torch.int32) * _GOLDEN_RATIO + seed % _INT31_RANGE
+    samples = (
+        torch.arange(first_sample, first_sample + batch_size, dtype=torch.int32, device=positions.device) * _GOLDEN_RATIO
+        + seed // _INT31_RANGE % _INT31_RANGE
+    )
+    return _mix_bits(_mix_bits(tokens) + _mix_bits(samples)[:, None])
 
 
 class Dropout(nn.Module):
-    """Sets a part of what it is given to zero, and multiplies the rest so that the mean stays. In training only."""
+    """Zeroes a fraction of its input and scales the rest, so that the mean is unchanged. Active in training only."""
 
     key: Tensor
-    """A tensor, so that all layers are compiled as one."""
+    """A tensor, so that all layers share one compiled graph."""
 
-    def __init__(self, probability: float, place: str) -> None:
-        """`place` is the module's own name: two of one name drop the same."""
+    def __init__(self, probability: float, module_name: str) -> None:
+        """`module_name` identifies the module: two modules of the same name drop the same elements."""
         super().__init__()
         self.probability = probability
-        self.first = 0
-        """The number of the first dimension of what it is given, in the undivided model."""
-        key = torch.tensor(derived_seed("dropout", place) % _WORD, dtype=torch.int32, device="cpu")  # the model around it is made on meta
+        self.first_dimension = 0
+        """Index of the input's first dimension in the undivided model."""
+        key = torch.tensor(
+            derive_seed("dropout", module_name) % _INT31_RANGE, dtype=torch.int32, device="cpu"
+        )  # the enclosing model is built on the meta device
         self.register_buffer("key", key, persistent=False)
-        self._kept = min(round((1 - probability) * 2 * _WORD), 2 * _WORD - 1) - _WORD
+        self._keep_threshold = min(round((1 - probability) * 2 * _INT31_RANGE), 2 * _INT31_RANGE - 1) - _INT31_RANGE
 
-    def forward(self, hidden: Tensor, numbers: Tensor | None) -> Tensor:
-        """`hidden` (batch, sequence, dimension); `numbers` (batch, sequence) as `noise` makes them."""
-        if not self.probability or not self.training or numbers is None:
+    def forward(self, hidden: Tensor, noise: Tensor | None) -> Tensor:
+        """Return `hidden` (batch, sequence, dimension) with dropout. `noise` (batch, sequence) is from `compute_token_noise`."""
+        if not self.probability or not self.training or noise is None:
             return hidden
-        dimensions = torch.arange(self.first, self.first + hidden.shape[-1], dtype=torch.int32, device=hidden.device) * _GOLDEN
-        words = _mixed(_mixed(numbers + self.key)[..., None] + dimensions)
-        return torch.where(words < self._kept, hidden / (1 - self.probability), 0)
+        dimensions = (
+            torch.arange(self.first_dimension, self.first_dimension + hidden.shape[-1], dtype=torch.int32, device=hidden.device)
+            * _GOLDEN_RATIO
+        )
+        words = _mix_bits(_mix_bits(noise + self.key)[..., None] + dimensions)
+        return torch.where(words < self._keep_threshold, hidden / (1 - self.probability), 0)
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """Return 32-bit words of which every bit depends on every bit of `words`. Shifts fill up with zeros, products wrap around."""
-    first, second = _MULTIPLIERS
-    words = (words ^ (words >> 16 & 0xFFFF)) * first
-    words = (words ^ (words >> 13 & 0x7FFFF)) * second
+def _mix_bits(words: Tensor) -> Tensor:
+    """Return 32-bit words in which every bit depends on every bit of `words`. Shifts fill with zeros, products wrap around."""
+    first_multiplier, second_multiplier = _MURMUR_MULTIPLIERS
+    words = (words ^ (words >> 16 & 0xFFFF)) * first_multiplier
+    words = (words ^ (words >> 13 & 0x7FFFF)) * second_multiplier
     return words ^ (words >> 16 & 0xFFFF)

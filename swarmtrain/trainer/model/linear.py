@@ -1,4 +1,4 @@
-"""Linear layers of blocks: as they are, in float8, scaled by u-muP, or both."""
+"""Linear layers of blocks: plain, in float8, scaled by u-muP, or both."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmtrain.config.fp8 import FP8LinearConfig
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.schema.fp8 import FP8LinearConfig
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import float8, umup
 
 
-class Linear(nn.Linear):
-    """A linear layer by a product that it is given."""
+class FunctionalLinear(nn.Linear):
+    """A linear layer that computes its output with the given function."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, multiply: umup.Multiply) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, multiply: umup.LinearFunction) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.multiply = multiply
 
@@ -23,9 +23,11 @@ class Linear(nn.Linear):
         return self.multiply(input, self.weight, self.bias)
 
 
-def linear(shape: TransformerArchitectureConfig, inputs: int, outputs: int, *, bias: bool, fp8: FP8LinearConfig | None) -> nn.Linear:
-    """Return a linear layer of a block, whose products are in float8 as `fp8` says."""
-    multiply: umup.Multiply = functional.linear
+def build_linear(
+    architecture: TransformerArchitectureConfig, inputs: int, outputs: int, *, bias: bool, fp8: FP8LinearConfig | None
+) -> nn.Linear:
+    """Return a linear layer of a block; its products are in float8 if `fp8` is given."""
+    multiply: umup.LinearFunction = functional.linear
     if fp8 is not None:
-        multiply = partial(float8.linear, how=float8.recipe(fp8, emulate=shape.fp8_emulate))
-    return (umup.Linear if shape.umup.enable else Linear)(inputs, outputs, bias=bias, multiply=multiply)
+        multiply = partial(float8.compute_linear, recipe=float8.build_recipe(fp8, emulate=architecture.fp8_emulate))
+    return (umup.UnitScaledLinear if architecture.umup.enable else FunctionalLinear)(inputs, outputs, bias=bias, multiply=multiply)

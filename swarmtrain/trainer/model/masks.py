@@ -1,8 +1,8 @@
-"""Which tokens see which, and the kernels that know.
+"""Attention masks: which tokens attend to which, and the kernels that apply them.
 
-Where every token sees all before it, no mask is made: kernels know that case, and flash attention is for it. A window
-or documents within a sample need one. It is made once in a forward pass, for all layers: on a GPU as the blocks that
-flex attention (Dong et al. 2024, arXiv 2412.05496) leaves out, elsewhere as truth values. Both come of one function.
+If every token attends to all tokens before it, no mask is built: kernels support that case directly, and it allows flash attention. A
+window, or several documents in a sample, need a mask. It is built once per forward pass, for all layers: on a GPU as the blocks that flex
+attention (Dong et al. 2024, arXiv 2412.05496) skips, elsewhere as booleans. Both are derived from one function.
 """
 
 from __future__ import annotations
@@ -16,118 +16,120 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from swarmtrain.config.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 
-Mask = Tensor | BlockMask | None
-"""Truth values (batch or 1, 1, queries, keys), or the same for flex attention; None: all tokens before."""
-Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Maps sample, head, query's place and key's place to whether the one sees the other."""
+AttentionMask = Tensor | BlockMask | None
+"""Booleans (batch or 1, 1, queries, keys), or a block mask for flex attention; None: plain causal attention."""
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Maps sample, head, query position and key position to whether the query attends to the key."""
 
-_SMALLEST = 16
-"""Dimensions of a head that flex attention's kernel needs."""
-_FEW = 128
-"""Queries that make a block of it."""
+_FLEX_MIN_HEAD_SIZE = 16
+"""Smallest head size that flex attention's kernel supports."""
+_FLEX_BLOCK_SIZE = 128
+"""Queries per block of flex attention."""
 
 
 class Masks(NamedTuple):
-    """What heads see in one forward pass."""
+    """The attention masks of one forward pass."""
 
-    all: Mask
-    """Heads that see everything before."""
-    near: Mask
-    """Local heads."""
+    full: AttentionMask
+    """For heads that attend to everything before."""
+    local: AttentionMask
+    """For local heads."""
 
 
-class Mixing(NamedTuple):
+class AttentionOptions(NamedTuple):
     """How values are weighted."""
 
     dropout: float = 0.0
-    """Part of the weights that is dropped."""
+    """Fraction of the attention weights that is dropped."""
     scale: float | None = None
-    """What products of queries and keys are multiplied by; None: one over the root of a head's size."""
+    """Factor of the products of queries and keys; None: one over the square root of the head size."""
 
 
-_USUAL = Mixing()
+_DEFAULT_OPTIONS = AttentionOptions()
 
 
-def build(
-    shape: TransformerArchitectureConfig,
-    batch: int,
+def build_masks(
+    architecture: TransformerArchitectureConfig,
+    batch_size: int,
     length: int,
     documents: Tensor | None,
     device: torch.device,
     *,
-    places: Tensor | None = None,
+    query_positions: Tensor | None = None,
 ) -> Masks:
-    """Return the masks of one forward pass. `documents` (batch, sequence) are not to see each other, if given.
+    """Return the masks of one forward pass. If `documents` (batch, sequence) is given, tokens attend only within their document.
 
-    `places`: those of the queries in their sequences; None if all of a sequence's are here.
+    `query_positions`: positions of the queries in their sequences; None if this rank has all of a sequence.
     """
-    window = shape.local_attention_window_size
-    flex = device.type == "cuda" and shape.head_size >= _SMALLEST and not shape.dropout_attention_probs
-    flex = flex and (places is None or len(places) >= _FEW)
-    make = _blocks if flex and shape.precision is not Precision.float64 else truth
-    samples = batch if documents is not None else 1
-    size = length if places is None else len(places), length
+    window = architecture.local_attention_window_size
+    use_flex = device.type == "cuda" and architecture.head_size >= _FLEX_MIN_HEAD_SIZE and not architecture.dropout_attention_probs
+    use_flex = use_flex and (query_positions is None or len(query_positions) >= _FLEX_BLOCK_SIZE)
+    build_mask = _build_block_mask if use_flex and architecture.precision is not Precision.float64 else build_dense_mask
+    mask_batch_size = batch_size if documents is not None else 1
+    mask_size = length if query_positions is None else len(query_positions), length
 
-    def made(near: int | None) -> Mask:
-        return make(_moved(sees(documents, near), places), samples, size, device)
+    def make_mask(window_size: int | None) -> AttentionMask:
+        return build_mask(
+            _remap_query_positions(build_mask_mod(documents, window_size), query_positions), mask_batch_size, mask_size, device
+        )
 
-    everything = None if documents is None and places is None else made(None)
-    return Masks(everything, None if window is None else made(window))
+    full_mask = None if documents is None and query_positions is None else make_mask(None)
+    return Masks(full_mask, None if window is None else make_mask(window))
 
 
-def sees(documents: Tensor | None, window: int | None) -> Sees:
-    """Return what one token sees: those before it and itself, of its own document, at most `window` before it."""
+def build_mask_mod(documents: Tensor | None, window: int | None) -> MaskMod:
+    """Return the mask function: a token attends to itself and the tokens before it, of its document, at most `window` before it."""
 
-    def mask(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = query >= key
+    def mask_mod(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = query >= key
         if window is not None:
-            seen = seen & (query - key <= window)
+            visible = visible & (query - key <= window)
         if documents is not None:
-            seen = seen & (documents[sample, query] == documents[sample, key])
-        return seen
+            visible = visible & (documents[sample, query] == documents[sample, key])
+        return visible
 
-    return mask
+    return mask_mod
 
 
-def truth(seen: Sees, samples: int, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return `seen` as truth values (samples, 1, queries, keys); `size` is that of the last two."""
+def build_dense_mask(mask_mod: MaskMod, batch_size: int, size: tuple[int, int], device: torch.device) -> Tensor:
+    """Return `mask_mod` as booleans (samples, 1, queries, keys); `size` is (queries, keys)."""
     queries, keys = (torch.arange(count, device=device) for count in size)
-    sample = torch.arange(samples, device=device)[:, None, None, None]
-    return seen(sample, torch.zeros_like(sample), queries[:, None], keys).expand(samples, 1, *size)
+    sample = torch.arange(batch_size, device=device)[:, None, None, None]
+    return mask_mod(sample, torch.zeros_like(sample), queries[:, None], keys).expand(batch_size, 1, *size)
 
 
-def _moved(seen: Sees, places: Tensor | None) -> Sees:
-    """Return `seen` for queries that are numbered here, and have `places` in their sequences."""
-    if places is None:
-        return seen
-    return lambda sample, head, query, key: seen(sample, head, places[query], key)
+def _remap_query_positions(mask_mod: MaskMod, query_positions: Tensor | None) -> MaskMod:
+    """Return `mask_mod` for local query indices, whose positions in their sequences are `query_positions`."""
+    if query_positions is None:
+        return mask_mod
+    return lambda sample, head, query, key: mask_mod(sample, head, query_positions[query], key)
 
 
-def mix(query: Tensor, key: Tensor, value: Tensor, mask: Mask, how: Mixing = _USUAL) -> Tensor:
-    """Return the values that each query sees, weighted: (batch, head, sequence, dimension) like `query`."""
-    shared = key.shape[1] != query.shape[1]
+def compute_attention(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, how: AttentionOptions = _DEFAULT_OPTIONS) -> Tensor:
+    """Return the attention output (batch, head, sequence, dimension), shaped like `query`."""
+    enable_gqa = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):
-        mixed: Tensor = _compiled(flex_attention)(query, key, value, block_mask=mask, scale=how.scale, enable_gqa=shared)
-        return mixed
-    if shared and not _takes_groups(query, mask):
+        attended: Tensor = _compile_cached(flex_attention)(query, key, value, block_mask=mask, scale=how.scale, enable_gqa=enable_gqa)
+        return attended
+    if enable_gqa and not _can_use_gqa(query, mask):
         repeats = query.shape[1] // key.shape[1]
-        key, value, shared = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1), False
+        key, value, enable_gqa = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1), False
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale, enable_gqa=shared
+        query, key, value, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale, enable_gqa=enable_gqa
     )
 
 
-def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel that torch will choose reads keys that are shared; others fall back to one that keeps all scores."""
+def _can_use_gqa(query: Tensor, mask: Tensor | None) -> bool:
+    """Return whether the kernel that torch will select supports grouped keys; otherwise torch falls back to one that stores all scores."""
     return query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
 
 
-def _blocks(seen: Sees, samples: int, size: tuple[int, int], device: torch.device) -> BlockMask:
-    return create_block_mask(seen, samples, None, *size, device=device.type)
+def _build_block_mask(mask_mod: MaskMod, batch_size: int, size: tuple[int, int], device: torch.device) -> BlockMask:
+    return create_block_mask(mask_mod, batch_size, None, *size, device=device.type)
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_cached(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)

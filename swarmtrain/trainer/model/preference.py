@@ -1,7 +1,7 @@
-"""A loss of pairs of answers: direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290).
+"""A loss over pairs of completions: direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290).
 
-Samples come in pairs, the better answer before the worse. Each is seen twice in one pass: with what stands beside the model, and
-without, which is the model that it is compared with. So there is no second model, and nothing that divides this one is any wiser.
+Samples come in pairs, the preferred response before the rejected one. Each runs twice in one pass: with LoRA or adapters, and without them,
+which gives the reference model. So there is no second model, and no form of parallelism needs to know about it.
 """
 
 from __future__ import annotations
@@ -14,66 +14,69 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from swarmtrain.config.preference import PreferenceConfig
-from swarmtrain.trainer.model.adapter import Adapters
-from swarmtrain.trainer.model.lora import Beside
-from swarmtrain.trainer.model.targets import IGNORE
+from swarmtrain.config.schema.preference import PreferenceConfig
+from swarmtrain.trainer.model.adapter import LayerAdapters
+from swarmtrain.trainer.model.lora import LoraAdapters
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 T = TypeVar("T", Tensor, None)
 
 
-class Preference:
-    """The loss of pairs, and how many were judged right since that was last asked for."""
+class PreferenceLoss:
+    """The DPO loss, and how many pairs were ranked correctly since that count was last read."""
 
     def __init__(self, config: PreferenceConfig) -> None:
         self._config = config
-        self._right: Tensor | None = None
+        self._correct_count: Tensor | None = None
 
-    def loss(self, losses: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss of pairs, in nats. A pair of which nothing counts has none.
+    def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss of all pairs, in nats. A pair without loss tokens has a loss of zero.
 
-        `losses`: of each token, of the tuned model and then of the other; `targets` (answers, sequence), of pairs one after the other.
+        `token_losses`: per token, first of the tuned model, then of the reference; `targets` (responses, sequence): pairs are consecutive.
         """
-        told = -losses.view(2, -1, 2, targets.shape[1]).sum(-1)
-        gained = told[0] - told[1].detach()
-        margins = self._config.beta * (gained[:, 0] - gained[:, 1])
-        smooth = self._config.label_smoothing
-        found = -(1 - smooth) * logsigmoid(margins) - smooth * logsigmoid(-margins)
-        counts = (targets != IGNORE).view(-1, 2 * targets.shape[1]).any(1)
-        right = (counts & (margins > 0)).sum()
-        self._right = right if self._right is None else self._right + right
-        return torch.where(counts, found, 0).sum()
+        log_probabilities = -token_losses.view(2, -1, 2, targets.shape[1]).sum(-1)
+        log_ratios = log_probabilities[0] - log_probabilities[1].detach()
+        margins = self._config.beta * (log_ratios[:, 0] - log_ratios[:, 1])
+        label_smoothing = self._config.label_smoothing
+        pair_losses = -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
+        valid = (targets != IGNORE_INDEX).view(-1, 2 * targets.shape[1]).any(1)
+        correct_count = (valid & (margins > 0)).sum()
+        self._correct_count = correct_count if self._correct_count is None else self._correct_count + correct_count
+        return torch.where(valid, pair_losses, 0).sum()
 
-    def taken(self) -> Tensor | None:
-        """Return the number of pairs whose better answer has become the likelier, since the last call; None if there was no pair."""
-        right, self._right = self._right, None
-        return right
+    def pop_correct_count(self) -> Tensor | None:
+        """Return the number of correctly ranked pairs since the last call; None if there was no pair.
+
+        In a correctly ranked pair the preferred response has gained more likelihood over the reference model than the rejected one.
+        """
+        correct_count, self._correct_count = self._correct_count, None
+        return correct_count
 
 
-def learn(model: nn.Module) -> None:
-    """Let what stands beside `model` count for the first half of each batch alone."""
-    for module in _beside(model):
-        module.halved = True
+def restrict_adapters_to_first_half(model: nn.Module) -> None:
+    """Apply LoRA and adapters of `model` to the first half of each batch only."""
+    for module in _find_adapters(model):
+        module.first_half_only = True
 
 
 @contextmanager
-def all_tuned(model: nn.Module) -> Iterator[None]:
-    """In the body what stands beside `model` counts for all of a batch."""
-    halved = [module for module in _beside(model) if module.halved]
-    for module in halved:
-        module.halved = False
+def applying_adapters_to_all_samples(model: nn.Module) -> Iterator[None]:
+    """Within the body, apply LoRA and adapters of `model` to the whole batch."""
+    restricted = [module for module in _find_adapters(model) if module.first_half_only]
+    for module in restricted:
+        module.first_half_only = False
     try:
         yield
     finally:
-        for module in halved:
-            module.halved = True
+        for module in restricted:
+            module.first_half_only = True
 
 
-def twice(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return a batch twice over. What a pipeline's stage before has made of `tokens` has been doubled there."""
+def duplicate_batch(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the batch repeated twice. Hidden states from an earlier pipeline stage are doubled already and returned unchanged."""
     doubled = tokens.repeat(2, 1) if tokens.dim() == 2 else tokens
     return doubled, None if documents is None else documents.repeat(2, 1)
 
 
-def _beside(model: nn.Module) -> Iterator[Beside | Adapters]:
-    return (module for module in model.modules() if isinstance(module, Beside | Adapters))
+def _find_adapters(model: nn.Module) -> Iterator[LoraAdapters | LayerAdapters]:
+    return (module for module in model.modules() if isinstance(module, LoraAdapters | LayerAdapters))

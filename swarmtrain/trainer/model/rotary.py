@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al. 2021, arXiv 2104.09864): pairs of dimensions turn by an angle that grows with the position.
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): pairs of dimensions rotate by an angle that grows with the position.
 
-So the product of a query and a key depends on how far apart they are, and on nothing else of their places.
+So the product of a query and a key depends on their distance only, not on their absolute positions.
 """
 
 from __future__ import annotations
@@ -11,90 +11,95 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmtrain.config.transformer_architecture import PositionType, RotaryScalingConfig, TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import PositionType, RotaryScalingConfig, TransformerArchitectureConfig
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines for each position and dimension, 1 where nothing turns, and sines for each position and pair:
-(sequence, …), or (batch, 1, sequence, …).
+"""Cosines per position and dimension, 1 for unrotated dimensions, and sines per position and pair.
+
+Both (sequence, …) or (batch, 1, sequence, …).
 """
 
 
-class Rotary(nn.Module):
-    """Angles of all positions. They are looked up once in a forward pass, for all layers."""
+class RotaryEmbedding(nn.Module):
+    """Angles of all positions. They are looked up once per forward pass, for all layers."""
 
-    def __init__(self, shape: TransformerArchitectureConfig) -> None:
+    def __init__(self, architecture: TransformerArchitectureConfig) -> None:
         super().__init__()
-        size, scaling = shape.rotary_dimensions, shape.rotary_scaling
-        frequencies = shape.rotary_embedding_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / max(1, size))
-        frequencies = frequencies if scaling is None else _scaled(frequencies, scaling)
-        angles = torch.outer(torch.arange(shape.sequence_length, dtype=torch.float64), frequencies)
-        still = torch.ones(shape.sequence_length, shape.head_size - size)
-        neighbours = shape.relative_position_embedding_type is PositionType.rotary_complex
-        cosine = angles.cos().repeat_interleave(2, dim=1) if neighbours else angles.cos().repeat(1, 2)
-        self.register_buffer("cosine", torch.cat((cosine.float(), still), dim=1), persistent=False)
+        rotary_size, scaling = architecture.rotary_dimensions, architecture.rotary_scaling
+        frequencies = architecture.rotary_embedding_base ** -(torch.arange(0, rotary_size, 2, dtype=torch.float64) / max(1, rotary_size))
+        frequencies = frequencies if scaling is None else _scale_frequencies(frequencies, scaling)
+        angles = torch.outer(torch.arange(architecture.sequence_length, dtype=torch.float64), frequencies)
+        unrotated = torch.ones(architecture.sequence_length, architecture.head_size - rotary_size)
+        is_interleaved = architecture.relative_position_embedding_type is PositionType.rotary_complex
+        cosine = angles.cos().repeat_interleave(2, dim=1) if is_interleaved else angles.cos().repeat(1, 2)
+        self.register_buffer("cosine", torch.cat((cosine.float(), unrotated), dim=1), persistent=False)
         self.register_buffer("sine", angles.sin().float(), persistent=False)
 
-    def forward(self, length: int, first: Tensor | None = None) -> Rotation | None:
-        """Return the rotation of `length` positions, None if nothing rotates.
+    def forward(self, length: int, document_starts: Tensor | None = None) -> Rotation | None:
+        """Return the rotation of `length` positions, or None if no dimension rotates.
 
-        `first` (batch, sequence): for each token that of its document, which has position 0. None: that of the sample.
+        `document_starts` (batch, sequence): per token the position of its document's first token, which gets position 0. None: positions
+        count from the start of the sample.
         """
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
         if not sine.shape[1]:
             return None
-        if first is None:
+        if document_starts is None:
             return cosine[:length], sine[:length]
-        positions = torch.arange(length, device=first.device) - first
+        positions = torch.arange(length, device=document_starts.device) - document_starts
         return cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1)
 
 
-def starts(documents: Tensor) -> Tensor:
-    """Return for each token (batch, sequence) the place of the first one of its document."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    same = torch.zeros_like(documents, dtype=torch.bool)
-    same[:, 1:] = documents[:, 1:] == documents[:, :-1]
-    return places.masked_fill(same, 0).cummax(1).values
+def find_document_starts(documents: Tensor) -> Tensor:
+    """Return for each token (batch, sequence) the position of its document's first token."""
+    positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    same_document = torch.zeros_like(documents, dtype=torch.bool)
+    same_document[:, 1:] = documents[:, 1:] == documents[:, :-1]
+    return positions.masked_fill(same_document, 0).cummax(1).values
 
 
-def _scaled(frequencies: Tensor, how: RotaryScalingConfig) -> Tensor:
-    """Return `frequencies`, in radians a place, for longer samples: Llama 3.1's way (Grattafiori et al. 2024, arXiv 2407.21783)."""
-    turns = frequencies * how.original_sequence_length / (2 * math.pi)
-    kept = (turns - how.low_frequency_factor) / (how.high_frequency_factor - how.low_frequency_factor)
-    return torch.lerp(frequencies / how.factor, frequencies, kept.clamp(0, 1))
+def _scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Tensor:
+    """Return `frequencies`, in radians per position, scaled for longer samples.
+
+    The method is that of Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783).
+    """
+    rotations = frequencies * scaling.original_sequence_length / (2 * math.pi)
+    unscaled_weight = (rotations - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
+    return torch.lerp(frequencies / scaling.factor, frequencies, unscaled_weight.clamp(0, 1))
 
 
-def rotate(heads: Tensor, rotation: Rotation, kind: PositionType) -> Tensor:
-    """Return `heads` (batch, head, sequence, dimension), the first dimensions of each turned, two for an angle."""
-    cosine, sine = (part.to(heads.dtype) for part in rotation)
-    turned: Tensor = _Rotate.apply(heads, cosine, sine, kind)  # type: ignore[no-untyped-call]  # torch's own is not typed
-    return turned
+def apply_rotary(heads: Tensor, rotation: Rotation, position_type: PositionType) -> Tensor:
+    """Return `heads` (batch, head, sequence, dimension) with the first dimensions of each rotated, two per angle."""
+    cosine, sine = (table.to(heads.dtype) for table in rotation)
+    rotated: Tensor = _ApplyRotary.apply(heads, cosine, sine, position_type)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    return rotated
 
 
-class _Rotate(torch.autograd.Function):
-    """On the way back gradients are turned back. Left to itself torch keeps and adds the parts one by one: twice the time."""
+class _ApplyRotary(torch.autograd.Function):
+    """Rotates gradients back in the backward pass. Without it, autograd saves and adds the parts one by one: twice the time."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor, kind: PositionType) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor, position_type: PositionType) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        ctx.kind = kind
-        return _turned(heads, cosine, sine, kind, 1)
+        ctx.position_type = position_type
+        return _rotate_pairs(heads, cosine, sine, position_type, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turned(gradient, cosine, sine, ctx.kind, -1), None, None, None
+        return _rotate_pairs(gradient, cosine, sine, ctx.position_type, -1), None, None, None
 
 
-def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, kind: PositionType, direction: int) -> Tensor:
-    turned, pairs = heads * cosine, sine.shape[-1]
-    (to_first, to_second), (first, second) = (_pairs(values, pairs, kind) for values in (turned, heads))
-    to_first.addcmul_(second, sine, value=-direction)
-    to_second.addcmul_(first, sine, value=direction)
-    return turned
+def _rotate_pairs(heads: Tensor, cosine: Tensor, sine: Tensor, position_type: PositionType, direction: int) -> Tensor:
+    rotated, pairs = heads * cosine, sine.shape[-1]
+    (first_output, second_output), (first, second) = (_split_pairs(values, pairs, position_type) for values in (rotated, heads))
+    first_output.addcmul_(second, sine, value=-direction)
+    second_output.addcmul_(first, sine, value=direction)
+    return rotated
 
 
-def _pairs(heads: Tensor, pairs: int, kind: PositionType) -> tuple[Tensor, Tensor]:
+def _split_pairs(heads: Tensor, pairs: int, position_type: PositionType) -> tuple[Tensor, Tensor]:
     """Return the first and the second dimension of each pair."""
-    if kind is PositionType.rotary_complex:
+    if position_type is PositionType.rotary_complex:
         return heads[..., : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2]
     return heads[..., :pairs], heads[..., pairs : 2 * pairs]

@@ -1,21 +1,24 @@
-"""A decoder-only transformer: pre-normalisation, causal attention, and whatever else `transformer_architecture` says.
+"""A decoder-only transformer: pre-normalization, causal attention, and the options of `transformer_architecture`.
 
-attention   queries, keys, values and what is mixed of them
-rotary      positions that are told to attention
-positions   positions that are added to the embedding
-masks       which tokens see which, and the kernels that know
-mlp         feed-forward blocks
-norm        normalisation
-dropout     dropout that no topology changes
-initial     what parameters begin with
-linear      products, in float8 where that is asked for
-beside      what tunes a model, and is not its own
-lora        narrow matrices beside layers
-adapter     narrow blocks behind them
-embedding   a head that makes one vector of a text
-targets     what is to be learned
-chunks      a loss that never has all logits
-preference  a loss of pairs of answers
+attention            queries, keys, values and their weighted sum
+rotary               rotary position embeddings
+learned_positions    positions that are added to the embedding
+masks                which tokens attend to which, and the kernels that apply the masks
+mlp                  feed-forward blocks
+norm                 normalization
+dropout              dropout that is the same in every topology
+initialization       initial parameter values
+linear               matrix products, in float8 where configured
+float8               float8 matrix products
+umup                 u-muP scaling
+peft                 parameters added for fine-tuning
+lora                 low-rank matrices added to layers
+adapter              bottleneck blocks after layers
+embedding_head       one vector per text
+loss_targets         the target value of positions without a loss
+chunked_loss         a loss that never materializes all logits
+preference           a loss over pairs of completions (DPO)
+sequence_shard       the interface for ranks that have a part of each sequence
 
 docs/explanation/model.md has the formulas and their sources.
 """
@@ -29,234 +32,248 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from swarmtrain.config.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import chunks, dropout, masks, preference, umup
-from swarmtrain.trainer.model.adapter import Adapters
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.model import chunked_loss, dropout, masks, preference, umup
+from swarmtrain.trainer.model.adapter import LayerAdapters
 from swarmtrain.trainer.model.attention import Attention
-from swarmtrain.trainer.model.context import Context
 from swarmtrain.trainer.model.dropout import Dropout
-from swarmtrain.trainer.model.embedding import EmbeddingHead
-from swarmtrain.trainer.model.initial import Initial, fill
+from swarmtrain.trainer.model.embedding_head import EmbeddingHead
+from swarmtrain.trainer.model.initialization import ParameterInitializer, materialize_parameters
+from swarmtrain.trainer.model.learned_positions import LearnedPositions
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.masks import Masks
-from swarmtrain.trainer.model.mlp import feed_forward
-from swarmtrain.trainer.model.norm import norm
-from swarmtrain.trainer.model.positions import Positions
-from swarmtrain.trainer.model.rotary import Rotary, Rotation, starts
-from swarmtrain.trainer.model.targets import IGNORE
-from swarmtrain.trainer.runtime import derived_seed, seed_torch
+from swarmtrain.trainer.model.mlp import build_mlp
+from swarmtrain.trainer.model.norm import build_norm
+from swarmtrain.trainer.model.rotary import RotaryEmbedding, Rotation, find_document_starts
+from swarmtrain.trainer.model.sequence_shard import SequenceShard
+from swarmtrain.trainer.runtime import derive_seed, seed_torch
 
 
-class Around(NamedTuple):
-    """What all layers of one forward pass share."""
+class ForwardContext(NamedTuple):
+    """What all layers share in one forward pass."""
 
     rotation: Rotation | None
-    places: Tensor | None
-    """For each of this rank's tokens (sequence), or (batch, sequence), its position; None where no position is added."""
+    position_ids: Tensor | None
+    """Position of each of this rank's tokens, (sequence) or (batch, sequence); None without learned positions."""
     masks: Masks
     noise: Tensor | None
-    """For each token within a block, where no sequence is divided by layers, the number from which its dropout follows (see
-    dropout.noise); None without dropout."""
-    noise_between: Tensor | None
-    """The same of this rank's tokens between blocks."""
+    """Per token inside a block, where sequence parallelism has gathered the sequence: the number that determines its dropout (see
+    dropout.compute_token_noise); None without dropout.
+    """
+    residual_noise: Tensor | None
+    """The same for this rank's tokens between blocks."""
 
 
 class Transformer(nn.Module):
     """Maps tokens (batch, sequence) to logits (batch, sequence, vocabulary).
 
-    It is made without values, on torch's device `meta`; `parallelize` gives each rank those of its part, `fill` all of them.
+    It is constructed without values, on torch's meta device; `parallelize` materializes each rank's shard, `init_weights` everything.
     """
 
-    def __init__(self, shape: TransformerArchitectureConfig, seed: int) -> None:
+    def __init__(self, architecture: TransformerArchitectureConfig, seed: int) -> None:
         super().__init__()
-        self.shape = shape
-        self.initial: Callable[[str, torch.Size], Tensor] = Initial(shape, seed)
-        """Gives the whole of a parameter by its name and size, before anything is learned."""
-        self.tied = shape.tied
-        self.sequence_part = (0, 1)
-        """Which part of each sequence this rank has between blocks, and how many there are (sequence parallelism)."""
-        self.place = (0, 0)
-        """This rank's first layer and its number among those that share its layers."""
-        self.loss_chunk: int | None = None
-        """Tokens whose logits are there at a time. None: all."""
-        self.preference: preference.Preference | None = None
-        """Learn from pairs: see preference.py."""
-        self.context: Context | None = None
-        """Who shares each sequence with this rank."""
-        self.embedding_dropout = Dropout(shape.dropout_embedding, "embedding")
-        self.rotary = Rotary(shape)
+        self.architecture = architecture
+        self.initial_value: Callable[[str, torch.Size], Tensor] = ParameterInitializer(architecture, seed)
+        """Returns the full initial value of a parameter, by its name and size."""
+        self.has_tied_embeddings = architecture.has_tied_embeddings
+        self.sequence_parallel_coordinate = (0, 1)
+        """Index of this rank's part of each sequence between blocks, and the number of parts (sequence parallelism)."""
+        self.model_coordinate = (0, 0)
+        """This rank's first layer, and its index among the ranks that share its layers."""
+        self.loss_chunk_size: int | None = None
+        """Tokens whose logits are materialized at a time. None: all."""
+        self.preference_loss: preference.PreferenceLoss | None = None
+        """Train on preference pairs: see preference.py."""
+        self.sequence_shard: SequenceShard | None = None
+        """The ranks that share each sequence with this one (context parallelism)."""
+        self.embedding_dropout = Dropout(architecture.dropout_embedding, "embedding")
+        self.rotary = RotaryEmbedding(architecture)
         with torch.device("meta"):
-            self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-            self.positions = Positions(shape) if shape.learned_positions else None
-            self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
-            self.norm = norm(shape.hidden_size, shape)
-            vectors = shape.embedding_head_config
-            self.head: nn.Module = EmbeddingHead(shape, vectors) if vectors else umup.head(shape)
-        self.loss: nn.Module = Loss()
-        if self.tied:
+            self.embedding = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+            self.positions = LearnedPositions(architecture) if architecture.learned_positions else None
+            self.blocks = nn.ModuleList(TransformerBlock(architecture, layer) for layer in range(architecture.num_layers))
+            self.norm = build_norm(architecture.hidden_size, architecture)
+            embedding_head_config = architecture.embedding_head_config
+            self.head: nn.Module = (
+                EmbeddingHead(architecture, embedding_head_config) if embedding_head_config else umup.build_output_layer(architecture)
+            )
+        self.loss: nn.Module = InPlaceCrossEntropyLoss()
+        if self.has_tied_embeddings:
             self.head.weight = self.embedding.weight
 
-    def fill(self, device: torch.device | None = None) -> Transformer:
-        """Give all parameters their values, on `device`, and return this model."""
+    def init_weights(self, device: torch.device | None = None) -> Transformer:
+        """Initialize all parameters on `device`, and return this model."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         sizes = {name: parameter.shape for parameter, name in names.items()}
-        fill(self, names, lambda name: self.initial(name, sizes[name]), device or torch.device("cpu"))
+        materialize_parameters(self, names, lambda name: self.initial_value(name, sizes[name]), device or torch.device("cpu"))
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Return the logits; or, given `targets` (batch, sequence; IGNORE where there is none), the summed loss in nats, or vectors
-        (see EmbeddingHead) if that is the head.
+        """Return the logits, or with `targets` (batch, sequence; IGNORE_INDEX for none) the summed loss in nats or EmbeddingHead's vectors.
 
-        `documents` (batch, sequence) has the number of each token's document, where the model is to tell them apart.
-        If the head is divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are,
-        logits and loss are those of this rank's part of them.
+        `documents` (batch, sequence) has the number of each token's document, for models that distinguish documents. If the head is
+        divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are, logits and loss are those of
+        this rank's part of them.
         """
-        if self.preference is not None:
-            tokens, documents = preference.twice(tokens, documents)
-        length = self._length(tokens)
-        places = None if self.context is None else self.context.places(length, tokens.device)
-        if places is not None and targets is not None:
-            targets = targets[:, places]
-        hidden = self._hidden(tokens, length, documents, places)
+        if self.preference_loss is not None:
+            tokens, documents = preference.duplicate_batch(tokens, documents)
+        length = self._infer_sequence_length(tokens)
+        positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
+        if positions is not None and targets is not None:
+            targets = targets[:, positions]
+        hidden = self._compute_hidden(tokens, length, documents, positions)
         if targets is None:
             logits: Tensor = self.head(hidden)
             return logits
-        if self.shape.embedding_head_config is not None:
+        if self.architecture.embedding_head_config is not None:
             vectors: Tensor = self.head(hidden, targets=targets)
             return vectors
-        if self.preference is not None:
-            return self.preference.loss(self._losses(hidden, targets.repeat(2, 1)), targets)
-        if self.loss_chunk is None or targets.numel() <= self.loss_chunk:
-            return self._summed(hidden, targets)
-        here = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+        if self.preference_loss is not None:
+            return self.preference_loss.compute_loss(self._compute_token_losses(hidden, targets.repeat(2, 1)), targets)
+        if self.loss_chunk_size is None or targets.numel() <= self.loss_chunk_size:
+            return self._sum_losses(hidden, targets)
+        local_hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         parameters = list(self.head.parameters())
-        return chunks.summed(self._summed, here, targets, parameters, size=self.loss_chunk, parts=self.sequence_part[1])
+        return chunked_loss.compute_chunked_loss(
+            self._sum_losses,
+            local_hidden,
+            targets,
+            parameters,
+            chunk_size=self.loss_chunk_size,
+            sequence_shards=self.sequence_parallel_coordinate[1],
+        )
 
-    def last(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def compute_next_token_logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits (batch, vocabulary) after the last of `tokens`; see `forward`."""
-        length = self._length(tokens)
-        places = None if self.context is None else self.context.places(length, tokens.device)
-        with preference.all_tuned(self):
-            logits: Tensor = self.head(self._hidden(tokens, length, documents, places)[:, -1:])
+        length = self._infer_sequence_length(tokens)
+        positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
+        with preference.applying_adapters_to_all_samples(self):
+            logits: Tensor = self.head(self._compute_hidden(tokens, length, documents, positions)[:, -1:])
         return logits[:, -1]
 
-    def _hidden(self, tokens: Tensor, length: int, documents: Tensor | None, places: Tensor | None) -> Tensor:
-        """Return what the head is given: of the tokens at `places` of sequences of `length`, if this rank has not all."""
-        if places is not None and tokens.dim() == 2:
-            tokens = tokens[:, places]
-        around = self._around(tokens, length, documents, places)
+    def _compute_hidden(self, tokens: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Return the head's input: for the tokens at `positions` of sequences of `length`, if this rank does not have all of them."""
+        if positions is not None and tokens.dim() == 2:
+            tokens = tokens[:, positions]
+        context = self._build_forward_context(tokens, length, documents, positions)
         hidden = self.embedding(tokens)
         if self.positions is not None:
-            hidden = self.positions(hidden, around.places)
-        hidden = self.embedding_dropout(hidden, around.noise_between)
+            hidden = self.positions(hidden, context.position_ids)
+        hidden = self.embedding_dropout(hidden, context.residual_noise)
         for block in self.blocks:
-            hidden = block(hidden, around=around)
-        normalised: Tensor = self.norm(hidden)
-        return normalised
+            hidden = block(hidden, context=context)
+        normalized: Tensor = self.norm(hidden)
+        return normalized
 
-    def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return self._losses(hidden, targets).sum()
+    def _sum_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self._compute_token_losses(hidden, targets).sum()
 
-    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each of `targets`, in one row."""
+    def _compute_token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each of `targets`, flattened."""
         logits: Tensor = self.head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return losses
 
-    def _length(self, given: Tensor) -> int:
-        """Return the length of whole sequences. `given` is tokens, or what a pipeline's stage before has made of its part of them."""
-        divided = self.sequence_part[1] * (self.context.size if self.context else 1)
-        return given.shape[1] * (1 if given.dim() == 2 else divided)
+    def _infer_sequence_length(self, inputs: Tensor) -> int:
+        """Return the length of whole sequences. `inputs`: tokens, or hidden states of this rank's part from the previous pipeline stage."""
+        shard_count = self.sequence_parallel_coordinate[1] * (self.sequence_shard.size if self.sequence_shard else 1)
+        return inputs.shape[1] * (1 if inputs.dim() == 2 else shard_count)
 
-    def _around(self, given: Tensor, length: int, documents: Tensor | None, places: Tensor | None) -> Around:
-        """Return what the layers share, for sequences of `length`.
+    def _build_forward_context(self, inputs: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> ForwardContext:
+        """Return the context that the layers share, for sequences of `length`.
 
-        `places`: those of this rank's tokens in their sequences; None if it has whole sequences.
+        `positions`: those of this rank's tokens in their sequences; None if it has whole sequences.
         """
-        apart = documents if self.shape.reset_attention_mask else None
-        first = starts(documents) if documents is not None and self.shape.reset_position_ids else None
-        rotation = self.rotary(length, first)
-        if rotation is not None and places is not None:
-            rotation = rotation[0][..., places, :], rotation[1][..., places, :]
-        part, parts = self.sequence_part
-        within = torch.arange(length, device=given.device) if places is None else places
-        mine = within.view(parts, -1)[part]
-        noise = dropout.noise(given.shape[0], within) if self.shape.drops else None
-        between = None if noise is None else noise.view(len(noise), parts, -1)[:, part]
-        added = None
+        attention_documents = documents if self.architecture.reset_attention_mask else None
+        document_starts = find_document_starts(documents) if documents is not None and self.architecture.reset_position_ids else None
+        rotation = self.rotary(length, document_starts)
+        if rotation is not None and positions is not None:
+            rotation = rotation[0][..., positions, :], rotation[1][..., positions, :]
+        shard_index, shard_count = self.sequence_parallel_coordinate
+        token_positions = torch.arange(length, device=inputs.device) if positions is None else positions
+        local_positions = token_positions.view(shard_count, -1)[shard_index]
+        noise = dropout.compute_token_noise(inputs.shape[0], token_positions) if self.architecture.has_dropout else None
+        residual_noise = None if noise is None else noise.view(len(noise), shard_count, -1)[:, shard_index]
+        position_ids = None
         if self.positions is not None:
-            added = mine if first is None else mine - first[:, mine]
-        if self.shape.dropout_attention_probs:
-            seed_torch(derived_seed(torch.initial_seed(), *self.place))
-        seen = masks.build(self.shape, given.shape[0], length, apart, given.device, places=places)
-        return Around(rotation, added, seen, noise, between)
+            position_ids = local_positions if document_starts is None else local_positions - document_starts[:, local_positions]
+        if self.architecture.dropout_attention_probs:
+            seed_torch(derive_seed(torch.initial_seed(), *self.model_coordinate))
+        attention_masks = masks.build_masks(
+            self.architecture, inputs.shape[0], length, attention_documents, inputs.device, query_positions=positions
+        )
+        return ForwardContext(rotation, position_ids, attention_masks, noise, residual_noise)
 
 
-class Loss(nn.Module):
-    """Maps logits (tokens, vocabulary) and targets (tokens) to each token's loss in nats, zero for IGNORE. The logits are used up."""
+class InPlaceCrossEntropyLoss(nn.Module):
+    """Maps logits (tokens, vocabulary) and targets (tokens) to each token's loss in nats, zero for IGNORE_INDEX. Overwrites the logits."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch's own is not typed
+        loss: Tensor = _InPlaceCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch's own is not typed
         return loss
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy in the logits' own memory. torch's own makes their logarithms beside them, and their gradient beside both."""
+class _InPlaceCrossEntropy(torch.autograd.Function):
+    """Cross-entropy in the memory of the logits. torch's own allocates log-probabilities in addition, and a gradient on top of both."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        counts = targets != IGNORE
-        columns = torch.where(counts, targets, 0)
+        valid = targets != IGNORE_INDEX
+        columns = torch.where(valid, targets, 0)
         shifted = logits.detach().sub_(logits.amax(1, keepdim=True))
-        wanted = shifted.gather(1, columns[:, None]).squeeze(1)
-        weights = shifted.exp_()
-        sums = weights.sum(1)
-        ctx.save_for_backward(weights, sums, columns, counts)
-        return torch.where(counts, sums.log() - wanted, 0)
+        target_logits = shifted.gather(1, columns[:, None]).squeeze(1)
+        exponentials = shifted.exp_()
+        sums = exponentials.sum(1)
+        ctx.save_for_backward(exponentials, sums, columns, valid)
+        return torch.where(valid, sums.log() - target_logits, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        weights, sums, columns, counts = ctx.saved_tensors
-        gradients = torch.where(counts, gradient, 0)
-        weights.mul_((gradients / sums)[:, None])
-        weights[torch.arange(len(columns), device=columns.device), columns] -= gradients
-        return weights, None
+        exponentials, sums, columns, valid = ctx.saved_tensors
+        gradients = torch.where(valid, gradient, 0)
+        exponentials.mul_((gradients / sums)[:, None])
+        exponentials[torch.arange(len(columns), device=columns.device), columns] -= gradients
+        return exponentials, None
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward network, each beside the residual stream."""
+class TransformerBlock(nn.Module):
+    """Attention and a feed-forward network, each on a branch of the residual stream."""
 
-    def __init__(self, shape: TransformerArchitectureConfig, layer: int) -> None:
+    def __init__(self, architecture: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = norm(shape.hidden_size, shape)
-        self.attention = Attention(shape, layer)
-        self.attention_dropout = Dropout(shape.dropout_after_attention, f"{layer} attention")
-        self.mlp_norm = norm(shape.hidden_size, shape)
-        self.mlp = feed_forward(shape, layer)
-        self.mlp_dropout = Dropout(shape.dropout_after_mlp, f"{layer} mlp")
-        self.drops_within = bool(shape.lora_config and shape.lora_config.dropout)
-        self.adapter = Adapters(shape)
-        self.parallel = shape.parallel_residual
-        self.scales = umup.residual_scales(shape, layer) if shape.umup.enable else None
+        self.attention_norm = build_norm(architecture.hidden_size, architecture)
+        self.attention = Attention(architecture, layer)
+        self.attention_dropout = Dropout(architecture.dropout_after_attention, f"{layer} attention")
+        self.mlp_norm = build_norm(architecture.hidden_size, architecture)
+        self.mlp = build_mlp(architecture, layer)
+        self.mlp_dropout = Dropout(architecture.dropout_after_mlp, f"{layer} mlp")
+        self.has_inner_dropout = bool(architecture.lora_config and architecture.lora_config.dropout)
+        self.adapter = LayerAdapters(architecture)
+        self.parallel_residual = architecture.parallel_residual
+        self.scales = umup.compute_residual_scales(architecture, layer) if architecture.umup.enable else None
 
-    def forward(self, hidden: Tensor, *, around: Around) -> Tensor:
-        if self.parallel:
-            return hidden + self._attended(hidden, around) + self._transformed(hidden, around)
+    def forward(self, hidden: Tensor, *, context: ForwardContext) -> Tensor:
+        if self.parallel_residual:
+            return hidden + self._run_attention(hidden, context) + self._run_mlp(hidden, context)
         if self.scales is None:
-            hidden = hidden + self._attended(hidden, around)
-            return hidden + self._transformed(hidden, around)
-        (branch, stream), (branch_after, stream_after) = self.scales
-        # A branch's factor comes at its end on the way there and at its beginning on the way back: within it is unit scale.
-        hidden = hidden * stream + umup.scaled(self._attended(umup.scaled(hidden, 1.0, branch), around), branch)
-        return hidden * stream_after + umup.scaled(self._transformed(umup.scaled(hidden, 1.0, branch_after), around), branch_after)
+            hidden = hidden + self._run_attention(hidden, context)
+            return hidden + self._run_mlp(hidden, context)
+        (attention_branch, attention_stream), (mlp_branch, mlp_stream) = self.scales
+        # A branch's factor applies to its output in the forward pass and to its input's gradient in the backward pass: inside, the scale is
+        # one.
+        hidden = hidden * attention_stream + umup.scale_values(
+            self._run_attention(umup.scale_values(hidden, 1.0, attention_branch), context), attention_branch
+        )
+        return hidden * mlp_stream + umup.scale_values(self._run_mlp(umup.scale_values(hidden, 1.0, mlp_branch), context), mlp_branch)
 
-    def _attended(self, hidden: Tensor, around: Around) -> Tensor:
-        # By keyword: tensor parallelism changes what comes by place.
-        mixed = self.attention(self.attention_norm(hidden), rotation=around.rotation, masks=around.masks, noise=around.noise)
-        return self.adapter.of("after_attention", self.attention_dropout(mixed, around.noise_between))
+    def _run_attention(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        # By keyword: tensor parallelism transforms positional arguments.
+        attended = self.attention(self.attention_norm(hidden), rotation=context.rotation, masks=context.masks, noise=context.noise)
+        return self.adapter.apply_adapter("after_attention", self.attention_dropout(attended, context.residual_noise))
 
-    def _transformed(self, hidden: Tensor, around: Around) -> Tensor:
-        # Of a block of one's own nothing is asked that only LoRA needs.
-        within = {"noise": around.noise} if self.drops_within else {}
-        made = self.mlp(self.mlp_norm(hidden), **within)
-        return self.adapter.of("after_mlp", self.mlp_dropout(made, around.noise_between))
+    def _run_mlp(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        # A custom block need not accept what only LoRA's dropout uses.
+        mlp_options = {"noise": context.noise} if self.has_inner_dropout else {}
+        output = self.mlp(self.mlp_norm(hidden), **mlp_options)
+        return self.adapter.apply_adapter("after_mlp", self.mlp_dropout(output, context.residual_noise))

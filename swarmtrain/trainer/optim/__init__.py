@@ -1,10 +1,10 @@
-"""The optimizer: from the gradients at hand to a step, with the gradient of the whole model clipped by its norm.
+"""The optimizer: from accumulated gradients to an update, clipped by the global gradient norm.
 
-groups      which parameter is trained how
-schedule    learning rates, functions of the step
-methods     AdamW, SGD
-muon        Muon
-scale       loss scaling
+param_groups    which parameter is trained with which settings
+lr_schedule     learning rates as functions of the step
+update_rules    AdamW, SGD
+muon            Muon
+loss_scaler     dynamic loss scaling
 """
 
 from __future__ import annotations
@@ -18,192 +18,199 @@ import torch
 from torch import Tensor, nn
 
 from swarmtrain.config import Config
-from swarmtrain.config.optimizer import OptimizerMethod
-from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.config.schema.optimizer import OptimizerMethod
+from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer import checks
+from swarmtrain.trainer.health import gradient_checks
 from swarmtrain.trainer.model import umup
-from swarmtrain.trainer.optim import groups, scale
-from swarmtrain.trainer.optim.groups import Group
-from swarmtrain.trainer.optim.methods import AdamW, Method, Sgd, gradient
+from swarmtrain.trainer.optim import loss_scaler, param_groups
+from swarmtrain.trainer.optim.loss_scaler import LossScaler
+from swarmtrain.trainer.optim.lr_schedule import compute_learning_rate
 from swarmtrain.trainer.optim.muon import Muon
-from swarmtrain.trainer.optim.scale import LossScale
-from swarmtrain.trainer.optim.schedule import learning_rate
-from swarmtrain.trainer.parallel import EMBEDDING, ParallelModel
+from swarmtrain.trainer.optim.param_groups import ParameterGroup
+from swarmtrain.trainer.optim.update_rules import AdamW, Sgd, UpdateRule, require_gradient
+from swarmtrain.trainer.parallel import EMBEDDING_WEIGHT, ParallelModel
 
 
 @dataclass(frozen=True)
-class Update:
-    """What has been made of one step's gradients; the same on every rank but for `non_finite`."""
+class OptimizerUpdate:
+    """The result of one step's gradients; the same on every rank except `non_finite_counts` and `extra_scalars`."""
 
     gradient_norm: float
-    """Of the whole gradient, before clipping."""
+    """Global gradient norm before clipping."""
     learning_rates: Mapping[str, float]
     """By training group."""
     loss_scale: float | None = None
-    """What the loss was multiplied by; None without loss scaling."""
+    """Factor of the loss; None without loss scaling."""
     skipped: bool = False
-    """True if the scaled gradients overflowed: parameters and state are what they were."""
-    non_finite: Mapping[str, int] = field(default_factory=dict)
-    """Parameter to the number of values of its gradient, in this rank's part, that are infinite or no number."""
-    beside: tuple[float, ...] = ()
-    """This rank's numbers that were read beside the norm."""
+    """True if the scaled gradients overflowed, or `skip_step` was called: parameters and optimizer state are unchanged."""
+    non_finite_counts: Mapping[str, int] = field(default_factory=dict)
+    """Parameter name to the number of NaN/Inf values in this rank's part of its gradient."""
+    extra_scalars: tuple[float, ...] = ()
+    """This rank's values that were read together with the norm."""
     clipped: bool = False
-    """True if the gradient was longer than it may be."""
+    """True if the gradient norm exceeded the clipping threshold."""
 
     @property
     def learning_rate(self) -> float:
-        """The first group's."""
+        """Learning rate of the first group."""
         return next(iter(self.learning_rates.values()))
 
 
 class Optimizer:
-    """Makes the steps of all parameters, each by its group's method, rate and weight decay."""
+    """Updates all parameters, each with the method, learning rate and weight decay of its group."""
 
     def __init__(self, model: ParallelModel, config: Config) -> None:
         """Raises TrainingError if training_groups do not fit the model's parameters."""
-        self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained}
-        self.groups = groups.divide(model.trained, config)
-        self._shards = model.shards
-        self._clipping = config.optimizer.gradient_clipping
-        self._steps = config.trainer.train_iterations
-        self._scale = scale.wanted(config)
-        self._still = _still(model, config)
-        self._methods = [each for group in self.groups for each in _methods(group, model, config, self._still)]
-        self._prepared: Update | None = None
-        self.made = 0
-        """Number of the last step made here, 0 before the first."""
-        self.writing = False
-        """True while parameters and state are neither those before a step nor those after it."""
+        self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained_names}
+        self.param_groups = param_groups.build_parameter_groups(model.trained_names, config)
+        self._shard_layout = model.shard_layout
+        self._max_gradient_norm = config.optimizer.gradient_clipping
+        self._total_steps = config.trainer.train_iterations
+        self._loss_scaler = loss_scaler.build_loss_scaler(config)
+        self._frozen_rows = _find_frozen_rows(model, config)
+        self._update_rules = [each for group in self.param_groups for each in _build_update_rules(group, model, config, self._frozen_rows)]
+        self._prepared_update: OptimizerUpdate | None = None
+        self.last_step = 0
+        """Number of the last step of this process, 0 before the first."""
+        self.is_updating = False
+        """True while parameters and state are partly updated: neither those before a step nor those after it."""
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return what to differentiate instead of `loss`: itself, or with loss scaling a multiple."""
-        return loss * self._scale.now.factor if self._scale else loss
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the value to differentiate instead of `loss`: `loss` itself, or with loss scaling a multiple of it."""
+        return loss * self._loss_scaler.current.factor if self._loss_scaler else loss
 
     @property
-    def prepared(self) -> bool:
-        """True if the next step is known, is sound as far as can be seen here, and needs no other rank."""
-        update = self._prepared
+    def is_prepared(self) -> bool:
+        """True if the next update is prepared, is finite or skipped, and needs no other rank."""
+        update = self._prepared_update
         return update is not None and (update.skipped or math.isfinite(update.gradient_norm))
 
     @torch.no_grad()
-    def prepare(self, number: int, *beside: Tensor) -> Update:
-        """Do all of step `number` for which ranks need each other, and return what the step will be.
+    def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
+        """Do everything in step `number` for which ranks need each other, and return the update that the step will make.
 
-        Numbers on the device that are wanted here, `beside` the norm, are read with it: this is the one time in a step that
-        the host waits for the device, and what comes after is queued while ranks tell each other what they have read.
-        Neither parameters nor state change, so that a peer that dies meanwhile leaves them whole. With loss scaling a step
-        whose gradients are not finite is skipped, by all ranks, since all have the same norm.
+        `extra_scalars`, values on the device, are read together with the norm: this is the one time in a step that the host waits for the
+        device, and later work is queued while ranks exchange what they have read. Neither parameters nor state change, so they stay valid
+        if a peer dies meanwhile. With loss scaling a step with non-finite gradients is skipped, by all ranks, since all have the same norm.
         Raises TrainingError if that happens at the lowest scale.
         """
-        self._hold_still()
-        gradients = {name: gradient(parameter) for name, parameter in self.parameters.items()}
-        used = self._scale.now.factor if self._scale else None
-        if self._scale:
-            scale.unscale(list(gradients.values()), self._scale)
-        size = self._shards.norm(gradients)
-        norm, *read = torch.stack([value.to(size.device, torch.float64) for value in (size, *beside)]).tolist()
-        finite = math.isfinite(norm)
-        if finite:
-            self._clip(size)
-        skipped = self._scale is not None and not finite
+        self._zero_frozen_rows()
+        gradients = {name: require_gradient(parameter) for name, parameter in self.parameters.items()}
+        loss_scale = self._loss_scaler.current.factor if self._loss_scaler else None
+        if self._loss_scaler:
+            loss_scaler.unscale_gradients(list(gradients.values()), self._loss_scaler)
+        norm_tensor = self._shard_layout.compute_norm(gradients)
+        norm, *read_scalars = torch.stack([value.to(norm_tensor.device, torch.float64) for value in (norm_tensor, *extra_scalars)]).tolist()
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            self._clip_gradients(norm_tensor)
+        skipped = self._loss_scaler is not None and not is_finite
         if not skipped:
-            for _, _, method in self._methods:
-                method.prepare()
-        non_finite = {} if finite else checks.non_finite(gradients)
-        if skipped and self._scale and self._scale.lowest:
-            raise _stuck(self._scale, number, non_finite)
-        rates = {group.name: learning_rate(group.schedule, number, self._steps) for group in self.groups}
-        clipped = finite and bool(self._clipping) and norm > self._clipping
-        self._prepared = Update(norm, rates, used, skipped, non_finite, tuple(read), clipped)
-        return self._prepared
+            for _, _, rule in self._update_rules:
+                rule.prepare_step()
+        non_finite = {} if is_finite else gradient_checks.count_non_finite(gradients)
+        if skipped and self._loss_scaler and self._loss_scaler.is_at_minimum:
+            raise _build_lowest_scale_error(self._loss_scaler, number, non_finite)
+        learning_rates = {group.name: compute_learning_rate(group.schedule, number, self._total_steps) for group in self.param_groups}
+        clipped = is_finite and bool(self._max_gradient_norm) and norm > self._max_gradient_norm
+        self._prepared_update = OptimizerUpdate(norm, learning_rates, loss_scale, skipped, non_finite, tuple(read_scalars), clipped)
+        return self._prepared_update
 
-    def skip(self) -> Update:
-        """Let the step that is prepared change nothing, and return what it will be then."""
-        if self._prepared is None:
-            raise ValueError("skip() without prepare()")
-        self._prepared = replace(self._prepared, skipped=True)
-        return self._prepared
+    def skip_step(self) -> OptimizerUpdate:
+        """Make the prepared step change nothing, and return its new update."""
+        if self._prepared_update is None:
+            raise ValueError("skip_step() without prepare_step()")
+        self._prepared_update = replace(self._prepared_update, skipped=True)
+        return self._prepared_update
 
     @torch.no_grad()
-    def step(self, number: int) -> Update:
-        """Make optimizer step `number` (the first is 1) with the gradients at hand, and clear them. Raises what `prepare` does."""
-        update = self._prepared or self.prepare(number)
-        self.writing, self._prepared = True, None
+    def step(self, number: int) -> OptimizerUpdate:
+        """Run optimizer step `number` (the first is 1) with the current gradients, and clear them. Raises what `prepare_step` raises."""
+        update = self._prepared_update or self.prepare_step(number)
+        self.is_updating, self._prepared_update = True, None
         if not update.skipped:
-            for group, gain, method in self._methods:
-                decay = group.weight_decay / gain if group.independent else group.weight_decay
-                method.step(number, gain * learning_rate(group.schedule, number, self._steps), decay)
-        if self._scale:
-            self._scale.note(overflow=update.skipped)
-        self.writing, self.made = False, number
+            for group, lr_multiplier, rule in self._update_rules:
+                weight_decay = group.weight_decay / lr_multiplier if group.independent_weight_decay else group.weight_decay
+                rule.step(number, lr_multiplier * compute_learning_rate(group.schedule, number, self._total_steps), weight_decay)
+        if self._loss_scaler:
+            self._loss_scaler.record_step(overflow=update.skipped)
+        self.is_updating, self.last_step = False, number
         for parameter in self.parameters.values():
             parameter.grad = None
         return update
 
-    def _hold_still(self) -> None:
-        """Take from gradients, and at first from state that comes from elsewhere, what rows would move that are to stay."""
-        for name, rows in self._still.items():
-            gradient(self.parameters[name])[rows] = 0
-            for _, _, method in self._methods if self.made == 0 else ():
-                for state in method.moments.values():
+    def _zero_frozen_rows(self) -> None:
+        """Zero the gradients of frozen rows, and before the first step also their state, which may come from another run."""
+        for name, rows in self._frozen_rows.items():
+            require_gradient(self.parameters[name])[rows] = 0
+            for _, _, rule in self._update_rules if self.last_step == 0 else ():
+                for state in rule.moments.values():
                     if name in state:
                         state[name][rows] = 0
 
-    def moments(self) -> dict[str, Tensor]:
-        """Return the state's tensors, named MOMENT/PARAMETER, to be read or filled in place."""
-        moments = {
+    def collect_state_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the optimizer state, named MOMENT/PARAMETER, to be read or filled in place."""
+        tensors = {
             f"{kind}/{name}": tensor
-            for _, _, method in self._methods
-            for kind, state in method.moments.items()
+            for _, _, rule in self._update_rules
+            for kind, state in rule.moments.items()
             for name, tensor in state.items()
         }
-        return {**moments, "loss_scale/state": self._scale.state} if self._scale else moments
+        return {**tensors, "loss_scale/state": self._loss_scaler.state} if self._loss_scaler else tensors
 
-    def _clip(self, size: Tensor) -> None:
-        if self._clipping:
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clipping, size)
+    def _clip_gradients(self, norm_tensor: Tensor) -> None:
+        if self._max_gradient_norm:
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor)
 
 
-def _stuck(scaling: LossScale, number: int, non_finite: Mapping[str, int]) -> TrainingError:
+def _build_lowest_scale_error(scaler: LossScaler, number: int, non_finite: Mapping[str, int]) -> TrainingError:
     return TrainingError(
-        f"at the lowest loss scale {scaling.now.factor:g}, {checks.told(non_finite)}",
+        f"at the lowest loss scale {scaler.current.factor:g}, {gradient_checks.describe_non_finite(non_finite)}",
         place=f"step {number}",
         hint="lower learning_rate_scheduler.learning_rate, or train with transformer_architecture.precision: bfloat16",
     )
 
 
-def _still(model: ParallelModel, config: Config) -> dict[str, Tensor]:
-    """Return, by the names of parameters of which some rows are trained, which of this rank's rows are not."""
-    if not config.trainer.finetunable_token_ids or EMBEDDING not in model.parameters:
+def _find_frozen_rows(model: ParallelModel, config: Config) -> dict[str, Tensor]:
+    """Return a mask of this rank's frozen rows, by the names of parameters of which only some rows are trained."""
+    if not config.trainer.finetunable_token_ids or EMBEDDING_WEIGHT not in model.parameters:
         return {}
-    trained = torch.isin(model.shards.rows(EMBEDDING), torch.tensor(config.trainer.finetunable_token_ids))
-    return {EMBEDDING: (~trained).to(model.parameters[EMBEDDING].device)}
+    trained = torch.isin(model.shard_layout.find_local_rows(EMBEDDING_WEIGHT), torch.tensor(config.trainer.finetunable_token_ids))
+    return {EMBEDDING_WEIGHT: (~trained).to(model.parameters[EMBEDDING_WEIGHT].device)}
 
 
-def _methods(group: Group, model: ParallelModel, config: Config, still: Collection[str]) -> Iterator[tuple[Group, float, Method]]:
-    """Yield what trains `group`, each with what its learning rate is multiplied by. What is `still` in part does not decay.
+def _build_update_rules(
+    group: ParameterGroup, model: ParallelModel, config: Config, partly_frozen: Collection[str]
+) -> Iterator[tuple[ParameterGroup, float, UpdateRule]]:
+    """Yield the update rules of `group`, each with its group settings and learning rate multiplier.
 
-    Raises TrainingError if that is to be trained by a method that would move all of it.
+    Parameters in `partly_frozen` have no weight decay. Raises TrainingError if one of them has a method that would move all of it.
     """
-    parts: dict[tuple[float, OptimizerMethod, bool], dict[str, nn.Parameter]] = defaultdict(dict)
-    shapes = model.shards.shapes
-    for name in group.parameters:
+    parameters_by_rule: dict[tuple[float, OptimizerMethod, bool], dict[str, nn.Parameter]] = defaultdict(dict)
+    shapes = model.shard_layout.shapes
+    for name in group.parameter_names:
         if name not in model.parameters:
             continue  # another stage of the pipeline has it
         parameter = model.parameters[name]
-        gain = umup.gain(name, shapes[name], config.transformer_architecture)
-        parts[gain, groups.method(group, name, parameter.dim(), config.optimizer.method), name in still][name] = parameter
-    for (gain, method, stays), parameters in parts.items():
-        part = replace(group, weight_decay=0.0) if stays else group
+        lr_multiplier = umup.compute_lr_multiplier(name, shapes[name], config.transformer_architecture)
+        parameters_by_rule[
+            lr_multiplier, param_groups.choose_method(group, name, parameter.dim(), config.optimizer.method), name in partly_frozen
+        ][name] = parameter
+    for (lr_multiplier, method, is_partly_frozen), parameters in parameters_by_rule.items():
+        rule_group = replace(group, weight_decay=0.0) if is_partly_frozen else group
         match method:
             case OptimizerMethod.adamw:
-                yield part, gain, AdamW(parameters, config.optimizer, shapes)
+                yield rule_group, lr_multiplier, AdamW(parameters, config.optimizer, shapes)
             case OptimizerMethod.sgd:
-                yield part, gain, Sgd(parameters, config.optimizer)
-            case OptimizerMethod.muon if stays:
+                yield rule_group, lr_multiplier, Sgd(parameters, config.optimizer)
+            case OptimizerMethod.muon if is_partly_frozen:
                 place, hint = f"config training_groups, group {group.name}", "leave it to AdamW"
                 raise TrainingError("Muon would move all of the embedding, not trainer.finetunable_token_ids alone", place=place, hint=hint)
             case OptimizerMethod.muon:
-                exact = config.transformer_architecture.precision in (Precision.float32, Precision.float64)
-                yield part, gain, Muon(parameters, config.optimizer, model.shards, model.mesh.replica_group, exact=exact)
+                full_precision = config.transformer_architecture.precision in (Precision.float32, Precision.float64)
+                yield (
+                    rule_group,
+                    lr_multiplier,
+                    Muon(parameters, config.optimizer, model.shard_layout, model.mesh.replica_group, full_precision=full_precision),
+                )

@@ -1,4 +1,4 @@
-"""How a model is divided: tensor and pipeline parallel within a replica, data parallel between replicas, on one mesh."""
+"""Divide a model over ranks: tensor and pipeline parallelism within a replica, data parallelism between replicas, on one mesh."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from swarmtrain.config import Config
-from swarmtrain.config.pipeline import cuts
-from swarmtrain.config.topology import DataParallelType, TopologyConfig
-from swarmtrain.config.transformer_architecture import Precision
+from swarmtrain.config.pipeline_layout import partition_layers
+from swarmtrain.config.schema.topology import DataParallelType, TopologyConfig
+from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.checkpoint import whole
-from swarmtrain.trainer.checkpoint.whole import Base
-from swarmtrain.trainer.model import initial, preference
-from swarmtrain.trainer.model.beside import is_beside
+from swarmtrain.trainer.checkpoint import consolidated
+from swarmtrain.trainer.checkpoint.consolidated import BaseWeights
+from swarmtrain.trainer.model import initialization, preference
+from swarmtrain.trainer.model.peft import is_added_parameter
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import compiled, context, mesh, pipeline, recompute, tensor
-from swarmtrain.trainer.parallel.data import Alone, Replicas
+from swarmtrain.trainer.parallel import activation_checkpointing, compilation, context_parallel, mesh, pipeline_parallel, tensor_parallel
+from swarmtrain.trainer.parallel.ddp import DdpModel, SingleReplicaModel
+from swarmtrain.trainer.parallel.fsdp import FsdpModel, Materializer
 from swarmtrain.trainer.parallel.mesh import Mesh
-from swarmtrain.trainer.parallel.pipeline import Pipeline
-from swarmtrain.trainer.parallel.sharded import Fill, ShardedReplicas
-from swarmtrain.trainer.parallel.shards import Shards
+from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
+from swarmtrain.trainer.parallel.shard_layout import ShardLayout
 from swarmtrain.trainer.runtime import Runtime
 
-EMBEDDING = "embedding.weight"
-"""The name that a tied weight goes by too, wherever it is used."""
+EMBEDDING_WEIGHT = "embedding.weight"
+"""The name of a tied weight, also where the head uses it."""
 
 
 @dataclass(frozen=True)
@@ -38,148 +38,206 @@ class ParallelModel:
     """A model as this rank holds it."""
 
     mesh: Mesh
-    local: Transformer
-    """This rank's part, whose forward pass leaves no gradients to add."""
-    replicas: Alone | Replicas | ShardedReplicas | Pipeline
+    local_model: Transformer
+    """This rank's part without data parallelism around it: its forward pass sets up no gradient reduction."""
+    wrapped_model: SingleReplicaModel | DdpModel | FsdpModel | PipelineModel
     """The same, with gradients summed over replicas."""
-    shards: Shards
+    shard_layout: ShardLayout
     parameters: dict[str, nn.Parameter]
-    """This rank's plain tensors, by the names of the undivided model."""
-    names: tuple[str, ...]
-    """Parameters of the undivided model."""
-    trained: tuple[str, ...]
-    """Those that steps change; the others stay as they are."""
-    size: int
-    """Numbers in them."""
-    base: str | None
+    """This rank's parameters as plain tensors, by their names in the undivided model."""
+    parameter_names: tuple[str, ...]
+    """Names of the undivided model's parameters."""
+    trained_names: tuple[str, ...]
+    """Names of the parameters that are trained; the others are frozen."""
+    parameter_count: int
+    """Number of elements in all parameters of the undivided model."""
+    base_fingerprint: str | None
     """The fingerprint of trainer.init_from."""
 
 
-def parallelize(model: Transformer, here: Runtime) -> ParallelModel:
-    """Divide `model` over this world. Raises WorldError if the world's size does not fit the topology, TrainingError if it is to
-    be compiled and cannot be, and CheckpointError if trainer.init_from is not this model or cannot be read.
+def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
+    """Divide `model` over this world.
+
+    Raises WorldError if the world's size does not fit the topology, TrainingError if the model is to be compiled and cannot be, and
+    CheckpointError if trainer.init_from is not a checkpoint of this model or cannot be read.
     """
-    config, layout = here.config, mesh.build(here)
+    config, layout = runtime.config, mesh.build_mesh(runtime)
     if config.trainer.preference_config:
-        model.preference = preference.Preference(config.trainer.preference_config)
-        preference.learn(model)
+        model.preference_loss = preference.PreferenceLoss(config.trainer.preference_config)
+        preference.restrict_adapters_to_first_half(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    tied = layout.pipe_size > 1 and model.tied and layout.pipe_rank in (0, layout.pipe_size - 1)
-    twin = tied and layout.pipe_rank > 0
-    by_tensor = _take_part(model, config, layout)
-    local = tensor.named_parameters(model)
-    if twin:
-        local = {EMBEDDING if name == "head.weight" else name: parameter for name, parameter in local.items()}
-        by_tensor = {EMBEDDING if name == "head.weight" else name: how for name, how in by_tensor.items()}
-    trained = trained_names(shapes, config)
-    for name, parameter in local.items():
+    tied = layout.pipe_size > 1 and model.has_tied_embeddings and layout.pipe_rank in (0, layout.pipe_size - 1)
+    has_tied_copy = tied and layout.pipe_rank > 0
+    tensor_placements = _apply_model_parallelism(model, config, layout)
+    local_parameters = tensor_parallel.named_parameters(model)
+    if has_tied_copy:
+        local_parameters = {EMBEDDING_WEIGHT if name == "head.weight" else name: parameter for name, parameter in local_parameters.items()}
+        tensor_placements = {
+            EMBEDDING_WEIGHT if name == "head.weight" else name: placement for name, placement in tensor_placements.items()
+        }
+    trained = select_trained_names(shapes, config)
+    for name, parameter in local_parameters.items():
         parameter.requires_grad_(name in trained)
-    names = {parameter: name for name, parameter in local.items()}
-    if base := _base(here, shapes):
-        model.initial = partial(_begins, base, model.initial)
-    fill = partial(initial.fill, names=names, value=_values(model, layout, shapes, by_tensor, copied=base is not None), device=here.device)
-    replicas = _replicas(model, here, layout, fill, tied=list(local).index(EMBEDDING) if tied else None)
-    half = config.transformer_architecture.precision is Precision.float16
-    model.loss_chunk = None if half else config.trainer.loss_chunk_size
+    names = {parameter: name for name, parameter in local_parameters.items()}
+    if base_model := _load_base_model(runtime, shapes):
+        model.initial_value = partial(_read_initial_value, base_model, model.initial_value)
+    materialize = partial(
+        initialization.materialize_parameters,
+        names=names,
+        value=_build_shard_initializer(model, layout, shapes, tensor_placements, is_memory_mapped=base_model is not None),
+        device=runtime.device,
+    )
+    wrapped_model = _wrap_model(
+        model, runtime, layout, materialize, tied_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
+    )
+    is_float16 = config.transformer_architecture.precision is Precision.float16
+    model.loss_chunk_size = None if is_float16 else config.trainer.loss_chunk_size
     if config.trainer.compile:
-        compiled.blocks(model, here.device)
-    pipe = layout.pipe_group if layout.pipe_size > 1 else None
-    by_data = frozenset(local if _divided(config) else ())
-    shards = Shards(layout.state_mesh["tensor", "shard"], shapes, by_tensor, by_data, {EMBEDDING} if twin else (), pipe)
-    size = sum(shape.numel() for shape in shapes.values())
-    mine = dict(zip(local, replicas.parameters, strict=True))
-    return ParallelModel(layout, model, replicas, shards, mine, tuple(shapes), tuple(trained), size, base.fingerprint if base else None)
+        compilation.compile_blocks(model, runtime.device)
+    pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None
+    fsdp_names = frozenset(local_parameters if _has_sharded_state(config) else ())
+    shard_layout = ShardLayout(
+        layout.state_mesh["tensor", "shard"],
+        shapes,
+        tensor_placements,
+        fsdp_names,
+        {EMBEDDING_WEIGHT} if has_tied_copy else (),
+        pipeline_group,
+    )
+    parameter_count = sum(shape.numel() for shape in shapes.values())
+    plain_parameters = dict(zip(local_parameters, wrapped_model.parameters, strict=True))
+    return ParallelModel(
+        layout,
+        model,
+        wrapped_model,
+        shard_layout,
+        plain_parameters,
+        tuple(shapes),
+        tuple(trained),
+        parameter_count,
+        base_model.fingerprint if base_model else None,
+    )
 
 
-def trained_names(names: Iterable[str], config: Config) -> list[str]:
-    """Return those of the undivided model's parameters that are trained.
+def select_trained_names(names: Iterable[str], config: Config) -> list[str]:
+    """Return the names of the undivided model's parameters that are trained.
 
-    Raises TrainingError if there are none, or a pipeline's stage has none: nothing would come back from it.
+    Raises TrainingError if there are none, or none in some pipeline stage: no gradient would flow back from it.
     """
-    wanted, names = config.trainer.finetunable_parameters, list(names)
-    if wanted is not None:
-        found = [name for name in names if any(re.search(pattern, name) for pattern in wanted)]
-    elif config.transformer_architecture.beside or config.trainer.finetunable_token_ids:
-        found = [name for name in names if is_beside(name)]
+    patterns, names = config.trainer.finetunable_parameters, list(names)
+    if patterns is not None:
+        selected = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    elif config.transformer_architecture.peft_fields or config.trainer.finetunable_token_ids:
+        selected = [name for name in names if is_added_parameter(name)]
     else:
-        found = names
+        selected = names
     if config.trainer.finetunable_token_ids:
-        found = [name for name in names if name in found or name == EMBEDDING]
+        selected = [name for name in names if name in selected or name == EMBEDDING_WEIGHT]
     place = "config trainer.finetunable_parameters"
-    if not found:
+    if not selected:
         raise TrainingError("matches no parameter", place=place, hint=f"they are named like {', '.join(names[:3])}")
-    stages = cuts(config.topology, config.transformer_architecture)
-    for number, layers in enumerate(stages if len(stages) > 1 else ()):
-        own = [f"blocks.{layer}." for layer in layers]
-        tied = ["embedding."] if config.transformer_architecture.tied else []
-        own += ["embedding.", "positions."] if number == 0 else ["norm.", "head.", *tied] if number == len(stages) - 1 else []
-        if not any(name.startswith(tuple(own)) for name in found):
-            raise TrainingError(f"matches nothing in stage {number} of the pipeline", place=place, hint="train something in each of them")
-    return found
+    stages = partition_layers(config.topology, config.transformer_architecture)
+    for stage_index, layers in enumerate(stages if len(stages) > 1 else ()):
+        prefixes = [f"blocks.{layer}." for layer in layers]
+        tied_prefixes = ["embedding."] if config.transformer_architecture.has_tied_embeddings else []
+        prefixes += (
+            ["embedding.", "positions."]
+            if stage_index == 0
+            else ["norm.", "head.", *tied_prefixes]
+            if stage_index == len(stages) - 1
+            else []
+        )
+        if not any(name.startswith(tuple(prefixes)) for name in selected):
+            raise TrainingError(
+                f"matches nothing in stage {stage_index} of the pipeline", place=place, hint="train something in each of them"
+            )
+    return selected
 
 
-def _take_part(model: Transformer, config: Config, layout: Mesh) -> dict[str, Placement]:
-    """Leave in `model` what is this rank's. Return how tensor parallelism divides parameters, by name."""
+def _apply_model_parallelism(model: Transformer, config: Config, layout: Mesh) -> dict[str, Placement]:
+    """Reduce `model` to this rank's part. Return the tensor-parallel placements of parameters, by name."""
     if layout.pipe_size > 1:
-        pipeline.cut(model, config, layout)
-    by_tensor = tensor.shard(model, layout.device_mesh["tensor"], sequence=config.topology.sequence_parallel)
+        pipeline_parallel.remove_remote_layers(model, config, layout)
+    tensor_placements = tensor_parallel.apply_tensor_parallel(
+        model, layout.device_mesh["tensor"], sequence_parallel=config.topology.sequence_parallel
+    )
     if layout.context_mesh:
-        context.share(model, layout.context_mesh)
-    recompute.layers(model, config.topology.activation_checkpointing_type)
-    return by_tensor
+        context_parallel.apply_context_parallel(model, layout.context_mesh)
+    activation_checkpointing.checkpoint_layers(model, config.topology.activation_checkpointing_type)
+    return tensor_placements
 
 
-def _base(here: Runtime, shapes: Mapping[str, torch.Size]) -> Base | None:
-    """Return trainer.init_from, if there is one. Raises CheckpointError."""
-    folder = here.config.trainer.init_from
+def _load_base_model(runtime: Runtime, shapes: Mapping[str, torch.Size]) -> BaseWeights | None:
+    """Return trainer.init_from, if it is set. Raises CheckpointError."""
+    folder = runtime.config.trainer.init_from
     if folder is None:
         return None
-    known = {name: shape for name, shape in shapes.items() if not is_beside(name)}
-    return whole.base(folder, here.config.transformer_architecture, known, share=(here.rank, here.size))
+    base_shapes = {name: shape for name, shape in shapes.items() if not is_added_parameter(name)}
+    return consolidated.open_base_weights(
+        folder, runtime.config.transformer_architecture, base_shapes, file_shard=(runtime.rank, runtime.world_size)
+    )
 
 
-def _begins(base: Base, otherwise: Callable[[str, torch.Size], Tensor], name: str, size: torch.Size) -> Tensor:
-    return otherwise(name, size) if is_beside(name) else base.value(name, size)
+def _read_initial_value(base_model: BaseWeights, fallback: Callable[[str, torch.Size], Tensor], name: str, size: torch.Size) -> Tensor:
+    return fallback(name, size) if is_added_parameter(name) else base_model.load_parameter(name, size)
 
 
-def _values(
-    model: Transformer, layout: Mesh, shapes: Mapping[str, torch.Size], by_tensor: Mapping[str, Placement], *, copied: bool
+def _build_shard_initializer(
+    model: Transformer,
+    layout: Mesh,
+    shapes: Mapping[str, torch.Size],
+    tensor_placements: Mapping[str, Placement],
+    *,
+    is_memory_mapped: bool,
 ) -> Callable[[str], Tensor]:
-    """Return what gives this rank's part of a parameter, by its name in the undivided model, before the first step.
+    """Return a function that returns this rank's part of a parameter's initial value, by the parameter's name in the undivided model.
 
-    `copied`: what the model begins with is no memory of its own, but a file's.
+    `is_memory_mapped`: initial values are views of a file rather than memory of their own, so they are copied.
     """
-    precision = torch.float64 if model.shape.precision is Precision.float64 else torch.float32
+    precision = torch.float64 if model.architecture.precision is Precision.float64 else torch.float32
 
-    def value(name: str) -> Tensor:
-        whole, how = model.initial(name, shapes[name]), by_tensor.get(name)
-        mine = whole.chunk(layout.tensor_size, how.dim)[layout.tensor_rank] if isinstance(how, Shard) else whole
-        return mine.to(precision, copy=mine is not whole or copied, memory_format=torch.contiguous_format)
+    def slice_initial_value(name: str) -> Tensor:
+        full_value, placement = model.initial_value(name, shapes[name]), tensor_placements.get(name)
+        local_value = (
+            full_value.chunk(layout.tensor_size, placement.dim)[layout.tensor_rank] if isinstance(placement, Shard) else full_value
+        )
+        return local_value.to(precision, copy=local_value is not full_value or is_memory_mapped, memory_format=torch.contiguous_format)
 
-    return value
+    return slice_initial_value
 
 
-def _replicas(
-    model: Transformer, here: Runtime, layout: Mesh, fill: Fill, *, tied: int | None
-) -> Alone | Replicas | ShardedReplicas | Pipeline:
-    """Return `model`, filled, as one with what other replicas have of it. `tied`: the place of a weight whose copy another stage has."""
-    config = here.config
-    # A sum of two numbers is rounded once, however it is made.
-    exact = config.transformer_architecture.precision is Precision.float32 and _summands(config.topology) > 2
-    if not _divided(config):
-        fill(model)
+def _wrap_model(
+    model: Transformer, runtime: Runtime, layout: Mesh, materialize: Materializer, *, tied_index: int | None
+) -> SingleReplicaModel | DdpModel | FsdpModel | PipelineModel:
+    """Return `model`, materialized and combined with its other replicas. `tied_index`: index of a weight with a copy on another stage."""
+    config = runtime.config
+    # A sum of two numbers is rounded once, in any order.
+    sum_in_fp64 = config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) > 2
+    if not _has_sharded_state(config):
+        materialize(model)
     if layout.pipe_size > 1:
-        return Pipeline(model, config, layout, here.device, divided=fill if _divided(config) else None, tied=tied)
-    if _divided(config):
-        return ShardedReplicas(model, config, layout, fill)
-    return Alone(model, exact=exact) if layout.data_group.size() == 1 else Replicas(model, layout, here.device, exact=exact)
+        return PipelineModel(
+            model,
+            config,
+            layout,
+            runtime.device,
+            materialize_shards=materialize if _has_sharded_state(config) else None,
+            tied_index=tied_index,
+        )
+    if _has_sharded_state(config):
+        return FsdpModel(model, config, layout, materialize)
+    return (
+        SingleReplicaModel(model, sum_in_fp64=sum_in_fp64)
+        if layout.data_group.size() == 1
+        else DdpModel(model, layout, runtime.device, sum_in_fp64=sum_in_fp64)
+    )
 
 
-def _divided(config: Config) -> bool:
-    """Return whether replicas divide their state."""
+def _has_sharded_state(config: Config) -> bool:
+    """Return whether replicas shard their parameters or optimizer state."""
     return config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
 
 
-def _summands(topology: TopologyConfig) -> int:
-    """Return how many gradients of one parameter are added up in a step."""
-    return topology.micro_batches * topology.context_parallel_size
+def _count_summed_gradients(topology: TopologyConfig) -> int:
+    """Return how many gradients of one parameter are summed in a step."""
+    return topology.micro_batches_per_step * topology.context_parallel_size

@@ -1,10 +1,10 @@
-"""Where a run's numbers go: metrics.jsonl, metrics.csv, TensorBoard, W&B, a trial of Determined; any of them together.
+"""Sinks of a run's metrics: metrics.jsonl, metrics.csv, TensorBoard, W&B, a Determined trial, in any combination.
 
-A sink takes lines, each a mapping of names to numbers with its step under `step`; or what the model made of
-prompts (see texts.py). It is opened anew in each world, and no
-step stands in it twice: it forgets what an earlier world has told it of the step that this one goes on after and of later
-ones, and is given that step again as metrics.jsonl has it. So what a world could tell to one sink and no more to another
-is in both.
+A sink takes lines, each a mapping of names to numbers with its step under `step`; or the samples generated from prompts (see
+generated_samples.py).
+Each world opens its sinks again, and no step appears twice in a sink: it discards what an earlier world wrote of the step that this world
+resumes from and of later ones, and receives the resumed step again as metrics.jsonl has it. So values that a world managed to write to only
+one sink end up in all of them.
 """
 
 from __future__ import annotations
@@ -13,68 +13,68 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from swarmtrain.config.logger import LoggerConfig
-from swarmtrain.trainer.metrics.sinks.lines import MetricsFile
-from swarmtrain.trainer.metrics.sinks.past import Past
-from swarmtrain.trainer.metrics.sinks.table import Table
+from swarmtrain.config.schema.logger import LoggerConfig
+from swarmtrain.trainer.metrics.sinks.csv_table import CsvTable
+from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
+from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.tensorboard import EventFile
 from swarmtrain.trainer.metrics.sinks.wandb_run import WandbRun
 from swarmtrain.trainer.runtime import Runtime
 
 
 class Sink(Protocol):
-    """Takes numbers, and samples. What becomes of where it takes them never stops training: it raises nothing once it is open."""
+    """Takes metrics and samples. Once open it raises nothing: a failure of its destination never stops training."""
 
     def write(self, values: dict[str, Any]) -> None:
-        """Take `values`, one of which is `step`. A value of None is one that is no number."""
+        """Write `values`, one of which is `step`. None stands for a non-finite value."""
 
     def close(self) -> None:
-        """Bring away what is left, within half a minute."""
+        """Flush what is left, within 30 s."""
 
 
 class Sinks:
-    """All sinks of a run, as one. On ranks other than the first there are none."""
+    """All sinks of a run as one. There are none on ranks other than rank 0."""
 
-    def __init__(self, *first: Sink) -> None:
-        """Begin with the sinks that are open already."""
-        self._all: list[Sink] = [*first]
-        self._past = Past(0, ())
+    def __init__(self, *open_sinks: Sink) -> None:
+        """Start with sinks that are already open."""
+        self._sinks: list[Sink] = [*open_sinks]
+        self._history = ResumeHistory(0, ())
 
-    def open(self, here: Runtime, step: int) -> None:
-        """Open those that the config asks for, of a run that goes on after `step`. Raises TrainingError if one cannot be opened."""
-        if not here.first:
+    def open(self, runtime: Runtime, resumed_step: int) -> None:
+        """Open the sinks that the config selects, for a run resumed from `resumed_step`. Raises TrainingError if one cannot be opened."""
+        if not runtime.is_rank_zero:
             return
-        folder = folder_of(here)
+        folder = get_metrics_folder(runtime)
         if folder:
-            metrics = MetricsFile(folder, step)
-            self._all.append(metrics)
-            self._past = metrics.past
-        for make in _asked_for(here.config.logger):
-            sink = make(here, folder or Path.cwd(), self._past)
-            self._all.append(sink)
+            metrics_file = MetricsFile(folder, resumed_step)
+            self._sinks.append(metrics_file)
+            self._history = metrics_file.history
+        for create_sink in _list_configured_sinks(runtime.config.logger):
+            sink = create_sink(runtime, folder or Path.cwd(), self._history)
+            self._sinks.append(sink)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Give `values` to each, but for what is known already of the step that the run goes on after."""
-        if values["step"] == self._past.step:
-            values = {name: value for name, value in values.items() if name == "step" or name not in self._past.names}
+        """Write `values` to each sink, except values of the resumed step that are already known."""
+        if values["step"] == self._history.step:
+            values = {name: value for name, value in values.items() if name == "step" or name not in self._history.last_step_names}
         if len(values) > 1:
-            for sink in self._all:
+            for sink in self._sinks:
                 sink.write(values)
 
     def close(self) -> None:
-        """Close all."""
-        for sink in self._all:
+        """Close all sinks."""
+        for sink in self._sinks:
             sink.close()
 
 
-def folder_of(here: Runtime) -> Path | None:
-    """Return the folder in which a run's files of numbers lie, if it has one."""
-    return here.config.logger.log_dir or here.config.trainer.save_dir
+def get_metrics_folder(runtime: Runtime) -> Path | None:
+    """Return the folder of a run's metrics files, if it has one."""
+    return runtime.config.logger.log_dir or runtime.config.trainer.save_dir
 
 
-def _asked_for(logger: LoggerConfig) -> Iterator[Callable[[Runtime, Path, Past], Sink]]:
+def _list_configured_sinks(logger: LoggerConfig) -> Iterator[Callable[[Runtime, Path, ResumeHistory], Sink]]:
     if logger.use_csv:
-        yield Table
+        yield CsvTable
     if logger.use_tensorboard:
         yield EventFile
     if logger.use_wandb:

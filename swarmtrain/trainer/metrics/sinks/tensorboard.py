@@ -1,4 +1,4 @@
-"""TensorBoard, behind logger.use_tensorboard: an event file of each world, in the folder `tensorboard`."""
+"""TensorBoard, enabled by logger.use_tensorboard: one event file per world, in the folder `tensorboard`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks.growing import GrowingFile
-from swarmtrain.trainer.metrics.sinks.past import Past
-from swarmtrain.trainer.metrics.sinks.texts import Sample, texts
+from swarmtrain.trainer.metrics.sinks.append_file import AppendFile
+from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample, extract_samples
+from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.runtime import Runtime
 
 
 class EventFile:
-    """One world's points. Its head tells TensorBoard to forget what earlier worlds' files say of the steps that come now."""
+    """Event file of one world. Its header tells TensorBoard to discard what files of earlier worlds have of later steps."""
 
-    def __init__(self, here: Runtime, folder: Path, past: Past) -> None:
-        """Begin the file. Raises TrainingError if tensorboard is not installed, or the file cannot be written."""
+    def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
+        """Create the file. Raises TrainingError if tensorboard is not installed, or if the file cannot be written."""
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -29,36 +29,36 @@ class EventFile:
         except ImportError:
             hint = "pip install tensorboard, in the image too"
             raise TrainingError("tensorboard is not installed", place="config logger.use_tensorboard", hint=hint) from None
-        self._event, self._value, self._records = Event, Summary, RecordWriter
-        self._text = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        self._tensor = TensorProto
-        # TensorBoard reads a folder's files in the order of their names.
+        self._event_class, self._summary_class, self._record_writer_class = Event, Summary, RecordWriter
+        self._text_metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        self._tensor_class = TensorProto
+        # TensorBoard reads the files of a folder in name order.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        begins = Event(wall_time=time.time(), step=past.step, session_log=SessionLog(status=SessionLog.START))
-        head = self._record(Event(wall_time=time.time(), file_version="brain.Event:2")) + self._record(begins)
-        self._file = GrowingFile(folder / "tensorboard" / name, head)
-        for line in past.last:
+        session_start = Event(wall_time=time.time(), step=history.step, session_log=SessionLog(status=SessionLog.START))
+        header = self._encode_record(Event(wall_time=time.time(), file_version="brain.Event:2")) + self._encode_record(session_start)
+        self._file = AppendFile(folder / "tensorboard" / name, header)
+        for line in history.last_step_lines:
             self.write(line)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Add the points of a step, or its samples as text. What is neither is left out."""
+        """Write the numbers of a step as points, and its samples as text. Everything else is ignored."""
         points = {name: value for name, value in values.items() if name != "step" and isinstance(value, int | float)}
-        added = [self._value.Value(tag=name, simple_value=value) for name, value in points.items()]
-        added += [self._said(number, sample) for number, sample in enumerate(texts(values))]
-        summary = self._value(value=added)
-        self._file.append(self._record(self._event(wall_time=time.time(), step=values["step"], summary=summary)))
+        summary_values = [self._summary_class.Value(tag=name, simple_value=value) for name, value in points.items()]
+        summary_values += [self._build_text_value(number, sample) for number, sample in enumerate(extract_samples(values))]
+        summary = self._summary_class(value=summary_values)
+        self._file.append(self._encode_record(self._event_class(wall_time=time.time(), step=values["step"], summary=summary)))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _said(self, number: int, sample: Sample) -> Any:
-        """Return a sample as TensorBoard's text, which is Markdown."""
+    def _build_text_value(self, number: int, sample: GeneratedSample) -> Any:
+        """Return a sample as a TensorBoard text value, which is Markdown."""
         text = "\n".join(f"    {line}" for line in f"{sample['prompt']}{sample['text']}".splitlines())
-        tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode()])
-        return self._value.Value(tag=f"samples/{number}", metadata=self._text, tensor=tensor)
+        tensor = self._tensor_class(dtype="DT_STRING", string_val=[text.encode()])
+        return self._summary_class.Value(tag=f"samples/{number}", metadata=self._text_metadata, tensor=tensor)
 
-    def _record(self, event: Any) -> bytes:
-        text = io.BytesIO()
-        self._records(text).write(event.SerializeToString())
-        return text.getvalue()
+    def _encode_record(self, event: Any) -> bytes:
+        buffer = io.BytesIO()
+        self._record_writer_class(buffer).write(event.SerializeToString())
+        return buffer.getvalue()

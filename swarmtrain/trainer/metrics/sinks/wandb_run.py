@@ -1,4 +1,4 @@
-"""Weights & Biases, behind logger.use_wandb. Its service being away never stops training."""
+"""Weights & Biases, enabled by logger.use_wandb. An unreachable service never stops training."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from swarmtrain.config import Config
-from swarmtrain.config.files import reason
+from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks import offline_files
-from swarmtrain.trainer.metrics.sinks.past import Past
-from swarmtrain.trainer.metrics.sinks.texts import NAME, Sample, texts
+from swarmtrain.trainer.metrics.sinks import wandb_offline
+from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample, extract_samples
+from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
-KEY = "WANDB_API_KEY"
-_PATIENCE, _LEAVE = 10, 30
+API_KEY_SECRET = "WANDB_API_KEY"  # noqa: S105  # the name of a secret
+_CONNECT_TIMEOUT_SECONDS, _CLOSE_TIMEOUT_SECONDS = 10, 30
 
 
 class WandbRun:
-    """One run at W&B, the same over every restart, whose step is ours.
+    """One W&B run, the same across restarts, with the step of the training run.
 
-    Its service forgets nothing and takes steps in their order alone: those that it has from an earlier world stand. The
-    files of a run that is offline are cut off instead.
+    The W&B service cannot delete history and accepts steps in ascending order only: steps that it has from an earlier world remain. The
+    files of an offline run are truncated instead.
     """
 
-    def __init__(self, here: Runtime, folder: Path, past: Past) -> None:
-        """Start it, or take it up again. Its files are kept in `folder`.
+    def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
+        """Start the run or resume it. Its files are kept in `folder`.
 
-        Raises TrainingError if wandb is not installed, if it is to be online and has no key, or if `folder` cannot be written.
+        Raises TrainingError if wandb is not installed, if it should be online and has no API key, or if `folder` cannot be written.
         """
         try:
             import wandb
@@ -46,60 +46,60 @@ class WandbRun:
             raise TrainingError(
                 "wandb is not installed", place="config logger.use_wandb", hint="pip install wandb, in the image too"
             ) from None
-        key = here.secret(KEY)
-        offline = here.config.logger.wandb_offline or os.environ.get("WANDB_MODE") == "offline"
+        key = runtime.read_secret(API_KEY_SECRET)
+        offline = runtime.config.logger.wandb_offline or os.environ.get("WANDB_MODE") == "offline"
         if not offline and not key:
             raise TrainingError(
                 "has no key",
                 place="config logger.use_wandb",
-                hint=f"runner.secrets: {{{KEY}: path/of/a/file}}, or logger.wandb_offline: true",
+                hint=f"runner.secrets: {{{API_KEY_SECRET}: path/of/a/file}}, or logger.wandb_offline: true",
             )
-        name = _id(here.config, here.run, folder)
+        run_id = _load_or_create_run_id(runtime.config, runtime.run_name, folder)
         self._run: Any = None
-        self._step = 0
-        """The earliest that is still taken."""
-        if not offline and not _answers(here.config.logger.wandb_host):
+        self._min_step = 0
+        """The lowest step that is still accepted."""
+        if not offline and not _is_reachable(runtime.config.logger.wandb_host):
             LOG.warning(
-                "wandb: %s does not answer, so its files stay in %s; `wandb sync` sends them", here.config.logger.wandb_host, folder
+                "wandb: %s does not answer, so its files remain in %s; `wandb sync` sends them", runtime.config.logger.wandb_host, folder
             )
             offline = True
         try:
-            told = offline_files.cut_off(folder / "wandb", name, past.step) if offline else None
-            self._run = wandb.init(id=name, **_options(wandb, here, folder, "offline" if offline else "online", key))
-            if told is not None:
-                self._step = told + 1
-            else:  # a run that was online until now has told of the past
-                self._step = past.step + 1 if offline and past.step else self._run.step
-        except Exception as error:  # noqa: BLE001  # whatever its client raises: training goes on
+            last_offline_step = wandb_offline.truncate_offline_files(folder / "wandb", run_id, history.step) if offline else None
+            self._run = wandb.init(id=run_id, **_build_init_options(wandb, runtime, folder, "offline" if offline else "online", key))
+            if last_offline_step is not None:
+                self._min_step = last_offline_step + 1
+            else:  # a run that was online until now has already logged the past
+                self._min_step = history.step + 1 if offline and history.step else self._run.step
+        except Exception as error:  # noqa: BLE001  # whatever its client raises: training continues
             LOG.warning("wandb: not used, %s", str(error).replace(key, "***") if key else error)
-            _end_service()
-        # What its own process had not brought away yet when a world was killed.
-        for line in past.lines:
+            _kill_service()
+        # What the wandb process had not sent yet when an earlier world was killed.
+        for line in history.lines:
             self.write(line)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Report `values`, one of which is `step`."""
-        if values["step"] >= self._step:
-            self._step = values["step"]
-            if samples := texts(values):
-                values = {**values, NAME: self._table(samples)}
-            self._try("log", values, self._step)
+        """Log `values`, one of which is `step`."""
+        if values["step"] >= self._min_step:
+            self._min_step = values["step"]
+            if samples := extract_samples(values):
+                values = {**values, SAMPLES_KEY: self._build_table(samples)}
+            self._call_or_disable("log", values, self._min_step)
 
-    def _table(self, samples: Sequence[Sample]) -> Any:
+    def _build_table(self, samples: Sequence[GeneratedSample]) -> Any:
         import wandb
 
         return wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
 
     def close(self) -> None:
-        """Send what is left, for at most half a minute; the rest is on disk."""
-        sending = threading.Thread(target=self._try, args=("finish",), daemon=True)
-        sending.start()
-        sending.join(_LEAVE)
-        if sending.is_alive():
+        """Send what is left, for at most 30 s; the rest is on disk."""
+        thread = threading.Thread(target=self._call_or_disable, args=("finish",), daemon=True)
+        thread.start()
+        thread.join(_CLOSE_TIMEOUT_SECONDS)
+        if thread.is_alive():
             LOG.warning("wandb: not all is sent yet; `wandb sync` takes it from log_dir")
-            _end_service()
+            _kill_service()
 
-    def _try(self, method: str, *arguments: Any) -> None:
+    def _call_or_disable(self, method: str, *arguments: Any) -> None:
         if self._run is None:
             return
         try:
@@ -109,22 +109,22 @@ class WandbRun:
             self._run = None
 
 
-def _options(wandb: Any, here: Runtime, folder: Path, mode: str, key: str | None) -> dict[str, Any]:
-    logger = here.config.logger
+def _build_init_options(wandb: Any, runtime: Runtime, folder: Path, mode: str, key: str | None) -> dict[str, Any]:
+    logger = runtime.config.logger
     return {
         "mode": mode,
         "project": logger.wandb_project,
         "entity": logger.wandb_team,
         "group": logger.wandb_group,
-        "name": here.run,
+        "name": runtime.run_name,
         "tags": logger.wandb_tags,
         "resume": "allow" if mode == "online" else None,
         "dir": str(folder),
-        "config": here.config.model_dump(mode="json"),
+        "config": runtime.config.model_dump(mode="json"),
         "settings": wandb.Settings(
             api_key=key if mode == "online" else None,
             base_url=logger.wandb_host,
-            init_timeout=_PATIENCE,
+            init_timeout=_CONNECT_TIMEOUT_SECONDS,
             console="off",
             silent=True,
             disable_git=True,
@@ -133,8 +133,8 @@ def _options(wandb: Any, here: Runtime, folder: Path, mode: str, key: str | None
     }
 
 
-def _end_service() -> None:
-    """End the process that wandb keeps beside ours. It would retry for minutes, and our exit waits for its end."""
+def _kill_service() -> None:
+    """Kill the process that wandb starts next to ours. It would retry for minutes, and our exit waits for it."""
     for child in Path("/proc/self/task").glob("*/children"):
         for pid in child.read_text().split():
             with contextlib.suppress(OSError):
@@ -142,27 +142,30 @@ def _end_service() -> None:
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def _answers(url: str) -> bool:
-    """Ask before wandb does: a start that failed keeps its process busy with retries for minutes, and ours from ending."""
+def _is_reachable(url: str) -> bool:
+    """Return whether a connection to `url` succeeds.
+
+    Checked before wandb starts: after a failed start its process retries for minutes, and keeps ours from ending.
+    """
     address = urlsplit(url)
     try:
         socket.create_connection(
-            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=_PATIENCE
+            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=_CONNECT_TIMEOUT_SECONDS
         ).close()
     except OSError:
         return False
     return True
 
 
-def _id(config: Config, run: str, folder: Path) -> str:
-    """Return the run's id, made at its first start and kept beside its checkpoints. Raises TrainingError."""
+def _load_or_create_run_id(config: Config, run_name: str, folder: Path) -> str:
+    """Return the run's id, created at its first start and stored with its checkpoints. Raises TrainingError."""
     path = (config.trainer.save_dir or folder) / "wandb-id"
     try:
-        for each in (folder, path.parent):
-            each.mkdir(parents=True, exist_ok=True)
+        for directory in (folder, path.parent):
+            directory.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.write_text(f"{re.sub(r'[^A-Za-z0-9-]+', '-', run)[:40]}-{secrets.token_hex(4)}\n")
+            path.write_text(f"{re.sub(r'[^A-Za-z0-9-]+', '-', run_name)[:40]}-{secrets.token_hex(4)}\n")
         return path.read_text().strip()
     except OSError as error:
         hint = "the user that trains needs write access to it"
-        raise TrainingError(f"{error.filename}: {reason(error)}", place="config logger.use_wandb", hint=hint) from None
+        raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.use_wandb", hint=hint) from None

@@ -1,0 +1,120 @@
+"""Commands that only read and write files: their CPU time, at startup and as a run grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from benchmarks import third_party_tools
+from benchmarks.measurement import (
+    BUILD,
+    ROOT,
+    SWARMTRAIN_ARGV,
+    BenchmarkRow,
+    BenchmarkUnavailableError,
+    Sample,
+    format_growth,
+    measure_cpu_seconds,
+    measure_in_turns,
+    measure_wall_seconds,
+)
+
+_REPEATS = 9
+_CPU_UNIT = "ms of CPU"
+_QUICKSTART = "examples/quickstart.yml"
+_STACK_FILE = BUILD / "stack" / "generated.yml"
+_SUBCOMMANDS = ("init", "plan", "generate", "deploy", "status", "logs", "scale", "stop", "down", "image", "lab")
+_NODE_COUNTS = (125, 250, 500, 1000)
+
+
+def measure_help() -> Iterator[BenchmarkRow]:
+    """`--help`, which every shell completion waits for too."""
+    measure_swarmtrain = partial(_measure_cpu_milliseconds, [*SWARMTRAIN_ARGV, "--help"])
+    for index, (requirement, program) in enumerate(
+        ((third_party_tools.TORCHX, "torchx"), (third_party_tools.DSTACK, "dstack"), (third_party_tools.SKYPILOT, "sky"))
+    ):
+        name = "help" if index == 0 else f"help/{program}"
+        baseline_description, limit = f"`{program} --help`, {requirement.replace('==', ' ')}", 130 if index == 0 else None
+        build_row = partial(BenchmarkRow, name, "`swarmtrain --help`", _CPU_UNIT, baseline_description=baseline_description, limit=limit)
+        try:
+            argv = [str(third_party_tools.install_program(requirement, program)), "--help"]
+            result, baseline = measure_in_turns(
+                _REPEATS if index == 0 else 3, measure_swarmtrain, partial(_measure_cpu_milliseconds, argv, foreign=True)
+            )
+            yield build_row(result=result, baseline=baseline)
+        except BenchmarkUnavailableError as error:
+            yield build_row(result=measure_in_turns(_REPEATS, measure_swarmtrain)[0], note=str(error))
+    samples = {
+        name: measure_in_turns(3, partial(_measure_cpu_milliseconds, [*SWARMTRAIN_ARGV, name, "--help"]))[0] for name in _SUBCOMMANDS
+    }
+    slowest = max(samples, key=lambda name: samples[name].median)
+    yield BenchmarkRow(
+        "help/commands", "the slowest `--help` of a command", _CPU_UNIT, samples[slowest], note=f"`swarmtrain {slowest} --help`"
+    )
+
+
+def measure_generate() -> Iterator[BenchmarkRow]:
+    """`generate` for three nodes, against the equivalent of another launcher."""
+    measure_swarmtrain = partial(
+        _measure_cpu_milliseconds, [*SWARMTRAIN_ARGV, "generate", _QUICKSTART, "-o", "runner.hosts=[a,b,c]", "--output", str(_STACK_FILE)]
+    )
+    baseline_description = "`torchx run --dryrun` of a job of 3 nodes"
+    build_row = partial(
+        BenchmarkRow, "generate", "`swarmtrain generate` for 3 nodes", _CPU_UNIT, baseline_description=baseline_description, limit=250
+    )
+    try:
+        torchx = third_party_tools.install_program(third_party_tools.TORCHX, "torchx")
+    except BenchmarkUnavailableError as error:
+        yield build_row(result=measure_in_turns(_REPEATS, measure_swarmtrain)[0], note=str(error))
+        return
+    job = ["dist.ddp", "-j", "3x1", "--script", "training_code.py"]
+    result, baseline = measure_in_turns(
+        _REPEATS,
+        measure_swarmtrain,
+        partial(_measure_cpu_milliseconds, [str(torchx), "run", "--dryrun", "-s", "local_cwd", *job], foreign=True),
+    )
+    yield build_row(result=result, baseline=baseline)
+
+
+def measure_generate_1000() -> Iterator[BenchmarkRow]:
+    """`generate` for 1,000 nodes, and how the cost of a node grows with their number."""
+    argv = [
+        *SWARMTRAIN_ARGV,
+        "generate",
+        _QUICKSTART,
+        *(word for value in _build_host_overrides(1000) for word in ("-o", value)),
+        "--output",
+        str(_STACK_FILE),
+    ]
+    [duration_sample] = measure_in_turns(5, partial(measure_wall_seconds, argv))
+    yield BenchmarkRow("generate-1000", "`swarmtrain generate` for 1,000 nodes", "s", duration_sample, limit=2)
+    samples = dict(zip(_NODE_COUNTS, measure_in_turns(5, *(partial(_measure_generate_cpu, size) for size in _NODE_COUNTS)), strict=True))
+    pairs = zip(samples[1000].values, samples[250].values, strict=True)
+    ratios = Sample.from_values([large / 1000 / (small / 250) for large, small in pairs])
+    growth_text = ", ".join(format_growth({size: sample.median for size, sample in samples.items()}))
+    description = "CPU time for each of 1,000 nodes, in terms of that for each of 250: 1 is linear"
+    yield BenchmarkRow("generate-1000/growth", description, "times", ratios, limit=1.3, note=f"a node costs, with {growth_text}")
+
+
+def _measure_cpu_milliseconds(argv: list[str], *, foreign: bool = False) -> float:
+    return measure_cpu_seconds(argv, dict(third_party_tools.build_environment()) if foreign else None) * 1e3
+
+
+def _build_host_overrides(count: int) -> list[str]:
+    names = ", ".join(f"gpu-{index}" for index in range(count))
+    return [f"runner.hosts=[{names}]", "runner.nodes=null", "runner.max_nodes=null"]
+
+
+def _measure_generate_cpu(count: int) -> float:
+    """Return the CPU time, in seconds, of plan and generate, without the interpreter's start and without writing the file."""
+    from swarmtrain.config.loading import load_config
+    from swarmtrain.launchers import plan_run_offline
+    from swarmtrain.render import stack_document
+
+    overrides = _build_host_overrides(count)
+    started_at = time.process_time()
+    plan = plan_run_offline(load_config(ROOT / _QUICKSTART, overrides), "bench", folder=ROOT)
+    str(plan)
+    stack_document.render_stack_yaml(stack_document.render_stack(plan))
+    return time.process_time() - started_at

@@ -1,0 +1,33 @@
+"""swarmtrain's loop: `train`, with everything that it does for every run. Its optimizer controls the steps, since a step ends with it."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.loops.step_control import StepControl
+from swarmtrain.config import Config
+from swarmtrain.trainer import Optimizer, TokenDataset, Transformer, parallelize, start_runtime, train
+from swarmtrain.trainer.optim import OptimizerUpdate
+
+
+class _ControlledOptimizer(Optimizer):
+    step_control: StepControl
+
+    def step(self, number: int) -> OptimizerUpdate:
+        update = super().step(number)
+        self.step_control.step()
+        return update
+
+
+def main() -> None:
+    config = Config.from_json(sys.argv[1])
+    architecture, seed = config.transformer_architecture, config.trainer.seed
+    with start_runtime(config) as runtime:
+        model = parallelize(Transformer(architecture, seed), runtime)
+        optimizer = _ControlledOptimizer(model, config)
+        optimizer.step_control = StepControl()
+        train(runtime, model, optimizer, TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""build/bench.json → docs/reference/speed.md, and the table on the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from benchmarks.records import Record
+
+_ROW_PATTERN = re.compile(r"^\| `([^`]+)` \|.*\|$", re.MULTILINE)
+_TEXT_PATTERN = re.compile(r"^- `([^`]+)`: .*$", re.MULTILINE)
+_MACHINES_PATTERN = re.compile(r"^Measured on: (.+)\.$", re.MULTILINE)
+
+_HEADER = """# Speed
+
+Made by `make bench DOCS=1`, which runs every benchmark and writes this page. `make bench ONLY=help` runs one of them; there are
+{names}.
+Figures are medians; in brackets, the smallest and the largest. Ours and the other were measured in turns, so that both saw the
+same machine. A ratio with brackets is the median of the pairs'; it lies within them with a chance of 95 %. A limit is the
+most that ours may be: `make check` fails when a figure on this page is over it. A goal is the ratio that there should be.
+Results that are not measured again stay on the page.
+
+Measured on: {machine}.
+
+| benchmark | ours | the other | limit | ours / the other |
+| --- | ---: | ---: | ---: | ---: |
+"""
+
+
+def render_page(records: Sequence[Record], names: Sequence[str], previous_page: str = "") -> str:
+    """Return the page of these records. `names` are all benchmarks; other rows of `previous_page` stay."""
+    cells = _collect_previous_lines(_ROW_PATTERN, previous_page, names) | {
+        record["name"]: f"| {' | '.join(_format_cells(record))} |" for record in records
+    }
+    texts = _collect_previous_lines(_TEXT_PATTERN, previous_page, names) | {
+        record["name"]: _format_description(record) for record in records
+    }
+    order = sorted(cells, key=lambda name: list(names).index(_get_benchmark_name(name)))
+    previous_machines = _MACHINES_PATTERN.findall(previous_page)
+    machines = "; ".join(
+        dict.fromkeys([*(previous_machines[0].split("; ") if previous_machines else []), *(record["machine"] for record in records)])
+    )
+    header = _HEADER.format(names=", ".join(f"`{name}`" for name in names), machine=machines)
+    return header + "".join(f"{cells[name]}\n" for name in order) + "\n" + "".join(f"{texts[name]}\n" for name in order)
+
+
+def render_table(records: Sequence[Record]) -> str:
+    """Return the records as a table for a terminal."""
+    rows: list[tuple[str, ...]] = [("BENCHMARK", "OURS", "THE OTHER", "LIMIT", "RATIO", "")]
+    rows += [(*(cell.strip("`") for cell in _format_cells(record)), _format_outcome(record)) for record in records]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def is_over_limit(record: Record) -> bool:
+    """Return whether the result is over its limit."""
+    return record["limit"] is not None and record["result"] is not None and bool(record["result"] > record["limit"])
+
+
+def _format_cells(record: Record) -> tuple[str, ...]:
+    limit = "" if record["limit"] is None else f"{_format_number(record['limit'])} {record['unit']}"
+    ratio = _format_ratio(record)
+    return (
+        f"`{record['name']}`",
+        _format_sample(record, "result", "spread"),
+        _format_sample(record, "baseline", "baseline_spread"),
+        limit,
+        ratio,
+    )
+
+
+def _format_sample(record: Record, value: str, spread: str) -> str:
+    if record[value] is None:
+        return ""
+    low, high = record[spread]
+    return f"{_format_number(record[value])} {record['unit']} ({_format_number(low)}–{_format_number(high)})"
+
+
+def _format_ratio(record: Record) -> str:
+    if record["ratio"] is None:
+        return ""
+    interval, goal = record.get("interval"), record.get("goal")
+    interval_text = f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else ""
+    return f"{record['ratio']:.2f}{interval_text}" + (f", goal {goal:g}" if goal else "")
+
+
+def _collect_previous_lines(pattern: re.Pattern[str], previous_page: str, names: Sequence[str]) -> dict[str, str]:
+    return {match[1]: match[0] for match in pattern.finditer(previous_page) if _get_benchmark_name(match[1]) in names}
+
+
+def _get_benchmark_name(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _format_number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _format_outcome(record: Record) -> str:
+    is_short_of_goal = bool(record.get("goal")) and record["ratio"] is not None and record["ratio"] < record["goal"]
+    return record["skip_reason"] or ("OVER THE LIMIT" if is_over_limit(record) else "SHORT OF THE GOAL" if is_short_of_goal else "")
+
+
+def _format_description(record: Record) -> str:
+    text = f"- `{record['name']}`: {record['description']}"
+    text += f", against {record['baseline_description']}" if record["baseline_description"] else ""
+    text += f". Not measured here: {record['skip_reason']}" if record["skip_reason"] else ""
+    return text + (f"; {record['note']}" if record["note"] else "") + "."

@@ -1,0 +1,78 @@
+"""Convert pydantic's validation errors to problems: key path, line, reason, and for an unknown key the most similar known one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from swarmtrain.config.yaml_document import describe_value
+from swarmtrain.errors import Problem
+
+
+def explain_validation_error(
+    error: ValidationError, model: type[BaseModel], lines: Mapping[str, int], overridden: Collection[str] = (), *, prefix: str = ""
+) -> list[Problem]:
+    """Return the problems in values that failed validation by `model`, whose keys begin with `prefix`.
+
+    `lines` has the line of each key path in the file; keys in `overridden` do not come from the file.
+    """
+    problems = []
+    for detail in error.errors(include_url=False):
+        keys = [str(key) for key in detail["loc"]]
+        keys = keys[:-1] if keys and keys[-1] == "[key]" else keys
+        if detail["type"] == "wrong_field":
+            keys.append(detail["ctx"]["name"])
+        path = f"{prefix}{'.'.join(keys)}"
+        is_overridden = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for key in overridden)
+        message, hint = _build_message(detail, keys, model)
+        problems.append(Problem(path, message, None if is_overridden else _find_line(path, lines), hint))
+    return problems
+
+
+def _find_line(path: str, lines: Mapping[str, int]) -> int | None:
+    """Return the line of `path`, or that of its innermost enclosing section in the file."""
+    while path and path not in lines:
+        path = path.rpartition(".")[0]
+    return lines.get(path)
+
+
+def _build_message(detail: ErrorDetails, keys: list[str], model: type[BaseModel]) -> tuple[str, str | None]:
+    code, value = detail["type"], detail.get("input")
+    if code == "extra_forbidden":
+        field_names = _list_field_names(keys[:-1], model)
+        close_matches = difflib.get_close_matches(keys[-1], field_names, n=1, cutoff=0.5)
+        return "unknown key" + (
+            f"; did you mean {close_matches[0]}?" if close_matches else ""
+        ), None if close_matches else f"known here: {', '.join(sorted(field_names))}"
+    if code == "missing":
+        return "is required", None
+    message = detail["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "must be").replace("a valid dictionary", "a mapping").replace("a valid array", "a list")
+    message = re.sub(r"must be an object", "must be a mapping", message)
+    if code not in ("value_error", "wrong_field"):
+        message += f", not {describe_value(value)}"
+    if code == "string_type" and isinstance(value, bool | int | float):
+        return message, "quote it"
+    return message, detail.get("ctx", {}).get("hint") or None
+
+
+def _list_field_names(keys: list[str], root: type[BaseModel]) -> list[str]:
+    model: Any = root
+    for key in keys:
+        if key.isdigit():
+            continue
+        if not (isinstance(model, type) and issubclass(model, BaseModel) and key in model.model_fields):
+            return []
+        model = _find_model(model.model_fields[key].annotation)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _find_model(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for argument in get_args(annotation) if (model := _find_model(argument)) is not None), None)

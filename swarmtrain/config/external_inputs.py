@@ -1,0 +1,68 @@
+"""Hosts and environment from files and the shell, as with pdsh, MPI and DeepSpeed: a hostsfile, an env file, variables by prefix.
+
+Their contents are written into the config before it is shipped, so that later plans of the run do not need the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarmtrain.config import Config
+from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.config.files import UnreadableFileError, read_bounded
+from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, RunnerConfig, RunnerType
+from swarmtrain.errors import ConfigError, Problem
+
+_MAX_FILE_BYTES = 1_000_000
+_VARIABLE_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+
+
+def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, str]) -> Config:
+    """Return `config` with its hostsfile, env_file and env_prefixes resolved; relative paths are relative to `folder`.
+
+    Raises ConfigError.
+    """
+    runner = config.runner
+    update: dict[str, Any] = {}
+    if runner.hostsfile is not None:
+        update |= {"hosts": _read_lines(folder / runner.hostsfile, "hostsfile"), "hostsfile": None}
+    if runner.runner_type in SSH_RUNNER_TYPES:
+        env = dict(_parse_variable(line) for line in _read_lines(folder / runner.env_file, "env_file")) if runner.env_file else {}
+        in_container = runner.runner_type is RunnerType.ssh_docker
+        prefixes = tuple(prefix for prefix in runner.env_prefixes if not (in_container and prefix.startswith("PYTHON")))
+        inherited = {name: value for name, value in environ.items() if prefixes and name.startswith(prefixes)}
+        update |= {"env": {**inherited, **env, **runner.env}, "env_file": None, "env_prefixes": []}
+    if not update:
+        return config
+    try:
+        runner = RunnerConfig.model_validate_json(json.dumps({**runner.model_dump(mode="json"), **update}))
+    except ValidationError as error:
+        raise ConfigError(tuple(explain_validation_error(error, RunnerConfig, {}, prefix="runner."))) from None
+    return config.model_copy(update={"runner": runner})
+
+
+def _read_lines(path: Path, key: str) -> list[str]:
+    try:
+        text = read_bounded(path, _MAX_FILE_BYTES).decode()
+    except (UnreadableFileError, UnicodeDecodeError) as error:
+        raise ConfigError((Problem(f"runner.{key}", f"{path}: {error}"),)) from None
+    return [line for raw_line in text.splitlines() if (line := _strip_comment(raw_line, key))]
+
+
+def _strip_comment(line: str, key: str) -> str:
+    """In a hostsfile, # begins a comment anywhere; in an env file only at the start of a line, as a value may contain one."""
+    return line.partition("#")[0].strip() if key == "hostsfile" else "" if line.lstrip().startswith("#") else line.strip()
+
+
+def _parse_variable(line: str) -> tuple[str, str]:
+    match = _VARIABLE_LINE.fullmatch(line)
+    if match is None:
+        raise ConfigError((Problem("runner.env_file", f"{line.partition('=')[0]!r}: a line is NAME=VALUE, or a comment with #"),))
+    value = match[2]
+    return match[1], value[1:-1] if len(value) > 1 and value[0] == value[-1] in "'\"" else value

@@ -1,0 +1,109 @@
+"""Pipeline parallelism: partition layers into stages, and micro batches onto the schedule. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from swarmtrain.config.schema.base import build_field_error
+from swarmtrain.config.schema.topology import PipePartitionMethod, TopologyConfig
+from swarmtrain.config.schema.transformer_architecture import MlpType, TransformerArchitectureConfig
+
+
+def partition_layers(topology: TopologyConfig, architecture: TransformerArchitectureConfig) -> tuple[range, ...]:
+    """Return the layers of each stage, in order. Stage s is on pipeline rank s modulo pipe_parallel_size.
+
+    Raises the error about the topology's field if the layers cannot be partitioned that way.
+    """
+    layers, stages = architecture.num_layers, topology.pipeline_stages
+    if stages > layers:
+        product = f"{topology.pipeline_parallel_size} x {topology.pipe_stages_per_rank} = " if topology.pipe_stages_per_rank > 1 else ""
+        reason = f"{product}{stages} stages are more than transformer_architecture.num_layers {layers}"
+        raise build_field_error("topology.pipe_parallel_size", reason, f"each stage needs a layer: {layers} stages at most")
+    if topology.pipe_partition_overwrite is not None:
+        first_layers = _check_first_layers(topology.pipe_partition_overwrite, stages, layers)
+    elif topology.pipe_partition_method is PipePartitionMethod.balanced:
+        first_layers = _partition_balanced(_estimate_layer_costs(architecture), stages)
+    else:
+        first_layers = _partition_uniformly(stages, layers)
+    return tuple(range(first_layer, end_layer) for first_layer, end_layer in zip(first_layers, [*first_layers[1:], layers], strict=True))
+
+
+def count_scheduled_micro_batches(topology: TopologyConfig, assigned: int) -> int:
+    """Return how many micro batches a replica runs through its pipeline if `assigned` are assigned to it: empty ones fill the rest.
+
+    1F1B needs at least as many as there are stages; interleaved 1F1B needs whole rounds of one per pipeline rank.
+    """
+    if topology.pipe_stages_per_rank == 1:
+        return max(assigned, topology.pipeline_parallel_size)
+    return max(1, -(-assigned // topology.pipeline_parallel_size)) * topology.pipeline_parallel_size
+
+
+def compute_bubble_fraction(topology: TopologyConfig, assigned: int) -> float:
+    """Return the fraction of a step in which a rank is idle: filling and draining the pipeline, and empty micro batches."""
+    stages_per_rank = topology.pipe_stages_per_rank
+    return 1 - stages_per_rank * assigned / (
+        stages_per_rank * count_scheduled_micro_batches(topology, assigned) + topology.pipeline_parallel_size - 1
+    )
+
+
+def _partition_uniformly(stages: int, layers: int) -> list[int]:
+    return [stage * layers // stages for stage in range(stages)]
+
+
+def _check_first_layers(first_layers: Sequence[int], stages: int, layers: int) -> Sequence[int]:
+    name, hint = "topology.pipe_partition_overwrite", f"uniform cuts are {_partition_uniformly(stages, layers)}"
+    if len(first_layers) != stages:
+        raise build_field_error(
+            name, f"names {len(first_layers)} first layer{'' if len(first_layers) == 1 else 's'}, and there are {stages} stages", hint
+        )
+    if first_layers[0] != 0:
+        raise build_field_error(name, f"begins with layer {first_layers[0]}: the first stage's first layer is 0", hint)
+    if any(after <= before for before, after in pairwise(first_layers)):
+        raise build_field_error(name, f"{list(first_layers)} does not rise: each stage begins after the one before", hint)
+    if first_layers[-1] >= layers:
+        raise build_field_error(name, f"begins a stage with layer {first_layers[-1]}: the last of {layers} is {layers - 1}", hint)
+    return first_layers
+
+
+def _estimate_layer_costs(architecture: TransformerArchitectureConfig) -> list[int]:
+    """Return each layer's multiplications per token; the embedding's and the head's are added to the first and last layer."""
+    hidden = architecture.hidden_size
+    projections = 2 * hidden * (architecture.num_attention_heads + architecture.kv_heads) * architecture.head_size
+    scores = (
+        architecture.attention_width * architecture.sequence_length
+    )  # QK^T and attention weights times V, each over half the sequence on average
+    mlp = (3 if architecture.mlp_type is MlpType.swiglu else 2) * hidden * architecture.mlp_width
+    costs = [projections + scores + mlp] * architecture.num_layers
+    costs[0] += hidden  # the embedding only looks up a row
+    costs[-1] += 0 if architecture.embedding_head_config else hidden * architecture.vocab_size
+    return costs
+
+
+def _partition_balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """Return the first layers of `stages` stages that minimize the cost of the most expensive stage."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if _fill_stages(costs, stages, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    first_layers = _fill_stages(costs, stages, low)
+    assert first_layers is not None  # noqa: S101  # a stage of all layers fits the sum, and the search ends at a limit that fits
+    return first_layers
+
+
+def _fill_stages(costs: Sequence[int], stages: int, limit: int) -> list[int] | None:
+    """Return first layers of stages that cost at most `limit` each, or None if there are none.
+
+    Later stages are filled first: the early ones keep the activations of more micro batches.
+    """
+    first_layers, end = [], len(costs)
+    for earlier_stages in reversed(range(stages)):
+        first = end
+        while first > earlier_stages and sum(costs[first - 1 : end]) <= limit:
+            first -= 1
+        first_layers.append(first)
+        end = first
+    return first_layers[::-1] if end == 0 else None

@@ -1,0 +1,1 @@
+"""The config schema: one pydantic model per top-level key."""

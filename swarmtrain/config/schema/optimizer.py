@@ -1,0 +1,76 @@
+"""`optimizer`: optimizer, gradient clipping and loss scaling."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field, model_validator
+
+from swarmtrain.config.schema.base import Section, build_field_error
+
+_MAX_BFLOAT16_DECAY = 0.99
+"""bfloat16 has 8 significant bits: a moving average that takes in less than 1 % of each new value would often round it away."""
+
+
+class OptimizerMethod(StrEnum):
+    """Optimizers."""
+
+    adamw = "adamw"
+    sgd = "sgd"
+    muon = "muon"
+
+
+class StatePrecision(StrEnum):
+    """Data types of the optimizer state between steps."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class LossScalerConfig(Section):
+    """Dynamic loss scaling, which keeps small float16 gradients from underflowing."""
+
+    enable: bool | None = Field(
+        None, description="Scale the loss, and skip steps whose gradients overflow. null: only with precision float16."
+    )
+    initial_scale: float = Field(2.0**16, gt=0, description="Initial loss scale.")
+    window: int = Field(1000, ge=1, description="Consecutive steps without overflow after which the scale rises.")
+    hysteresis: int = Field(2, ge=1, description="Overflows until the scale falls. After that, every overflow lowers it.")
+    consecutive_hysteresis: bool = Field(
+        False, description="Reset the overflow count after each step without overflow. false: only when the scale rises."
+    )
+    min_scale: float = Field(1.0, gt=0, description="Minimum loss scale. An overflow at this scale ends the run.")
+    factor: float = Field(2.0, gt=1, description="Factor by which the scale rises and falls.")
+
+    @model_validator(mode="after")
+    def _check_min_scale(self) -> LossScalerConfig:
+        if self.min_scale > self.initial_scale:
+            raise build_field_error("min_scale", f"{self.min_scale:g} is above initial_scale {self.initial_scale:g}")
+        return self
+
+
+class OptimizerConfig(Section):
+    """Optimizer, gradient clipping and loss scaling."""
+
+    method: OptimizerMethod = Field(
+        OptimizerMethod.adamw, description="adamw, sgd, or muon: Muon for the matrices of the blocks, AdamW for all other parameters."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay rate of the first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay rate of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="AdamW: epsilon added to the denominator.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="SGD and Muon: momentum, the decay of the running sum or mean of gradients.")
+    state_precision: StatePrecision = Field(
+        StatePrecision.float32, description="Data type of the optimizer state between steps: float32, or bfloat16 for half the memory."
+    )
+    gradient_clipping: float = Field(1.0, ge=0, description="Maximum global gradient norm. 0: no clipping.")
+    zero: bool = Field(False, description="Shard the optimizer state over replicas (ZeRO-1). fsdp and hsdp shard it anyway.")
+    loss_scaler: LossScalerConfig = Field(LossScalerConfig(), description="Dynamic loss scaling for float16.")
+
+    @model_validator(mode="after")
+    def _check_state_precision(self) -> OptimizerConfig:
+        if self.state_precision is StatePrecision.bfloat16:
+            for name in ("beta1", "beta2", "momentum"):
+                if getattr(self, name) > _MAX_BFLOAT16_DECAY:
+                    reason = f"{getattr(self, name):g} is too slow a mean for the 8 bits of state_precision: bfloat16"
+                    raise build_field_error(name, reason, f"at most {_MAX_BFLOAT16_DECAY}, or state_precision: float32")
+        return self

@@ -1,0 +1,472 @@
+"""`runner`: where the job runs and what it starts. Has the settings of every launcher."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from swarmtrain.config.schema import validators
+from swarmtrain.config.schema.base import Section, build_field_error, format_duplicates
+from swarmtrain.config.schema.slurm import SlurmConfig
+from swarmtrain.config.schema.validators import HOST_NETWORK, parse_host_name
+
+_SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MAX_NODES = 10_000
+_DEFAULT_RESTARTS_PER_HOUR = 20
+_MAX_SIZE_BYTES = 1 << 62
+_MAX_SOCKETS = 64
+
+
+def _parse_size(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
+    if match is None:
+        raise ValueError("give a number of bytes, or a size such as 512m or 16g")
+    size = float(match[1]) * _SIZE_UNITS[match[2]]
+    if size > _MAX_SIZE_BYTES:
+        raise ValueError("is more than any machine has")
+    return int(size)
+
+
+def _parse_mount_pairs(value: Any) -> Any:
+    """Read a flat list of even length as consecutive pairs, as shown in Scaling's guide."""
+    if not isinstance(value, list):
+        return value
+    if value and all(isinstance(item, str) for item in value):
+        if len(value) % 2:
+            raise ValueError("a flat list must have an even length: source, target, source, target …")
+        return tuple(zip(value[::2], value[1::2], strict=True))
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+
+
+def _stringify_numbers(value: Any) -> Any:
+    """Read numbers in a list as text: a GPU is named by number or UUID."""
+    return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
+
+
+ByteSize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1, le=_MAX_SIZE_BYTES)]
+Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_parse_mount_pairs), AfterValidator(validators.check_mounts)]
+Volumes = Annotated[dict[str, dict[str, str]], AfterValidator(validators.check_volumes)]
+ContainerPath = Annotated[str, AfterValidator(validators.check_container_path)]
+ContainerUser = Annotated[
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(validators.check_user)
+]
+ImageReference = Annotated[str, AfterValidator(validators.check_image_reference)]
+NetworkName = Annotated[str, AfterValidator(validators.check_network_name)]
+NetworkInterface = Annotated[str, AfterValidator(validators.check_interface)]
+NodeLabels = Annotated[dict[str, str], AfterValidator(validators.check_node_labels)]
+HostEntry = Annotated[str, AfterValidator(validators.check_host_entry)]
+HostEntries = Annotated[tuple[HostEntry, ...], BeforeValidator(validators.expand_host_ranges)]
+GpuIds = Annotated[tuple[str, ...], BeforeValidator(_stringify_numbers), AfterValidator(validators.check_gpu_ids)]
+EnvironmentVariables = Annotated[dict[str, str], AfterValidator(validators.check_variable_names)]
+
+
+class RunnerType(StrEnum):
+    """The launchers. `pdsh` and `pdsh_docker`, as in Scaling's configs, are aliases of `ssh` and `ssh_docker`: pdsh itself is never run."""
+
+    swarm = "swarm"
+    docker = "docker"
+    local = "local"
+    ssh = "ssh"
+    ssh_docker = "ssh_docker"
+    slurm = "slurm"
+
+    @classmethod
+    def _missing_(cls, value: object) -> RunnerType | None:
+        return {"pdsh": cls.ssh, "pdsh_docker": cls.ssh_docker}.get(str(value))
+
+
+SSH_RUNNER_TYPES = (RunnerType.ssh, RunnerType.ssh_docker)
+
+
+class GpuMode(StrEnum):
+    """How containers get access to GPUs."""
+
+    none = "none"
+    visible = "visible"
+    reserve = "reserve"
+
+
+class NcclDebug(StrEnum):
+    """NCCL log levels."""
+
+    version = "VERSION"
+    warn = "WARN"
+    info = "INFO"
+    trace = "TRACE"
+
+
+class NumaBinding(StrEnum):
+    """Which cores a rank is bound to, by its GPU."""
+
+    node = "node"
+    socket = "socket"
+    exclusive = "exclusive"
+    core_complex = "core-complex"
+
+
+_GPU_MODE_NOTES = {GpuMode.none: "", GpuMode.visible: "", GpuMode.reserve: ": Swarm gives out whichever are free"}
+
+
+class DockerConfig(Section):
+    """The container that each node runs."""
+
+    docker_container: ImageReference = Field("registry.lab:5000/swarmtrain:latest", description="Image reference, including the registry.")
+    docker_mounts: Mounts = Field(
+        (), description="Mounts: pairs of a path on every node (or a volume name) and a path in the container. Put shared disks here."
+    )
+    volumes: Volumes = Field(
+        {},
+        description="Volumes in docker_mounts: name to options of Docker's local driver, for NFS {type: nfs, o: "
+        "'addr=nas,rw', device: ':/export'}. Changed options create a new volume. A volume not listed here "
+        "is an empty folder local to each node.",
+    )
+    cache_dir: ContainerPath | None = Field(
+        None,
+        description="Folder in the container for downloads and compilation caches (Hugging Face, inductor, Triton, "
+        "wandb). It outlives containers only inside a mount, as with docker_mounts: [[cache, /cache]]. null: "
+        "HOME.",
+    )
+    user: ContainerUser | None = Field(
+        None,
+        description="UID, or UID:GID, of the ranks, as 1000:1000. It must be able to write to save_dir. null: the owner "
+        "of the save_dir folder if it is in a mount, visible to the machine that deploys and not root's; "
+        "else the image's user. A running run keeps its user.",
+    )
+    shm_size: ByteSize = Field(2**30, description="Size of /dev/shm, in bytes or as 8g. Docker's default of 64 MiB is too small for NCCL.")
+    docker_sudo: bool = Field(False, description="With ssh_docker: run docker by sudo, which must not ask for a password.")
+    privileged: bool = Field(False, description="With ssh_docker: docker run --privileged. Not needed for devices or /dev/shm.")
+    cpus: float | None = Field(None, ge=0.01, le=65536, description="CPU limit of a node's container. null: all.")
+    memory: ByteSize | None = Field(
+        None, description="Memory limit of a node's container, in bytes or as 64g, including /dev/shm. null: all."
+    )
+
+    @model_validator(mode="after")
+    def _check_volumes_mounted(self) -> DockerConfig:
+        mounted = {source for source, _ in self.docker_mounts}
+        if unused := sorted(self.volumes.keys() - mounted):
+            example = f"docker_mounts: [[{unused[0]}, /data]]"
+            raise build_field_error("volumes", f"{', '.join(unused)} is mounted nowhere", example)
+        return self
+
+    @property
+    def cache_variables(self) -> dict[str, str]:
+        """Environment variables that point programs at cache_dir."""
+        if self.cache_dir is None:
+            return {}
+        folders = {"HF_HOME": "huggingface", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        folders |= {"WANDB_CACHE_DIR": "wandb", "WANDB_DATA_DIR": "wandb", "XDG_CACHE_HOME": ""}
+        return {name: str(PurePosixPath(self.cache_dir) / folder) for name, folder in folders.items()}
+
+
+class NcclConfig(Section):
+    """NCCL settings, passed to every rank as NCCL_* variables. null leaves a setting to NCCL; runner.env takes precedence over all."""
+
+    debug: NcclDebug | None = Field(
+        None, description="NCCL_DEBUG: VERSION, WARN, INFO or TRACE. INFO logs which network each rank uses. null: not set."
+    )
+    ib_disable: bool | None = Field(None, description="NCCL_IB_DISABLE: true uses TCP even where there is InfiniBand or RoCE. null: false.")
+    ib_hca: str | None = Field(None, description="NCCL_IB_HCA: network adapters to use, such as mlx5_0,mlx5_1. null: all.")
+    ib_gid_index: int | None = Field(None, ge=0, description="NCCL_IB_GID_INDEX: GID index for RoCE, often 3. null: chosen by NCCL.")
+    ib_timeout: int | None = Field(
+        None, ge=1, le=31, description="NCCL_IB_TIMEOUT: lost packets are retransmitted after 4 us x 2^this. null: 20."
+    )
+    ib_retry_cnt: int | None = Field(None, ge=0, le=7, description="NCCL_IB_RETRY_CNT: maximum number of retransmissions. null: 7.")
+    socket_nthreads: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="NCCL_SOCKET_NTHREADS: threads per TCP connection; 4 for fast networks without RDMA. null: 1.",
+    )
+    nsocks_perthread: int | None = Field(
+        None, ge=1, le=16, description="NCCL_NSOCKS_PERTHREAD: sockets per thread; threads x sockets may be at most 64. null: 1."
+    )
+    algo: str | None = Field(None, description="NCCL_ALGO: Ring, Tree and others. null: chosen by message size.")
+    proto: str | None = Field(None, description="NCCL_PROTO: LL, LL128 or Simple. null: chosen by message size.")
+    buffsize: ByteSize | None = Field(None, description="NCCL_BUFFSIZE: buffer between two GPUs, in bytes or as 8m. null: 4 MiB.")
+    p2p_disable: bool | None = Field(
+        None, description="NCCL_P2P_DISABLE: true disables direct transfers between GPUs of one node. null: false."
+    )
+    shm_disable: bool | None = Field(None, description="NCCL_SHM_DISABLE: true disables /dev/shm between ranks of one node. null: false.")
+    net_gdr_level: str | None = Field(
+        None,
+        pattern="^(LOC|PIX|PXB|PHB|SYS)$",
+        description="NCCL_NET_GDR_LEVEL: maximum distance between GPU and adapter for GPUDirect RDMA: LOC, PIX, PXB, PHB "
+        "or SYS. null: chosen by NCCL.",
+    )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The settings that are not null, as environment variables."""
+        values = {
+            "NCCL_DEBUG": self.debug,
+            "NCCL_IB_DISABLE": self.ib_disable,
+            "NCCL_IB_HCA": self.ib_hca,
+            "NCCL_IB_GID_INDEX": self.ib_gid_index,
+            "NCCL_IB_TIMEOUT": self.ib_timeout,
+            "NCCL_IB_RETRY_CNT": self.ib_retry_cnt,
+            "NCCL_SOCKET_NTHREADS": self.socket_nthreads,
+            "NCCL_NSOCKS_PERTHREAD": self.nsocks_perthread,
+            "NCCL_ALGO": self.algo,
+            "NCCL_PROTO": self.proto,
+            "NCCL_BUFFSIZE": self.buffsize,
+            "NCCL_P2P_DISABLE": self.p2p_disable,
+            "NCCL_SHM_DISABLE": self.shm_disable,
+            "NCCL_NET_GDR_LEVEL": self.net_gdr_level,
+        }
+        return {name: str(int(value) if isinstance(value, bool) else value) for name, value in values.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check_socket_count(self) -> NcclConfig:
+        if (sockets := (self.socket_nthreads or 1) * (self.nsocks_perthread or 1)) > _MAX_SOCKETS:
+            raise build_field_error(
+                "nsocks_perthread", f"socket_nthreads x nsocks_perthread is {sockets}, and NCCL takes at most {_MAX_SOCKETS}"
+            )
+        return self
+
+
+class SwarmConfig(Section):
+    """Settings of the Docker Swarm launcher."""
+
+    network: NetworkName | None = Field(
+        None,
+        description="host: the machines' own network, no overlay. Otherwise the name of an existing overlay network to "
+        "join. null: an overlay network created by the stack.",
+    )
+    mtu: int | None = Field(
+        None, ge=576, le=65535, description="MTU of the network below the overlay, in bytes; 9000 for jumbo frames. null: 1500."
+    )
+    encrypted: bool = Field(False, description="Encrypt traffic between nodes. Costs most of the throughput.")
+    internal: bool = Field(False, description="Make the stack's network internal: ranks reach each other and nothing else.")
+    rdma: bool = Field(
+        False, description="Enable InfiniBand or RoCE in the containers: locked memory (memlock, IPC_LOCK) and NVIDIA_MOFED=enabled."
+    )
+    gpu: GpuMode = Field(
+        GpuMode.none,
+        description="none: CPU. visible: all GPUs of a host, or gpu_ids. reserve: as many GPUs as slots, reserved in "
+        "Swarm for this run alone.",
+    )
+    gpu_ids: GpuIds = Field(
+        (), description="GPUs visible on every host with gpu: visible, by number or UUID. []: all. For a single host: 'gpu-1 slots=0,2'."
+    )
+    generic_resource: str = Field(
+        "NVIDIA-GPU", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Generic resource kind to reserve with gpu: reserve."
+    )
+    labels: NodeLabels = Field({}, description="Use only nodes that have all these labels.")
+
+    @model_validator(mode="after")
+    def _check_network_options(self) -> SwarmConfig:
+        if self.network and (self.mtu or self.encrypted or self.internal):
+            raise build_field_error(
+                "network", "mtu, encrypted and internal belong to the network that the stack makes; an existing one keeps its own"
+            )
+        return self
+
+    @property
+    def is_on_host_network(self) -> bool:
+        return self.network == HOST_NETWORK
+
+    @model_validator(mode="after")
+    def _check_gpu_ids(self) -> SwarmConfig:
+        if self.gpu_ids and self.gpu is not GpuMode.visible:
+            raise build_field_error(
+                "gpu_ids", f"are shown when gpu is visible, and it is {self.gpu}{_GPU_MODE_NOTES[self.gpu]}", "gpu: visible"
+            )
+        return self
+
+
+class RunnerConfig(Section):
+    """Where the job runs and what it starts."""
+
+    runner_type: RunnerType = Field(
+        RunnerType.swarm,
+        description="swarm: a Docker Swarm. docker: one Docker engine without Swarm. local: this machine without Docker. "
+        "ssh: Python on hosts over SSH. ssh_docker: containers on hosts over SSH. slurm: one Slurm job.",
+    )
+    hosts: HostEntries | None = Field(
+        None,
+        description="Host names or node ids, optionally with slots: 'gpu-1 slots=4', or 'gpu-2 slots=0,2' for these "
+        "GPUs. With swarm.network: host also optionally with the host's address on the ranks' network: "
+        "'gpu-1 slots=4 address=gpu-1-ib'. Ranges are expanded: 'gpu-[01-03,7]'. null: the cluster's nodes; "
+        "over SSH, this machine only, without SSH.",
+    )
+    hostsfile: Path | None = Field(None, description="File with one hosts entry per line and # comments, instead of hosts. null: none.")
+    python: str | None = Field(
+        None,
+        min_length=1,
+        description="Python interpreter on hosts over SSH. null: the path of the interpreter that deploys; with ssh_docker, python3.",
+    )
+    env_file: Path | None = Field(
+        None, description="With ssh and ssh_docker: file of NAME=VALUE lines that are added to env, as .deepspeed_env. null: none."
+    )
+    env_prefixes: tuple[str, ...] = Field(
+        ("NCCL", "PYTHON", "MV2", "UCX"),
+        description="With ssh and ssh_docker: variables of the deploying shell with these prefixes are added to env. "
+        "PYTHON* variables are not passed into containers.",
+    )
+    nodes: int | None = Field(
+        None, ge=1, le=_MAX_NODES, description="Number of nodes. null: as many as hosts lists, else min_nodes, else 1."
+    )
+    min_nodes: int | None = Field(
+        None, ge=1, le=_MAX_NODES, description="Minimum number of nodes to train on. null: nodes, so the run waits for a lost node."
+    )
+    max_nodes: int | None = Field(
+        None,
+        ge=1,
+        le=_MAX_NODES,
+        description="Maximum number of nodes that the run can be scaled to without restarting the others. null: nodes.",
+    )
+    default_gpu_count: int | None = Field(
+        None,
+        ge=1,
+        le=validators.MAX_SLOTS,
+        description="Slots (ranks) of hosts without slots=. null: the host's GPU count as reported by the cluster, else 1.",
+    )
+    script: Path = Field(Path("training_code.py"), description="Script that torchrun starts in every slot.")
+    script_args: tuple[str, ...] = Field((), description="Arguments of the script.")
+    code: tuple[Path, ...] = Field((), description="Files shipped next to the script, so that editing them needs no new image.")
+    env: EnvironmentVariables = Field({}, description="Environment variables of every rank, for instance NCCL_DEBUG: INFO.")
+    secrets: Annotated[dict[str, Path], AfterValidator(validators.check_secret_names)] = Field(
+        {},
+        description="Secrets: name to file. Ranks find the path of the file in the variable NAME_FILE; the secret itself "
+        "is never in a variable.",
+    )
+    master_addr: HostEntry | None = Field(
+        None,
+        description="With swarm.network: host, the address or name of the manager that runs the coordinator; over SSH, "
+        "that of the first host. null: the first manager's address in the swarm; the first host's own "
+        "address.",
+    )
+    master_port: int | None = Field(
+        None,
+        ge=1,
+        le=65534,
+        description="Port of the rendezvous store; the coordinator listens on the next port. null: 29500; with "
+        "swarm.network: host and over SSH, a port from 20000 to 29996 derived from the run's name, to avoid "
+        "collisions between runs.",
+    )
+    interface: NetworkInterface | None = Field(
+        None,
+        description="Network interface of the ranks, the same on every node: name (ib0) or subnet (10.1.0.0/16). null: "
+        "the interface on the route to the coordinator.",
+    )
+    numa: NumaBinding | None = Field(
+        None, description="Bind each rank to cores near its GPU, as torchrun's --numa-binding: node if in doubt. null: any core."
+    )
+    nccl: NcclConfig = Field(NcclConfig(), description="NCCL settings.")
+    max_restarts: int = Field(
+        3, ge=0, le=1_000_000, description="Consecutive failures without a new step between them after which the run is given up."
+    )
+    max_restarts_per_hour: int | None = Field(
+        None,
+        ge=0,
+        le=1_000_000,
+        description="Failures within one hour, with or without progress, after which the run is given up. null: 20, or "
+        "max_restarts if larger.",
+    )
+    stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time for a final checkpoint.")
+    docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
+    swarm: SwarmConfig = Field(SwarmConfig(), description="Settings of the Docker Swarm launcher.")
+    slurm: SlurmConfig = Field(SlurmConfig(), description="Settings of the Slurm launcher.")
+
+    @model_validator(mode="after")
+    def _check_slots_have_gpus(self) -> RunnerConfig:
+        mode, visible_gpu_count = self.swarm.gpu, len(self.swarm.gpu_ids)
+        for host in self.hosts or ():
+            if validators.parse_host_gpus(host) and mode is not GpuMode.visible and self.runner_type is RunnerType.swarm:
+                reason = f"{host!r} names GPUs, and swarm.gpu is {mode}{_GPU_MODE_NOTES[mode]}"
+                raise build_field_error(
+                    "hosts", reason, f"swarm.gpu: visible, or '{parse_host_name(host)} slots={validators.parse_host_slots(host)}'"
+                )
+            if visible_gpu_count and not validators.parse_host_gpus(host) and (validators.parse_host_slots(host) or 0) > visible_gpu_count:
+                raise build_field_error("hosts", f"{host!r} has more slots than the {visible_gpu_count} GPUs of swarm.gpu_ids")
+        if visible_gpu_count and (self.default_gpu_count or 0) > visible_gpu_count:
+            raise build_field_error(
+                "default_gpu_count", f"{self.default_gpu_count} slots, and swarm.gpu_ids names {visible_gpu_count} GPUs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_slurm_slots(self) -> RunnerConfig:
+        if self.runner_type is RunnerType.slurm and len({validators.parse_host_slots(host) for host in self.hosts or ()}) > 1:
+            raise build_field_error(
+                "hosts", "have different slots, and Slurm gives every node of a job the same", "leave slots out, or make them equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_node_counts(self) -> RunnerConfig:
+        if self.hosts is not None:
+            hosts = [parse_host_name(host) for host in self.hosts]
+            if not hosts:
+                raise build_field_error("hosts", "is empty: list at least one, or write null for the cluster's own nodes")
+            if duplicates := format_duplicates(hosts):
+                raise build_field_error(
+                    "hosts",
+                    f"names {duplicates} more than once: one service runs on each node",
+                    "several ranks on one host are its slots: 'gpu-1 slots=2'",
+                )
+            if self.nodes is not None and self.nodes > len(hosts):
+                raise build_field_error(
+                    "nodes", f"{self.nodes}, but hosts lists only {len(hosts)}", "list more hosts, or leave nodes out to use those listed"
+                )
+        low, nodes, high = self.node_range
+        if not low <= nodes <= high:
+            raise build_field_error(
+                "min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_host_addresses(self) -> RunnerConfig:
+        hosts_without_address = [host for host in self.hosts or () if not validators.parse_host_address(host)]
+        if self.runner_type is not RunnerType.swarm or len(hosts_without_address) == len(self.hosts or ()):
+            return self
+        if not self.swarm.is_on_host_network:
+            raise build_field_error(
+                "hosts", "address= is for swarm.network: host; containers in an overlay network have addresses of its own"
+            )
+        if hosts_without_address:
+            raise build_field_error(
+                "hosts",
+                f"{hosts_without_address[0]!r} has no address=, and others have: ranks would meet on two networks",
+                "give one to each",
+            )
+        if self.interface:
+            raise build_field_error(
+                "interface", "the addresses in hosts say already by which interface ranks talk", "leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_master_address(self) -> RunnerConfig:
+        if self.master_addr and not (self.is_on_host_network or self.swarm.is_on_host_network):
+            raise build_field_error("master_addr", "is for swarm.network: host; in a network of containers the coordinator has a name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_hosts_listed_once(self) -> RunnerConfig:
+        if self.hosts is not None and self.hostsfile is not None:
+            raise build_field_error("hostsfile", "hosts are listed in the config too", "keep one of the two")
+        return self
+
+    @property
+    def is_on_host_network(self) -> bool:
+        """Whether nodes use their machines' own network and ports."""
+        return self.swarm.is_on_host_network if self.runner_type is RunnerType.swarm else self.runner_type in SSH_RUNNER_TYPES
+
+    @property
+    def restarts_per_hour(self) -> int:
+        """max_restarts_per_hour, or its default."""
+        return max(_DEFAULT_RESTARTS_PER_HOUR, self.max_restarts) if self.max_restarts_per_hour is None else self.max_restarts_per_hour
+
+    @property
+    def node_range(self) -> tuple[int, int, int]:
+        """min_nodes, nodes and max_nodes, or their defaults."""
+        nodes = self.nodes or (len(self.hosts) if self.hosts else self.min_nodes or 1)
+        return self.min_nodes or nodes, nodes, self.max_nodes or nodes

@@ -1,0 +1,279 @@
+"""`topology`: how ranks and batches are divided, and what follows from it once a world has formed.
+
+Global batch, micro batch, tensor- and pipeline-parallel size are fixed by the config. World size, data-parallel size and
+gradient accumulation belong to a *world*: they are derived when one forms, and again when it changes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field, model_validator
+
+from swarmtrain.config.schema.base import Section, build_field_error, check_multiple
+
+
+class PipePartitionMethod(StrEnum):
+    """Ways to partition the layers into pipeline stages."""
+
+    uniform = "uniform"
+    balanced = "balanced"
+
+
+class DataParallelType(StrEnum):
+    """Data parallelism: what replicas shard and what they replicate."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
+class ActivationCheckpointing(StrEnum):
+    """Which activations are recomputed in the backward pass."""
+
+    disabled = "disabled"
+    selective = "selective"
+    every_layer = "every_layer"
+    every_pipe_stage = "every_pipe_stage"
+
+
+class TopologyConfig(Section):
+    """Sizes of the parallel groups and of the batch.
+
+    Any three of world size, model-, pipe- and data-parallel size determine the fourth. Any two of global batch size, micro
+    batch size and gradient accumulation steps determine the third.
+    """
+
+    world_size: int | None = Field(None, ge=1, description="Total number of ranks. null: the sum of the nodes' slots.")
+    model_parallel_size: int | None = Field(None, ge=1, description="Tensor-parallel degree: ranks that share each layer. null: 1.")
+    sequence_parallel: bool = Field(False, description="Sequence parallelism: also divide the sequence over the tensor-parallel ranks.")
+    pipe_parallel_size: int | None = Field(
+        None, ge=1, description="Pipeline-parallel degree: ranks that the layers are divided over. null: 1."
+    )
+    context_parallel_size: int = Field(1, ge=1, description="Context-parallel degree: ranks that each sample's sequence is divided over.")
+    data_parallel_size: int | None = Field(
+        None, ge=1, description="Data-parallel degree: replicas of the model. null: as many as the world has ranks for."
+    )
+    data_parallel_type: DataParallelType = Field(
+        DataParallelType.ddp,
+        description="ddp: each replica keeps the full state. fsdp: all replicas shard it. hsdp: groups of "
+        "data_parallel_shard_size ranks shard it.",
+    )
+    data_parallel_shard_size: int | None = Field(None, ge=1, description="Ranks per shard group. Required for hsdp, null otherwise.")
+    cpu_offload: bool = Field(
+        False,
+        description="Keep the shards of parameters and optimizer state in host memory, and run the optimizer there. For "
+        "fsdp and hsdp only.",
+    )
+    reduce_every_micro_batch: bool = Field(
+        False,
+        description="Reduce-scatter gradients after each micro batch instead of once per step: less memory, more "
+        "traffic. For fsdp and hsdp only.",
+    )
+    global_batch_size: int | None = Field(
+        None, ge=1, description="Samples per optimizer step, at every world size. null: derived from the other two batch keys."
+    )
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="Samples per forward pass on one rank. null: derived from the other two batch keys."
+    )
+    gradient_accumulation_steps: int | None = Field(
+        None, ge=1, description="Micro batches per replica and step. null: derived from the other two batch keys."
+    )
+
+    pipe_partition_method: PipePartitionMethod = Field(
+        PipePartitionMethod.uniform,
+        description="uniform: equally many layers per stage. balanced: equal compute per stage, including the output layer.",
+    )
+    pipe_partition_overwrite: tuple[int, ...] | None = Field(
+        None, description="First layer of each stage, starting with 0. null: by pipe_partition_method."
+    )
+    pipe_stages_per_rank: int = Field(1, ge=1, description="Pipeline stages per rank. Above 1: interleaved 1F1B schedule.")
+    activation_checkpointing_type: ActivationCheckpointing = Field(
+        ActivationCheckpointing.disabled,
+        description="Activations to recompute in the backward pass. selective: all but matrix products. every_layer, "
+        "every_pipe_stage: all, per layer or stage.",
+    )
+
+    @model_validator(mode="after")
+    def _derive_sizes(self) -> TopologyConfig:
+        sizes = self.model_parallel_size, self.pipe_parallel_size, self.data_parallel_size
+        values = _derive_parallel_sizes(self.world_size, *sizes, self.context_parallel_size)
+        values |= _derive_batch_sizes(
+            self.global_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, values["data_parallel_size"]
+        )
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        _check_shards(self)
+        _check_pipeline(self)
+        _check_sharded_options(self)
+        return self
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Tensor-parallel degree, with its default."""
+        return self.model_parallel_size or 1
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Pipeline-parallel degree, with its default."""
+        return self.pipe_parallel_size or 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold and compute one model replica together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Total number of pipeline stages."""
+        return self.pipeline_parallel_size * self.pipe_stages_per_rank
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one optimizer step."""
+        return self.global_batch_size or 1
+
+    @property
+    def samples_per_micro_batch(self) -> int:
+        """Samples in one forward pass."""
+        return self.micro_batch_size or 1
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro batches in one optimizer step, all replicas together."""
+        return self.samples_per_step // self.samples_per_micro_batch
+
+    def compute_data_parallel_size(self, world_size: int) -> int:
+        """Return the number of replicas in a world of `world_size` ranks.
+
+        Raises ValueError if the world is not a whole number of replicas, or contradicts the sizes in the config.
+        """
+        context, replica = self.context_parallel_size, self.ranks_per_replica
+        name, product = ("", "") if context == 1 else (" x context_parallel_size", f" x {context}")
+        if world_size % replica:
+            sizes = f"model_parallel_size x pipe_parallel_size{name} = {self.tensor_parallel_size} x {self.pipeline_parallel_size}{product}"
+            raise ValueError(f"{world_size} ranks are not a multiple of {sizes}")
+        replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
+        if replicas * context % shard:
+            raise ValueError(f"{replicas * context} replicas{name} are not a multiple of data_parallel_shard_size {shard}")
+        return replicas
+
+    def compute_shard_size(self, replicas: int, *, zero: bool) -> int:
+        """Return the number of ranks that shard one copy of the model state, given the number of `replicas`.
+
+        Ranks that share a sequence (context parallel) shard it, too. `zero`: the optimizer state of ddp is sharded (optimizer.zero).
+        """
+        is_sharded = zero or self.data_parallel_type is DataParallelType.fsdp
+        return self.data_parallel_shard_size or (replicas * self.context_parallel_size if is_sharded else 1)
+
+    def compute_rank_coordinates(self, rank: int, world_size: int) -> dict[str, int]:
+        """Return the coordinates of `rank` in a world of this size: pipeline stage (pipe), replica (data) and tensor-parallel rank (model).
+
+        Neighboring ranks first share layers, then a sequence; then come the replicas of a stage, then the stages. In a world
+        that does not fit the topology, the coordinates are approximate.
+        """
+        ranks_per_stage = max(1, world_size // self.pipeline_parallel_size)
+        data_rank = rank % ranks_per_stage // self.tensor_parallel_size // self.context_parallel_size
+        return {"pipe": rank // ranks_per_stage, "data": data_rank, "model": rank % self.tensor_parallel_size}
+
+    def assign_micro_batches(self, world_size: int) -> tuple[int, ...]:
+        """Return the number of micro batches of each replica in one step, largest first; they add up to the global batch.
+
+        The numbers differ by at most one; a replica may get none if there are more replicas than micro batches.
+        Raises ValueError as `compute_data_parallel_size` does.
+        """
+        replicas = self.compute_data_parallel_size(world_size)
+        base_count, remainder = divmod(self.micro_batches_per_step, replicas)
+        return tuple(base_count + (index < remainder) for index in range(replicas))
+
+
+def _derive_parallel_sizes(
+    world: int | None, tensor: int | None, pipeline: int | None, data: int | None, context: int
+) -> dict[str, int | None]:
+    name, factor_text = ("", "") if context == 1 else (" x context_parallel_size", f" x {context}")
+    if tensor is None:
+        divisor_name = f"data_parallel_size x pipe_parallel_size{name} ="
+        tensor = check_multiple("world_size", world, divisor_name, data * (pipeline or 1) * context) if world and data else 1
+    if pipeline is None:
+        other_ranks = (data or 1) * tensor * context
+        pipeline = world // other_ranks if world and data and world % other_ranks == 0 else 1
+    if world and not data:
+        data = check_multiple("world_size", world, f"model_parallel_size x pipe_parallel_size{name} =", tensor * pipeline * context)
+    if world and data and world != data * tensor * pipeline * context:
+        product = f"{tensor} x {pipeline} x {data}{factor_text}"
+        raise build_field_error(
+            "world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size{name} = {product}"
+        )
+    world = data * tensor * pipeline * context if data else None
+    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
+
+
+def _check_pipeline(topology: TopologyConfig) -> None:
+    """Refuse batches and settings that do not fit the pipeline.
+
+    No world could fill a pipeline for which the global batch is too small. A single replica's micro batches may be too few:
+    see config.pipeline_layout.count_scheduled_micro_batches.
+    """
+    ranks, count = topology.pipeline_parallel_size, topology.micro_batches_per_step
+    if topology.pipe_stages_per_rank == 1 and count < ranks:
+        hint = f"{ranks * topology.samples_per_micro_batch} would fit, or a smaller micro_batch_size"
+        raise build_field_error("global_batch_size", f"{count} micro batches a step are fewer than pipe_parallel_size {ranks}", hint)
+    if topology.activation_checkpointing_type is ActivationCheckpointing.every_pipe_stage and ranks == 1:
+        raise build_field_error(
+            "activation_checkpointing_type", "every_pipe_stage needs a pipe_parallel_size over 1", "every_layer saves memory without"
+        )
+    if topology.pipe_stages_per_rank > 1 and ranks == 1:
+        raise build_field_error(
+            "pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1", "1 is for no pipeline"
+        )
+    if topology.pipe_stages_per_rank > 1 and count % ranks:
+        hint = f"{(count // ranks + 1) * ranks * topology.samples_per_micro_batch} would fit"
+        raise build_field_error(
+            "global_batch_size", f"{count} micro batches a step do not divide into rounds of pipe_parallel_size {ranks}", hint
+        )
+
+
+def _check_shards(topology: TopologyConfig) -> None:
+    kind, shard, data = topology.data_parallel_type, topology.data_parallel_shard_size, topology.data_parallel_size
+    if kind is DataParallelType.hsdp and shard is None:
+        raise build_field_error("data_parallel_type", "hsdp needs data_parallel_shard_size", "as many as a node has GPUs is usual")
+    if kind is not DataParallelType.hsdp and shard is not None:
+        raise build_field_error("data_parallel_shard_size", f"is for hsdp, and data_parallel_type is {kind}")
+    if shard and data and (data * topology.context_parallel_size) % shard:
+        check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
+
+
+def _check_sharded_options(topology: TopologyConfig) -> None:
+    """Refuse options for sharded state with ddp, and what a pipeline cannot do."""
+    is_replicated = topology.data_parallel_type is DataParallelType.ddp
+    for name in ("cpu_offload", "reduce_every_micro_batch"):
+        if is_replicated and getattr(topology, name):
+            raise build_field_error(
+                name, "is for fsdp and hsdp, and data_parallel_type is ddp", "data_parallel_type: fsdp divides what ddp copies"
+            )
+    if topology.reduce_every_micro_batch and topology.pipeline_parallel_size > 1:
+        reason = "is not for a pipeline, which sums gradients once a step"
+        raise build_field_error("reduce_every_micro_batch", reason, "leave it out, or pipe_parallel_size")
+
+
+def _derive_batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:
+    if [total, micro, accumulation].count(None) > 1:
+        raise ValueError("give two of global_batch_size, micro_batch_size and gradient_accumulation_steps; the third follows")
+    if accumulation and not data:
+        reason = "needs data_parallel_size or world_size; or give global_batch_size and micro_batch_size instead"
+        raise build_field_error("gradient_accumulation_steps", reason)
+    micro_batches_per_replica_step = (accumulation or 1) * (data or 1)
+    if micro and accumulation:
+        total = total or micro * micro_batches_per_replica_step
+        if total != micro * micro_batches_per_replica_step:
+            product = f"{micro} x {accumulation} x {data}"
+            raise build_field_error(
+                "global_batch_size", f"{total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}"
+            )
+    elif total and micro:
+        check_multiple("global_batch_size", total, "micro_batch_size", micro)
+    elif total:
+        micro = check_multiple(
+            "global_batch_size", total, "gradient_accumulation_steps x data_parallel_size =", micro_batches_per_replica_step
+        )
+    return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}

@@ -1,0 +1,201 @@
+"""`trainer`: training length, checkpoints, initialization and evaluation."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from swarmtrain.config.schema.base import RegexPatterns, Section, build_field_error
+from swarmtrain.config.schema.contrastive import ContrastiveConfig
+from swarmtrain.config.schema.interval import AUTO, IntervalText
+from swarmtrain.config.schema.preference import PreferenceConfig
+from swarmtrain.config.schema.sampling import SamplingConfig
+from swarmtrain.config.schema.tensor_statistics import TensorStatisticsRecorderConfig
+
+
+def _parse_paths(value: object) -> object:
+    """Return a single path or None as a tuple of paths."""
+    return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+
+
+PathList = Annotated[tuple[Path, ...], BeforeValidator(_parse_paths)]
+
+
+class DeterminismMode(StrEnum):
+    """How to treat operations whose result differs from run to run."""
+
+    ignore = "ignore"
+    prefer = "prefer"
+    require = "require"
+
+
+class NonFiniteAction(StrEnum):
+    """How to handle a NaN or Inf loss or gradient."""
+
+    stop = "stop"
+    skip = "skip"
+    roll_back = "roll_back"
+
+
+class BestCheckpointMode(StrEnum):
+    """Whether the lowest or the highest value is best."""
+
+    min = "min"
+    max = "max"
+
+
+class TrainerConfig(Section):
+    """Training length, checkpoints, initialization and evaluation."""
+
+    train_iterations: int = Field(1000, ge=0, description="Total number of optimizer steps, across restarts.")
+    save_dir: Path | None = Field(
+        None, description="Checkpoint directory, visible to every node unless save_dir_shared is false. null: no checkpoints."
+    )
+    save_dir_shared: bool = Field(
+        True,
+        description="false: save_dir is local to each node, on its own disk. Each node then has a full copy of every checkpoint.",
+    )
+    save_interval: IntervalText = Field(
+        AUTO,
+        description="Steps between checkpoints, or a time or epochs, as '10 minutes', '2 hours', '1 epoch'. auto: by the "
+        "cost of a checkpoint, so that training is stalled for less than 1 % of the time. null: only at the "
+        "end and when a stop is requested.",
+    )
+    save_in_background: bool = Field(
+        True, description="Continue training while a checkpoint is written. Takes as much host memory as the rank's part of the checkpoint."
+    )
+    keep_checkpoints: int = Field(3, ge=1, description="Number of newest checkpoints to keep.")
+    keep_best_checkpoints: int = Field(
+        0, ge=0, description="Number of best checkpoints to keep in addition, by validation loss: one is saved after every validation."
+    )
+    best_checkpoint_mode: BestCheckpointMode = Field(
+        BestCheckpointMode.min, description="Which checkpoints are best: min for a loss; max if a custom script reports a score."
+    )
+    keep_checkpoints_every: int | None = Field(
+        None, ge=1, description="Save a checkpoint at each multiple of this many steps, and keep all of these in addition. null: none."
+    )
+    load_dir: PathList = Field(
+        (),
+        description="Checkpoint directory to start from if save_dir has no checkpoint yet. With several, each parameter "
+        "comes from the first that has it, and the step from the first of all.",
+    )
+    load_optimizer_states: bool = Field(True, description="Load the optimizer state from load_dir, too. false: parameters only.")
+    load_context: bool = Field(True, description="Load step and data position from load_dir, too. false: start at step 0.")
+    init_from: Path | None = Field(
+        None,
+        description="Folder of a Hugging Face model (config.json and safetensors) or of a checkpoint to initialize a new "
+        "run's weights from. Every start reads it, so keep it in place. null: random initialization.",
+    )
+    finetunable_parameters: RegexPatterns | None = Field(
+        None,
+        description="Regular expressions, searched in parameter names: matches are trained, all others are frozen. null: "
+        "all; with lora_config or adapter_config, the adapters; with only finetunable_token_ids, the "
+        "embedding.",
+    )
+    finetunable_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (),
+        description="Train only these tokens' rows of the embedding (and of the output layer with weight_tying), without "
+        "weight decay. []: all rows, if the embedding is trained.",
+    )
+    preference_config: PreferenceConfig | None = Field(
+        None,
+        description="Preference tuning (DPO) on pairs from data.data_prefixes and data.rejected_prefixes; {} for the "
+        "defaults. Trains an adapter (lora_config, adapter_config); the model without it is the reference "
+        "model. null: next-token prediction.",
+    )
+    contrastive_config: ContrastiveConfig | None = Field(
+        None,
+        description="Contrastive embedding training: match each text of data.data_prefixes with its text in "
+        "data.positive_prefixes; {} for the defaults. Needs transformer_architecture.embedding_head_config. "
+        "null: next-token prediction.",
+    )
+    save_frozen_parameters: bool = Field(
+        True,
+        description="false: checkpoints have only trained parameters; frozen ones are read from init_from at every start.",
+    )
+    ignore_keys_in_checkpoint: RegexPatterns = Field(
+        (), description="Regular expressions, searched in parameter names: matches are not loaded from load_dir."
+    )
+    allowed_missing_keys_in_checkpoint: RegexPatterns = Field(
+        (), description="Regular expressions: parameters that may be missing in load_dir. They are initialized as in a new run."
+    )
+    allowed_unexpected_keys_in_checkpoint: RegexPatterns = Field(
+        (), description="Regular expressions: parameters that load_dir may have although the model does not."
+    )
+    eval_interval: int | None = Field(
+        None, ge=1, description="Steps between validations. null: only before the first and after the last step."
+    )
+    eval_iterations: int = Field(10, ge=1, description="Global batches per validation.")
+    check_replicas_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between checks that all replicas have bitwise identical parameters and optimizer state. null: "
+        "no checks. A divisor of save_interval keeps a divergence out of checkpoints.",
+    )
+    non_finite: NonFiniteAction = Field(
+        NonFiniteAction.stop,
+        description="On NaN or Inf loss or gradient. stop: end the run. skip: skip the step, without an update. "
+        "roll_back: restart from the newest checkpoint and skip the batch. The batch's sample ids are "
+        "recorded in save_dir.",
+    )
+    non_finite_steps: int = Field(10, ge=1, description="With non_finite: skip, consecutive non-finite steps that end the run.")
+    detect_anomaly: bool = Field(
+        False,
+        description="torch autograd anomaly detection: end the run at the operation whose gradient is NaN, and show "
+        "where it was called. Slow; for debugging.",
+    )
+    deterministic: DeterminismMode = Field(
+        DeterminismMode.prefer,
+        description="Deterministic operations. ignore: the fastest operations. prefer: deterministic ones on GPUs if "
+        "there are any. require: only deterministic ones.",
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the blocks with torch.compile. The first step takes about a minute longer, or seconds if "
+        "docker_config.cache_dir has the compilation cache of an earlier run. Needs a C++ compiler in the "
+        "image, and Triton on GPUs.",
+    )
+    loss_chunk_size: int = Field(
+        2048,
+        ge=1,
+        description="Tokens of a micro batch whose logits are in memory at a time. Fewer need less memory; very few are "
+        "slow. Ignored with float16, which keeps all logits, as small gradients need the loss scale.",
+    )
+    sampling_config: SamplingConfig | None = Field(
+        None, description="Generate text from fixed prompts during training, into the log and all metrics sinks. null: never."
+    )
+    tensor_statistics_recorder_config: TensorStatisticsRecorderConfig | None = Field(
+        None, description="Record statistics of weights, activations and gradients. {}: the default ones every 100 steps. null: none."
+    )
+    seed: int = Field(42, ge=0, description="Seed of parameter initialization and sample order.")
+
+    @model_validator(mode="after")
+    def _check_roll_back(self) -> TrainerConfig:
+        if self.non_finite is NonFiniteAction.roll_back and self.save_dir is None:
+            raise build_field_error("non_finite", "there is nothing to go back to: save_dir is null", "trainer.save_dir: runs/mine")
+        return self
+
+    @model_validator(mode="after")
+    def _check_initial_weights(self) -> TrainerConfig:
+        if self.init_from is not None and self.load_dir:
+            raise build_field_error("init_from", "load_dir gives the weights already", "leave out one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _check_frozen_parameters(self) -> TrainerConfig:
+        if not self.save_frozen_parameters and self.init_from is None:
+            raise build_field_error(
+                "save_frozen_parameters", "the rest would not be saved anywhere: init_from is null", "trainer.init_from: a model's folder"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_best_checkpoints(self) -> TrainerConfig:
+        if self.keep_best_checkpoints and self.eval_interval is None:
+            raise build_field_error(
+                "keep_best_checkpoints", "nothing is measured on the way: eval_interval is null", "trainer.eval_interval: 100"
+            )
+        return self

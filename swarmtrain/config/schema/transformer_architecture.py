@@ -1,0 +1,396 @@
+"""`transformer_architecture`: the architecture of the model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from swarmtrain.config.schema.base import Section, build_field_error, check_multiple
+from swarmtrain.config.schema.fp8 import FP8LinearConfig, FP8Scaling
+
+_ROTARY_PAIR = 2
+"""Dimensions per rotation."""
+
+
+class NormType(StrEnum):
+    """Kinds of normalization."""
+
+    layernorm = "layernorm"
+    rms = "rms"
+
+
+class MlpType(StrEnum):
+    """Kinds of MLP (feed-forward block)."""
+
+    default = "default"
+    swiglu = "swiglu"
+
+
+class ActivationFunction(StrEnum):
+    """Activation between the two matrices of a default MLP."""
+
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+
+
+class PositionType(StrEnum):
+    """Kinds of relative position encoding."""
+
+    none = "none"
+    rotary = "rotary"
+    rotary_complex = "rotary_complex"
+
+
+class Precision(StrEnum):
+    """Data types of matrix products. With bfloat16 and float16, parameters and optimizer state are still float32."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
+
+
+class LayerNormConfig(Section):
+    """Settings of both norm types, and the bias that only layernorm has."""
+
+    layernorm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance (or mean square) before the square root.")
+    layernorm_bias: bool = Field(False, description="Add a bias. For norm_type layernorm only.")
+
+
+class RotaryScalingConfig(Section):
+    """RoPE scaling for longer sequences than the model was first trained with (Llama 3.1).
+
+    Rotations that turn too rarely within the original length to have been learned in full are slowed by a factor. Those
+    that turn often are unchanged, and those in between are interpolated.
+    """
+
+    factor: float = Field(8.0, ge=1, description="Factor by which slow rotations are slowed further.")
+    low_frequency_factor: float = Field(
+        1.0, gt=0, description="Rotations with at most this many turns in original_sequence_length are slowed by the full factor."
+    )
+    high_frequency_factor: float = Field(
+        4.0, gt=0, description="Rotations with at least this many turns in original_sequence_length are unchanged."
+    )
+    original_sequence_length: int = Field(8192, ge=1, description="Sequence length before scaling, in tokens.")
+
+    @model_validator(mode="after")
+    def _check_frequency_order(self) -> RotaryScalingConfig:
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise build_field_error(
+                "high_frequency_factor", f"{self.high_frequency_factor} is not above low_frequency_factor {self.low_frequency_factor}"
+            )
+        return self
+
+
+class LoraLayer(StrEnum):
+    """Layers of a block that can have a LoRA adapter."""
+
+    query = "query"
+    key = "key"
+    value = "value"
+    output = "output"
+    gate = "gate"
+    up = "up"
+    down = "down"
+
+
+class LoraConfig(Section):
+    """LoRA: add to the matrix W of a layer a product B A of two low-rank matrices. Only A and B are trained."""
+
+    rank: int = Field(8, ge=1, description="LoRA rank: rows of A and columns of B.")
+    alpha: float = Field(16.0, gt=0, description="LoRA scale: B A is multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapters' input in training.")
+    layers: tuple[LoraLayer, ...] = Field(
+        (LoraLayer.query, LoraLayer.value),
+        min_length=1,
+        strict=False,
+        description="Layers with an adapter: query, key, value and output of attention; gate, up and down of the MLP.",
+    )
+
+
+class AdapterConfig(Section):
+    """Bottleneck adapters: a narrow block after attention and after the MLP. Only the adapters are trained."""
+
+    attention_downsampling_factor: float | None = Field(
+        0.25, gt=0, description="Width of the adapter after attention, as a multiple of hidden_size. null: no adapter there."
+    )
+    mlp_downsampling_factor: float | None = Field(
+        0.25, gt=0, description="Width of the adapter after the MLP, as a multiple of hidden_size. null: no adapter there."
+    )
+
+    @model_validator(mode="after")
+    def _check_any_adapter(self) -> AdapterConfig:
+        if self.attention_downsampling_factor is None and self.mlp_downsampling_factor is None:
+            raise build_field_error("mlp_downsampling_factor", "null, and attention_downsampling_factor too: there is nothing to train")
+        return self
+
+
+class Pooling(StrEnum):
+    """How the token vectors of a text are pooled into one."""
+
+    mean = "mean"
+    weighted_mean = "weighted_mean"
+    last_token = "last_token"  # noqa: S105  # no secret
+
+
+class EmbeddingHeadConfig(Section):
+    """A head that returns one unit-length vector per text, in place of the output layer that returns logits."""
+
+    pooling: Pooling = Field(
+        Pooling.weighted_mean,
+        description="mean: all tokens equally. weighted_mean: each token weighted by its position. last_token: the last token only.",
+    )
+    proj_layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="Widths of linear layers after pooling, with a GELU between them. []: none; the embedding has hidden_size dimensions.",
+    )
+
+
+class UmupConfig(Section):
+    """u-muP: a parametrization in which the optimal learning rate of a narrow model is also that of a wide one."""
+
+    enable: bool = Field(False, description="Scale operations and learning rates by u-muP. Learning rates are then near 1, not near 0.001.")
+    normalize_depth_to_num_layers: bool = Field(
+        False, description="Use num_layers as the depth, not the number of residual branches (two per layer)."
+    )
+    attn_mult: float = Field(1.0, gt=0, description="Multiplier of the attention scores.")
+    act_mult: float = Field(1.0, gt=0, description="Multiplier of the input of the MLP's GELU or SiLU.")
+    residual_mult: float = Field(1.0, gt=0, description="Strength of the residual branches relative to the embedding.")
+    residual_attn_ratio: float = Field(1.0, gt=0, description="Strength of attention branches relative to MLP branches.")
+    loss_mult: float = Field(1.0, gt=0, description="Multiplier of the logits.")
+
+
+class TransformerArchitectureConfig(Section):
+    """A decoder-only transformer with causal attention."""
+
+    vocab_size: int = Field(256, ge=2, description="Number of tokens in the vocabulary. 256: bytes.")
+    hidden_size: int = Field(128, ge=1, description="Width of the residual stream.")
+    num_layers: int = Field(4, ge=1, description="Number of transformer blocks.")
+    num_attention_heads: int = Field(4, ge=1, description="Number of attention heads.")
+    attention_num_kv_heads: int | None = Field(
+        None, ge=1, description="Number of key and value heads, each shared by a group of query heads (GQA). null: num_attention_heads."
+    )
+    attention_head_size: int | None = Field(None, ge=1, description="Dimensions per head. null: hidden_size / num_attention_heads.")
+    sequence_length: int = Field(256, ge=1, description="Tokens per sample.")
+    num_local_attention_heads: int = Field(
+        0, ge=0, description="Number of heads with sliding-window attention, the first ones. All others attend to every earlier token."
+    )
+    local_attention_window_size: int | None = Field(
+        None, ge=1, description="Sliding window of the local heads: earlier tokens that a token attends to. null: no local heads."
+    )
+    attention_bias: bool = Field(False, description="Add biases to the query, key, value and output projections of attention.")
+    attention_output_bias: bool | None = Field(None, description="Add a bias to attention's output projection. null: as attention_bias.")
+    key_query_norm: bool = Field(False, description="Normalize each head's queries and keys (QK norm), before the rotary embedding.")
+    relative_position_embedding_type: PositionType = Field(
+        PositionType.rotary,
+        description="rotary: RoPE that pairs dimension i with i + half of those that rotate. rotary_complex: RoPE that "
+        "pairs neighbors. none: no rotary encoding.",
+    )
+    rotary_embedding_base: float = Field(10000, ge=1, description="Base of the rotary frequencies (RoPE theta).")
+    rotary_scaling: RotaryScalingConfig | None = Field(
+        None, description="RoPE scaling for longer sequences; {} for Llama 3.1's values. null: no scaling."
+    )
+    rotary_percentage: float = Field(1.0, gt=0, le=1, description="Fraction of each head's dimensions that rotates, the first ones.")
+    learned_positions: bool = Field(False, description="Add a learned position embedding to each token's embedding, as in GPT-2.")
+    reset_attention_mask: bool = Field(False, description="Mask attention between documents packed into one sample.")
+    reset_position_ids: bool = Field(False, description="Restart positions at 0 for each document of a sample.")
+    norm_type: NormType = Field(NormType.layernorm, description="layernorm, or rms (RMSNorm).")
+    mlp_type: MlpType = Field(MlpType.default, description="default (two matrices) or swiglu (three matrices).")
+    activation_function: ActivationFunction = Field(
+        ActivationFunction.gelu, description="Activation for mlp_type default: gelu, or gelu_tanh, its tanh approximation."
+    )
+    parallel_residual: bool = Field(False, description="Compute attention and MLP of a layer from the same residual stream, as in GPT-J.")
+    layernorm: LayerNormConfig = Field(LayerNormConfig(), description="Settings of all norms, of either norm_type.")
+    mlp_bias: bool = Field(False, description="Add biases to the MLP.")
+    mlp_factor: float = Field(4.0, gt=0, description="Width of the MLP, as a multiple of hidden_size.")
+    weight_tying: bool = Field(True, description="Share the embedding's weights with the output layer.")
+    dropout_embedding: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the embedding's output in training.")
+    dropout_attention_probs: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Dropout probability of the attention weights in training. Unlike the other dropout masks, this one "
+        "depends on the topology.",
+    )
+    dropout_after_attention: float = Field(0.0, ge=0, lt=1, description="Dropout probability of attention's output in training.")
+    dropout_after_mlp: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the MLP's output in training.")
+    lora_config: LoraConfig | None = Field(None, description="LoRA adapters for fine-tuning; {} for the defaults. null: none.")
+    adapter_config: AdapterConfig | None = Field(
+        None,
+        description="Bottleneck adapters after attention and the MLP for fine-tuning; {} for the defaults. null: none.",
+    )
+    embedding_head_config: EmbeddingHeadConfig | None = Field(
+        None,
+        description="Return one embedding per text instead of logits, trained by trainer.contrastive_config; {} for the "
+        "defaults. null: logits.",
+    )
+    umup: UmupConfig = Field(UmupConfig(), description="u-muP parametrization. For AdamW only, without weight_tying and gradient clipping.")
+    precision: Precision = Field(
+        Precision.float32,
+        description="Data type of matrix products: float32; bfloat16 or float16 by autocast; float64 for equivalence tests.",
+    )
+    fp8_config_attention: FP8LinearConfig | None = Field(
+        None, description="Compute the query, key and value projections in float8; {} for the defaults. null: in precision."
+    )
+    fp8_config_attention_dense_out: FP8LinearConfig | None = Field(
+        None, description="Compute attention's output projection in float8; {} for the defaults. null: in precision."
+    )
+    fp8_config_mlp: FP8LinearConfig | None = Field(
+        None, description="Compute the MLP's projections before its GELU or SwiGLU in float8; {} for the defaults. null: in precision."
+    )
+    fp8_config_mlp_dense_out: FP8LinearConfig | None = Field(
+        None, description="Compute the MLP's output projection in float8; {} for the defaults. null: in precision."
+    )
+    fp8_emulate: bool = Field(
+        False, description="Emulate float8 on any device: round to float8, multiply in float32. Slow; for studying the effect on a model."
+    )
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> TransformerArchitectureConfig:
+        if self.attention_head_size is None:
+            check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+        if self.head_size % 2 and self.rotary_dimensions:
+            name = "num_attention_heads" if self.attention_head_size is None else "attention_head_size"
+            raise build_field_error(name, f"rotary positions need an even head size, not {self.head_size}")
+        check_multiple("num_attention_heads", self.num_attention_heads, "attention_num_kv_heads", self.kv_heads)
+        return self
+
+    @model_validator(mode="after")
+    def _check_rotary_dimensions(self) -> TransformerArchitectureConfig:
+        rotary = self.relative_position_embedding_type is not PositionType.none
+        if rotary and (self.rotary_dimensions < _ROTARY_PAIR or self.rotary_dimensions % _ROTARY_PAIR):
+            reason = (
+                f"{self.rotary_percentage} of a head's {self.head_size} dimensions are {self.rotary_dimensions}, which do not make pairs"
+            )
+            raise build_field_error(
+                "rotary_percentage", reason, f"{_ROTARY_PAIR * max(1, self.rotary_dimensions // _ROTARY_PAIR) / self.head_size} would fit"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_local_attention(self) -> TransformerArchitectureConfig:
+        local, window = self.num_local_attention_heads, self.local_attention_window_size
+        if local and window is None:
+            raise build_field_error("num_local_attention_heads", f"{local} local heads need local_attention_window_size")
+        if window is not None and not local:
+            raise build_field_error("local_attention_window_size", "is for local heads, and num_local_attention_heads is 0")
+        if local > self.num_attention_heads:
+            raise build_field_error(
+                "num_local_attention_heads", f"{local} local heads are more than num_attention_heads {self.num_attention_heads}"
+            )
+        check_multiple("num_local_attention_heads", local, "heads that share keys,", self.num_attention_heads // self.kv_heads)
+        return self
+
+    @model_validator(mode="after")
+    def _check_norm(self) -> TransformerArchitectureConfig:
+        if self.layernorm.layernorm_bias and self.norm_type is NormType.rms:
+            raise build_field_error("layernorm.layernorm_bias", "rms norms have no bias", "leave it out, or set norm_type: layernorm")
+        return self
+
+    @model_validator(mode="after")
+    def _check_dependent_fields(self) -> TransformerArchitectureConfig:
+        if self.activation_function is not ActivationFunction.gelu and self.mlp_type is not MlpType.default:
+            raise build_field_error("activation_function", f"is for mlp_type default, and mlp_type is {self.mlp_type}")
+        if self.rotary_scaling is not None and self.relative_position_embedding_type is PositionType.none:
+            raise build_field_error("rotary_scaling", "is for rotary positions, and relative_position_embedding_type is none")
+        return self
+
+    @model_validator(mode="after")
+    def _check_umup(self) -> TransformerArchitectureConfig:
+        for name in ("learned_positions", "parallel_residual", "lora_config", "adapter_config", "embedding_head_config"):
+            if self.umup.enable and getattr(self, name):
+                raise build_field_error(name, "has no scales by u-muP", f"leave {name} out, or set umup.enable: false")
+        if self.umup.enable and self.weight_tying:
+            reason = "u-muP gives the embedding and the output layer other scales, so they cannot be one"
+            raise build_field_error("weight_tying", reason, "set weight_tying: false, or umup.enable: false")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> TransformerArchitectureConfig:
+        if self.lora_config is None:
+            return self
+        if LoraLayer.gate in self.lora_config.layers and self.mlp_type is not MlpType.swiglu:
+            raise build_field_error("lora_config.layers", f"mlp_type {self.mlp_type} has no gate", "leave gate out")
+        if len(set(self.lora_config.layers)) < len(self.lora_config.layers):
+            raise build_field_error("lora_config.layers", "names a layer twice", "leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_float8(self) -> TransformerArchitectureConfig:
+        for name, config in self.float8_layers.items():
+            if self.precision not in (Precision.bfloat16, Precision.float32):
+                raise build_field_error(
+                    "precision", f"{self.precision} is not what float8 products come in, and {name} asks for them", "bfloat16"
+                )
+            if config.scaling is FP8Scaling.rowwise and self.precision is not Precision.bfloat16:
+                raise build_field_error(
+                    f"{name}.scaling", "rowwise products come in bfloat16 alone", "precision: bfloat16, or scaling: tensorwise"
+                )
+        if self.fp8_emulate and not self.float8_layers:
+            raise build_field_error("fp8_emulate", "is for float8 products, and no fp8_config_… asks for them")
+        return self
+
+    @property
+    def float8_layers(self) -> dict[str, FP8LinearConfig]:
+        """The layers that multiply in float8, by field name."""
+        fields = ("fp8_config_attention", "fp8_config_attention_dense_out", "fp8_config_mlp", "fp8_config_mlp_dense_out")
+        return {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions per head."""
+        return self.attention_head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Dimensions of all heads together."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def rotary_dimensions(self) -> int:
+        """Dimensions per head that rotate."""
+        return int(self.head_size * self.rotary_percentage) if self.relative_position_embedding_type is not PositionType.none else 0
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP."""
+        return int(self.hidden_size * self.mlp_factor)
+
+    @property
+    def peft_fields(self) -> tuple[str, ...]:
+        """The fields that add a PEFT adapter to the model."""
+        return tuple(name for name in ("lora_config", "adapter_config") if getattr(self, name) is not None)
+
+    @property
+    def has_tied_embeddings(self) -> bool:
+        """Whether the output layer shares the embedding's weights."""
+        return self.weight_tying and self.embedding_head_config is None
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Dimensions of a text embedding; None if the model returns logits."""
+        head = self.embedding_head_config
+        return (self.hidden_size, *head.proj_layers)[-1] if head else None
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training applies dropout to anything but the attention weights."""
+        lora_dropout = self.lora_config.dropout if self.lora_config else 0.0
+        return any((self.dropout_embedding, self.dropout_after_attention, self.dropout_after_mlp, lora_dropout))
+
+    @property
+    def needs_document_ids(self) -> bool:
+        """Whether the model needs to know which document of its sample each token belongs to."""
+        return self.reset_attention_mask or self.reset_position_ids
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.attention_num_kv_heads or self.num_attention_heads

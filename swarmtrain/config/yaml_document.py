@@ -1,0 +1,193 @@
+"""Parse YAML into plain values, with the line of every key path and all errors of the text itself.
+
+The result can always be written as JSON and is quick to validate, whatever the input: nothing is nested too deeply, no
+alias expands a few values to millions, and no two places share one value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import yaml
+
+from swarmtrain.errors import Problem
+
+_MAX_DEPTH = 50
+_MAX_VALUES = 100_000
+_INTEGER_LIMIT = 1 << 63
+_FLOAT_PATTERN = (
+    r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+# Error messages of libyaml, and their usual cause.
+_HINTS = (
+    ("cannot start any token", "YAML takes no tabs for indentation, and a value that begins with @ ` or % needs quotes"),
+    ("mapping values are not allowed", "quote a value that holds a colon and a space"),
+    ("undefined alias", "quote a value that begins with *"),
+    ("scanning an alias", "quote a value that begins with *"),
+    ("constructor for the tag", "quote a value that begins with !"),
+    ("another document", "a config is one document: remove the line ---"),
+)
+
+
+T = TypeVar("T")
+
+
+class YamlSyntaxError(Exception):
+    """The text cannot be parsed at all; `line` is 1-based."""
+
+    def __init__(self, reason: str, line: int | None = None) -> None:
+        super().__init__(reason)
+        self.line = line
+        self.hint = next((hint for words, hint in _HINTS if words in reason), None)
+
+
+class _YamlLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):  # type: ignore[misc]  # chosen at run time
+    """YAML 1.1 without its surprises: 1e-4 is a number, a date is text."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{describe_value(node.value)} is not of type {node.tag.rpartition(':')[2]}", node.start_mark
+            ) from None
+
+
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT_PATTERN), list("-+0123456789."))
+
+
+@dataclass
+class YamlDocument:
+    """The values of a YAML text (None if it is empty), the line of each key path, and errors at single places."""
+
+    values: Any = None
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_yaml(text: str) -> YamlDocument:
+    """Return the contents of `text`. Raises YamlSyntaxError."""
+    try:
+        _use_loader(text, _check_depth)
+        node = _use_loader(text, lambda loader: loader.get_single_node())
+        if node is None:
+            return YamlDocument()
+        reader = _DocumentReader()
+        reader.record_lines(node, ())
+        values = _use_loader("", lambda loader: loader.construct_document(node))
+        return YamlDocument(reader.to_json_values(values, ()), reader.lines, reader.problems)
+    except yaml.reader.ReaderError as error:
+        line = 1 + text.encode(errors="replace")[: error.position].count(b"\n")
+        raise YamlSyntaxError(f"{error.reason} (character {error.character!r})", line) from None
+    except yaml.MarkedYAMLError as error:
+        raise YamlSyntaxError(_describe_yaml_error(error), error.problem_mark.line + 1 if error.problem_mark else None) from None
+    except UnicodeEncodeError:
+        raise YamlSyntaxError("it holds half a character") from None
+
+
+def _use_loader(text: str, function: Callable[[Any], T]) -> T:
+    loader = _YamlLoader(text)
+    try:
+        return function(loader)
+    finally:
+        loader.dispose()
+
+
+def _check_depth(loader: Any) -> None:
+    """Refuse deep nesting, whose recursion would crash the C parser."""
+    depth = 0
+    while loader.check_event():
+        event = loader.get_event()
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise YamlSyntaxError("nested too deeply", event.start_mark.line + 1)
+
+
+def _describe_yaml_error(error: yaml.MarkedYAMLError) -> str:
+    if error.context and error.context.startswith("while"):
+        start_line = (
+            error.context_mark.line + 1
+            if error.context_mark and error.problem_mark and error.context_mark.line != error.problem_mark.line
+            else 0
+        )
+        return f"{error.problem} {error.context}{f' that begins in line {start_line}' if start_line else ''}"
+    return ", ".join(part for part in (error.context, error.problem) if part)
+
+
+class _DocumentReader:
+    """Collects lines and problems on the way through one document."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.problems: list[Problem] = []
+        self._node_count = 0
+
+    def record_lines(self, node: yaml.Node, path: tuple[str, ...]) -> None:
+        """Record the line of each key path, and report duplicate keys: YAML silently keeps the last one."""
+        self._node_count += 1
+        if len(path) > _MAX_DEPTH:
+            raise YamlSyntaxError("nested too deeply", node.start_mark.line + 1)
+        if self._node_count > _MAX_VALUES:
+            raise YamlSyntaxError("it holds too much, by its aliases or without", node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            seen_keys: set[str] = set()
+            for key, value in node.value:
+                name = str(key.value)
+                key_path, line = (*path, name), key.start_mark.line + 1
+                if name in seen_keys:
+                    self.problems.append(Problem(".".join(key_path), "appears twice", line, "keep one of the two"))
+                seen_keys.add(name)
+                self.lines[".".join(key_path)] = line
+                self.record_lines(value, key_path)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                key_path = (*path, str(index))
+                self.lines[".".join(key_path)] = value.start_mark.line + 1
+                self.record_lines(value, key_path)
+
+    def to_json_values(self, value: Any, path: tuple[str, ...]) -> Any:
+        """Return a copy of `value` that JSON can represent. What it cannot is left out and reported as a problem."""
+        if isinstance(value, dict):
+            valid_items = {key: item for key, item in value.items() if self._check_value(key, (*path, str(key)), key=True)}
+            return {key: self.to_json_values(item, (*path, str(key))) for key, item in valid_items.items()}
+        if isinstance(value, list):
+            return [self.to_json_values(item, (*path, str(index))) for index, item in enumerate(value)]
+        return value if self._check_value(value, path) else None
+
+    def _check_value(self, value: Any, path: tuple[str, ...], *, key: bool = False) -> bool:
+        reason, hint = None, None
+        if isinstance(value, str):
+            reason = "holds a NUL character, which no environment and no path can" if "\0" in value else None
+        elif key and (value is None or isinstance(value, bool)):
+            reason, hint = "is not text in YAML", "quote it"
+        elif isinstance(value, int) and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
+            reason = "is too large a number"
+        elif isinstance(value, float) and not math.isfinite(value):
+            reason = f"must be a finite number, not {value}"
+        elif not (value is None or isinstance(value, bool | int | float)):
+            reason = f"is a {type(value).__name__}, and a config holds text, numbers, lists and mappings"
+        if reason is not None:
+            dotted_path = ".".join(path)
+            self.problems.append(Problem(dotted_path, reason, self.lines.get(dotted_path), hint))
+        return reason is None
+
+
+def describe_value(value: Any) -> str:
+    """Return a description of `value` for messages: scalars abbreviated, collections by their kind."""
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "…"

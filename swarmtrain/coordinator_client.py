@@ -1,0 +1,123 @@
+"""Client of the coordinator: one JSON line out, one JSON line back, per connection.
+
+Supervisors request orders and ranks post events. One connection per call keeps it simple when the coordinator restarts under a new address.
+Standard library only, so that a node whose image lacks even torch can still report that.
+The server is swarmtrain.entrypoint.coordinator.server.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from swarmtrain.errors import CoordinatorError
+from swarmtrain.protocol import Event, Orders, Receipt, RescueAssignment, RunOutcome, SurvivorState
+
+_RETRY_SECONDS = 0.5
+_OFFSET_SAMPLES = 5
+
+
+class CoordinatorClient:
+    """A client for the coordinator at `address` (host:port). `timeout` in seconds limits one call."""
+
+    def __init__(self, address: str, *, timeout: float = 5.0) -> None:
+        self.address = address
+        self.timeout = timeout
+
+    def post(self, event: Event) -> Receipt:
+        """Post an event. Raises CoordinatorError if the coordinator cannot be reached."""
+        return Receipt(**self._send_request("post", kind=event.kind, data=event.data))
+
+    def register_node(self, node: str) -> None:
+        """Register `node`, which will send a heartbeat every second. Raises CoordinatorError."""
+        self._send_request("join", node=node)
+
+    def send_heartbeat(self, node: str) -> Orders:
+        """Send a heartbeat of `node`. Raises CoordinatorError."""
+        return self._request_orders("beat", node=node)
+
+    def close_round(self, node: str, round: str) -> Orders:
+        """Report the rendezvous `round` ("" if there was none) as closed.
+
+        The returned orders hold the next one. Raises CoordinatorError.
+        """
+        return self._request_orders("close", node=node, round=round)
+
+    def report_node_exit(self, node: str, exit_code: int) -> Orders:
+        """Report that `node` exits: 0 all its ranks are done, EXIT_PLANNED a stop was requested. Raises CoordinatorError."""
+        return self._request_orders("leave", node=node, exit_code=exit_code)
+
+    def report_survivor(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
+        """Report what this rank of a failed world holds; called repeatedly as a sign of life. Return who saves. Raises CoordinatorError."""
+        response = self._send_request("report_survivor", world=world, rank=rank, state=asdict(state))
+        return RescueAssignment(**{**response, "writers": tuple(response["writers"])})
+
+    def report_rescue_finished(self, world: str, attempt: int, rank: int) -> None:
+        """Report that `rank`, the first writer, or the first of its node, has finished, successfully or not. Raises CoordinatorError."""
+        self._send_request("rescue_finished", world=world, attempt=attempt, rank=rank)
+
+    def is_rescue_pending(self) -> bool:
+        """Return whether surviving ranks of a failed world are saving. Raises CoordinatorError."""
+        return bool(self._send_request("rescue_pending")["rescue_pending"])
+
+    def request_generation(self, above: int) -> int:
+        """Return a generation higher than `above` and than all that were issued before. Raises CoordinatorError."""
+        return int(self._send_request("generation", above=above)["generation"])
+
+    def measure_clock_offset(self) -> float:
+        """Return by how many seconds this machine's clock is ahead of the coordinator's. Raises CoordinatorError."""
+        return self._measure_offset("time", time.time)
+
+    def measure_monotonic_offset(self) -> float:
+        """Return the offset to add to time.monotonic() to get the coordinator's. Raises CoordinatorError."""
+        return -self._measure_offset("monotonic", time.monotonic)
+
+    def _measure_offset(self, field: str, clock: Callable[[], float]) -> float:
+        """Return our clock minus the coordinator's, from the fastest of several samples. The error is at most half of its round trip."""
+        return min(self._sample_offset(field, clock) for _ in range(_OFFSET_SAMPLES))[1]
+
+    def _sample_offset(self, field: str, clock: Callable[[], float]) -> tuple[float, float]:
+        sent_at = clock()
+        coordinator_time = float(self._send_request("ping")[field])
+        received_at = clock()
+        return received_at - sent_at, (sent_at + received_at) / 2 - coordinator_time
+
+    def wait_until_reachable(self, timeout: float) -> None:
+        """Wait until the coordinator answers, for at most `timeout` seconds.
+
+        Names are resolved again at each try, since DNS may lag by seconds.
+        Raises CoordinatorError with the last reason.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._send_request("ping")
+                return
+            except CoordinatorError as error:
+                if time.monotonic() + _RETRY_SECONDS > deadline:
+                    raise CoordinatorError(f"no answer within {timeout:g} s: {error.message}", place=error.place, hint=error.hint) from None
+            time.sleep(_RETRY_SECONDS)
+
+    def _request_orders(self, op: str, **fields: Any) -> Orders:
+        response = self._send_request(op, **fields)
+        outcome = response.get("outcome")
+        return Orders(response["round"], RunOutcome(**outcome) if outcome else None, response["wait"])
+
+    def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
+        host, _, port = self.address.rpartition(":")
+        request = json.dumps({"op": op, **fields}, default=str).encode() + b"\n"
+        try:
+            with socket.create_connection((host, int(port)), timeout=self.timeout) as connection:
+                connection.sendall(request)
+                with connection.makefile("rb") as reply:
+                    line = reply.readline()
+            response: dict[str, Any] = json.loads(line)
+        except (OSError, ValueError) as error:
+            raise CoordinatorError(str(error), place=f"coordinator {self.address}") from None
+        if "error" in response:
+            raise CoordinatorError(response["error"], place=f"coordinator {self.address}")
+        return response

@@ -1,0 +1,151 @@
+"""Checks that the plan's machines have enough resources, and that no other run uses them: more checks on a ClusterSnapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.doctor.cluster_checks import CHECKS, ApiObject, ClusterSnapshot, get_host_name
+from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, natural_sort_key
+from swarmtrain.launchers.swarm.generic_resources import count_resources
+from swarmtrain.launchers.swarm.resource_accounting import compute_supplies
+from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK, ROLE_NODE
+
+
+@CHECKS("memory", "every node of the plan has the memory that its container may use")
+def _check_memory(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+    if snapshot.plan is None:
+        return
+    docker = snapshot.plan.config.runner.docker_config
+    for node, _ in snapshot.planned_nodes:
+        available = _get_resource(node, "MemoryBytes")
+        for key, requested, why in (
+            (
+                "memory",
+                docker.memory,
+                "a limit above what the machine has has no effect: when memory runs out, the OOM killer picks a victim",
+            ),
+            ("shm_size", docker.shm_size, "it is the size of /dev/shm, which lies in memory: filling it takes all there is"),
+        ):
+            if available and requested and requested > available:
+                message = (
+                    f"has {_format_gibibytes(available)} of memory, less than runner.docker_config.{key}, {_format_gibibytes(requested)}"
+                )
+                hint = f"-o runner.docker_config.{key}={available // 2**20}m or less, or machines with more memory in runner.hosts"
+                yield Finding(f"node {get_host_name(node)}", message, hint, why=why)
+
+
+@CHECKS("cores", "every node of the plan has the cores that its container may use, and one for each rank without a GPU")
+def _check_cores(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+    if snapshot.plan is None:
+        return
+    runner = snapshot.plan.config.runner
+    for node, planned in snapshot.planned_nodes:
+        cores = _get_resource(node, "NanoCPUs") // 10**9
+        if cores and runner.docker_config.cpus and runner.docker_config.cpus > cores:
+            message = f"has {_format_cores(cores)}, less than runner.docker_config.cpus, {runner.docker_config.cpus:g}"
+            hint = f"-o runner.docker_config.cpus={cores}, or machines with more cores in runner.hosts"
+            yield Finding(
+                f"node {get_host_name(node)}", message, hint, why="the engine refuses a container that may use more cores than there are"
+            )
+        runs_on_cores = runner.swarm.gpu is GpuMode.none or not count_resources(_get_generic_resources(node), runner.swarm.generic_resource)
+        if cores and runs_on_cores and planned.slots > cores:
+            hint = f"-o runner.default_gpu_count={cores}, or '{get_host_name(node)} slots={cores}' in runner.hosts"
+            why = "ranks that take turns on a core are slower than fewer ranks with a core each"
+            yield Finding(
+                f"node {get_host_name(node)}", f"{planned.slots} ranks will share {_format_cores(cores)}", hint, fatal=False, why=why
+            )
+
+
+@CHECKS("resources", "no other run holds the GPUs that the plan wants")
+def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+    if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
+        return
+    resource_kind = snapshot.plan.config.runner.swarm.generic_resource
+    supplies_by_node = compute_supplies(snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind, excluded_stack=snapshot.plan.run)
+    for node, planned in snapshot.planned_nodes:
+        declared, claims, free = (
+            supplies_by_node[node["ID"]].declared,
+            supplies_by_node[node["ID"]].claimed,
+            supplies_by_node[node["ID"]].free_count,
+        )
+        # The launcher's own check reports a node that declares fewer than requested.
+        if free < planned.slots <= declared:
+            holders = ", ".join(f"{_describe_stack(snapshot, stack)} holds {count}" for stack, count in claims.items())
+            waits = f"the run waits until {' or '.join(_describe_stack(snapshot, stack) for stack in claims)} lets go"
+            message = f"has {declared} {resource_kind}, {free} of them free, and {planned.slots} wanted: {holders}; {waits}"
+            hint = ", or ".join(_suggest_release_command(snapshot, stack) for stack in claims)
+            why = "a run is deployed when all that its nodes reserve is free, so that no two runs wait for each other"
+            yield Finding(f"node {get_host_name(node)}", message, hint, fatal=False, why=why)
+
+
+def needs_to_wait(snapshot: ClusterSnapshot) -> bool:
+    """Return whether a run with the plan's reservations would have to wait: for another run, or for the plan's own one that is up."""
+    if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
+        return False
+    resource_kind = snapshot.plan.config.runner.swarm.generic_resource
+    supplies_by_node = compute_supplies(snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind)
+    return any(supplies_by_node[node["ID"]].free_count < planned.slots for node, planned in snapshot.planned_nodes)
+
+
+@CHECKS("other-runs", "no other run trains on the plan's machines")
+def _check_other_runs(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+    hosts_by_id = {node["ID"]: get_host_name(node) for node, _ in snapshot.planned_nodes}
+    node_services = {service["ID"] for service in snapshot.services if (service["Spec"].get("Labels") or {}).get(LABEL_ROLE) == ROLE_NODE}
+    shared: dict[str, set[str]] = {}
+    for task in _iterate_other_tasks(snapshot):
+        if task["NodeID"] in hosts_by_id and task.get("ServiceID") in node_services:
+            shared.setdefault(_get_stack(task), set()).add(hosts_by_id[task["NodeID"]])
+    for run, hosts in sorted(shared.items()):
+        message = f"trains on {', '.join(sorted(hosts, key=natural_sort_key))} too"
+        hint = f"swarmtrain stop {run}, or other machines in runner.hosts"
+        why = "runs on one machine share its cores and its network, so that each slows the other down"
+        yield Finding(f"run {run}", message, hint, fatal=False, why=why)
+
+
+def _iterate_other_tasks(snapshot: ClusterSnapshot) -> Iterator[ApiObject]:
+    """Yield the tasks that are on a node and have not ended, except those of the plan's own run."""
+    for task in snapshot.tasks:
+        is_own = snapshot.plan is not None and _get_stack(task) == snapshot.plan.run
+        if task.get("NodeID") and task["Status"]["State"] not in FINAL_STATES and not is_own:
+            yield task
+
+
+def _get_stack(task: ApiObject) -> str:
+    return str(((task["Spec"].get("ContainerSpec") or {}).get("Labels") or {}).get(LABEL_STACK, ""))
+
+
+def _is_run(snapshot: ClusterSnapshot, stack: str) -> bool:
+    labels = [service["Spec"].get("Labels") or {} for service in snapshot.services]
+    return stack in snapshot.terminating_runs or any(
+        LABEL_RUN in service_labels and service_labels.get(LABEL_STACK) == stack for service_labels in labels
+    )
+
+
+def _describe_stack(snapshot: ClusterSnapshot, stack: str) -> str:
+    return f"{'run' if _is_run(snapshot, stack) else 'stack'} {stack}" if stack else "a service of no stack"
+
+
+def _suggest_release_command(snapshot: ClusterSnapshot, stack: str) -> str:
+    """Return the command that releases what `stack` holds, or that shows whose it is."""
+    if _is_run(snapshot, stack):
+        return f"swarmtrain {'down' if stack in snapshot.terminating_runs else 'stop'} {stack}"
+    return f"docker stack services {stack} shows the owner" if stack else "docker service ls shows the owner"
+
+
+def _get_resource(node: ApiObject, key: str) -> int:
+    return int((node["Description"].get("Resources") or {}).get(key, 0))
+
+
+def _get_generic_resources(node: ApiObject) -> list[ApiObject]:
+    generic_resources: list[ApiObject] = (node["Description"].get("Resources") or {}).get("GenericResources") or []
+    return generic_resources
+
+
+def _format_gibibytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _format_cores(count: int) -> str:
+    return f"{count} core{'' if count == 1 else 's'}"

@@ -1,0 +1,42 @@
+"""Checks: small functions from evidence to findings, each registered under a name, in the order in which they are reported.
+
+@CHECKS("quorum", "the managers can agree")
+def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from swarmtrain.launchers.base import Finding
+
+EvidenceT = TypeVar("EvidenceT")
+
+
+@dataclass(frozen=True)
+class Check(Generic[EvidenceT]):
+    """One check: `expectation` is what holds if it finds nothing."""
+
+    name: str
+    expectation: str
+    find: Callable[[EvidenceT], Iterator[Finding]]
+
+
+class CheckRegistry(Generic[EvidenceT]):
+    """The checks on one kind of evidence, in order."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check[EvidenceT]] = []
+
+    def __call__(
+        self, name: str, expectation: str
+    ) -> Callable[[Callable[[EvidenceT], Iterator[Finding]]], Callable[[EvidenceT], Iterator[Finding]]]:
+        """Register the decorated function."""
+
+        def register(find: Callable[[EvidenceT], Iterator[Finding]]) -> Callable[[EvidenceT], Iterator[Finding]]:
+            self.checks.append(Check(name, expectation, find))
+            return find
+
+        return register

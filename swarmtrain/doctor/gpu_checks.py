@@ -1,0 +1,92 @@
+"""Checks that each node shows its ranks their reserved GPUs, with the engine settings that fix it if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.doctor.cluster_checks import CHECKS as CLUSTER
+from swarmtrain.doctor.cluster_checks import ClusterSnapshot, get_host_name
+from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
+from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.swarm.generic_resources import count_resources, format_gpu_settings, list_resource_ids
+
+# Oldest driver by CUDA's major version: from 11 on, all minor versions work with the drivers of the first one.
+# NVIDIA, "CUDA Compatibility".
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+_RUNTIME_FIX = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
+
+
+@CLUSTER("counts", "GPUs that Swarm gives out are known by their UUIDs")
+def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+    if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
+        return
+    resource_kind = snapshot.plan.config.runner.swarm.generic_resource
+    for node, planned in snapshot.planned_nodes:
+        declared = (node["Description"].get("Resources") or {}).get("GenericResources") or []
+        count = count_resources(declared, resource_kind)
+        if count and not list_resource_ids(declared, resource_kind):
+            message = f"declares {count} {resource_kind}, and not which: {planned.slots} of them are reserved, and all are seen"
+            why = "Swarm then counts them without assigning any: runs on the same machine all use the first"
+            yield Finding(f"node {get_host_name(node)}", message, format_gpu_settings(resource_kind), fatal=planned.slots < count, why=why)
+
+
+@CHECKS("devices", "each node shows its ranks the GPUs that they were promised")
+def _check_devices(results: ProbeResults) -> Iterator[Finding]:
+    if results.plan.config.runner.swarm.gpu is GpuMode.none:
+        return
+    for node in results.plan.nodes:
+        if facts := results.nodes.get(node.name):
+            yield from _check_node_devices(results, node.name, node.slots, facts)
+
+
+@CHECKS("driver", "GPU drivers are new enough for torch's CUDA, and alike")
+def _check_drivers(results: ProbeResults) -> Iterator[Finding]:
+    drivers = {name: facts["gpus"][0]["driver"] for name, facts in results.nodes.items() if facts["gpus"]}
+    for name, driver in drivers.items():
+        cuda = str(results.collective_results.get(name, {}).get("cuda") or "")
+        needed = _OLDEST_DRIVER.get(cuda.partition(".")[0], 0)
+        if int(driver.partition(".")[0]) < needed:
+            message = f"driver {driver} is too old for CUDA {cuda}, which torch is built for"
+            hint = f"install driver {needed} or newer there, or build the image with a torch for an older CUDA"
+            yield Finding(results.describe_node(name), message, hint, why="torch finds no GPU with it")
+    if len(set(drivers.values())) > 1:
+        versions_text = ", ".join(f"{name} {driver}" for name, driver in drivers.items())
+        hint = "install one version on all machines"
+        yield Finding(
+            "nodes", f"GPU drivers differ: {versions_text}", hint, fatal=False, why="kernels and NCCL may behave differently on them"
+        )
+
+
+def _check_node_devices(results: ProbeResults, name: str, slots: int, facts: NodeFacts) -> Iterator[Finding]:
+    swarm = results.plan.config.runner.swarm
+    visible_gpus, machine_gpus = [gpu["uuid"] for gpu in facts["gpus"]], facts["machine_gpus"]
+    assigned_gpus, fix = facts["assigned_gpus"], format_gpu_settings(swarm.generic_resource, machine_gpus or visible_gpus)
+    unknown_gpus = [
+        gpu
+        for gpu in assigned_gpus
+        if (machine_gpus or visible_gpus) and not any(uuid.startswith(gpu) for uuid in machine_gpus or visible_gpus)
+    ]
+    devices = results.collective_results.get(name, {}).get("devices", slots)
+    if unknown_gpus:
+        message = f"Swarm gave it {', '.join(unknown_gpus)}, and its GPUs are {', '.join(machine_gpus or visible_gpus)}"
+        yield Finding(
+            results.describe_node(name), message, fix, why="its engine's settings name GPUs that it does not have, so ranks find none"
+        )
+    elif machine_gpus and not visible_gpus:
+        message = f"has {_format_gpu_count(len(machine_gpus))}, and its containers see none"
+        hint = fix if swarm.gpu is GpuMode.reserve else _RUNTIME_FIX
+        yield Finding(
+            results.describe_node(name), message, hint, why="GPUs are shown by the nvidia runtime, which is not the engine's default"
+        )
+    elif devices < slots:
+        message = f"torch sees {_format_gpu_count(devices)} of {len(visible_gpus)}, for {slots} ranks"
+        yield Finding(results.describe_node(name), message, _RUNTIME_FIX, why="ranks without a GPU of their own fail, or share one")
+    elif assigned_gpus and len(visible_gpus) > len(assigned_gpus):
+        message = f"Swarm gave it {_format_gpu_count(len(assigned_gpus))}, and the container sees {len(visible_gpus)}"
+        why = "ranks are kept to theirs by CUDA_VISIBLE_DEVICES; whatever does not heed that uses other runs' GPUs"
+        yield Finding(results.describe_node(name), message, fix, fatal=False, why=why)
+
+
+def _format_gpu_count(number: int) -> str:
+    return f"{number} GPU{'' if number == 1 else 's'}"

@@ -1,0 +1,47 @@
+"""What the probes measured: they ran on every node in the job's own image, network, mounts and reservations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmtrain.doctor.check_registry import CheckRegistry
+from swarmtrain.plan import Plan
+
+NodeFacts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ProbeResults:
+    """The results of a probe by the plan's node names; those of links have the fields of swarmtrain.entrypoint.probe.link_probe.Link."""
+
+    plan: Plan
+    nodes: Mapping[str, NodeFacts] = field(default_factory=dict)
+    links: tuple[NodeFacts, ...] = ()
+    collective_results: Mapping[str, NodeFacts] = field(default_factory=dict)
+    failure_reason: str = ""
+    """Why the probe was aborted; empty if it was not."""
+    service_states: Mapping[str, str] = field(default_factory=dict)
+    """The final state of each node's service, in the launcher's words."""
+    image: str = ""
+    """The job's image with the digest that its registry had when the probe began."""
+
+    @property
+    def working_links(self) -> list[NodeFacts]:
+        """The links that transferred data."""
+        return [link for link in self.links if not link["error"]]
+
+    def describe_node(self, name: str) -> str:
+        """Return a node's name with that of its host."""
+        host = next((node.host for node in self.plan.nodes if node.name == name), "")
+        return f"{name} on {host}"
+
+
+CHECKS: CheckRegistry[ProbeResults] = CheckRegistry()
+
+
+def format_bandwidth(rate: float) -> str:
+    """Return a rate in bytes per second as text, in bits per second."""
+    bits_per_second = rate * 8
+    return f"{bits_per_second / 1e9:.1f} Gbit/s" if bits_per_second >= 1e9 else f"{bits_per_second / 1e6:.0f} Mbit/s"

@@ -1,0 +1,24 @@
+"""GPUs that Swarm assigned to this container, out of those that its engine advertises as generic resources.
+
+Swarm passes them in environment variables, DOCKER_RESOURCE_ and the kind, but does not restrict the devices: that is left to NVIDIA's
+toolkit, which does it only if its `swarm-resource` setting says so, and in some versions not even then. CUDA_VISIBLE_DEVICES restricts the
+ranks to them if the container sees more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_RESOURCE_PREFIX = "DOCKER_RESOURCE_"
+
+
+def read_assigned_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the ids of the GPUs that Swarm assigned; none if it assigned only a number of GPUs, or if none were requested."""
+    gpu_ids = [gpu for name, value in sorted(environ.items()) if name.startswith(_RESOURCE_PREFIX) for gpu in value.split(",")]
+    return tuple(gpu for gpu in gpu_ids if gpu and not gpu.isdigit())
+
+
+def build_gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that restricts the ranks to these GPUs, unless `environ` does already. Local rank 0 gets the first."""
+    ids = read_assigned_gpus(environ)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids and "CUDA_VISIBLE_DEVICES" not in environ else {}

@@ -1,0 +1,60 @@
+"""Log of the coordinator: progress and usage are printed so rarely that a month of them leaves room in the log for other events.
+
+Pure: events go out through `publish`, time comes from `clock` (seconds, monotonic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+from swarmtrain.protocol import EVENT_USAGE, Event
+
+PROGRESS_INTERVAL_SECONDS = (0.5, 30.0)
+"""Minimum and maximum seconds between two progress lines; in between, 1 % of the run's age."""
+USAGE_INTERVAL_SECONDS = 10.0
+"""Seconds between two usage lines of a run of a few nodes."""
+USAGE_BYTES_PER_SECOND = 12.0
+"""Byte rate limit of usage lines: the engine keeps 100 MB of the coordinator's log, of which a month of them takes less than half."""
+
+
+class EventLogWriter:
+    """Prints events in order. The newest progress is held back until it is due, or until another event must follow it."""
+
+    def __init__(self, publish: Callable[[Event], None], clock: Callable[[], float]) -> None:
+        self._publish, self._clock = publish, clock
+        self._started_at = clock()
+        self._pending_progress: Event | None = None
+        self._next_progress_at = float("-inf")
+        self._usage_by_node: dict[str, dict[str, Any]] = {}
+        self._next_usage_at = float("-inf")
+
+    def write_event(self, event: Event) -> None:
+        """Print an event, after pending progress from before it."""
+        pending, self._pending_progress = self._pending_progress, None
+        if pending is not None:
+            self._publish(pending)
+        self._publish(event)
+
+    def write_progress(self, event: Event) -> None:
+        """Print progress if due; otherwise keep it, in place of an older one."""
+        now, (min_interval, max_interval) = self._clock(), PROGRESS_INTERVAL_SECONDS
+        self._pending_progress = event
+        if now >= self._next_progress_at:
+            self._next_progress_at = now + min(max_interval, max(min_interval, (now - self._started_at) / 100))
+            self._pending_progress = None
+            self._publish(event)
+
+    def write_usage(self, data: dict[str, Any], members: Container[str]) -> None:
+        """Record what a node uses, and if due print the usage of all `members`."""
+        self._usage_by_node[str(data["node"])] = {key: value for key, value in data.items() if key != "node"}
+        if self._clock() < self._next_usage_at:
+            return
+        event = Event(EVENT_USAGE, {"nodes": {name: usage for name, usage in self._usage_by_node.items() if name in members}})
+        self._next_usage_at = self._clock() + max(USAGE_INTERVAL_SECONDS, len(event.to_line()) / USAGE_BYTES_PER_SECOND)
+        self.write_event(event)
+
+    def tick(self) -> None:
+        """Print pending progress if it is due now."""
+        if self._pending_progress is not None:
+            self.write_progress(self._pending_progress)

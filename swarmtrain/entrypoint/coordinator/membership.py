@@ -1,0 +1,79 @@
+"""Membership of nodes, by the heartbeats that the coordinator receives.
+
+Pure: time comes from `clock` (seconds, monotonic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NODE_LOST_SECONDS = 30.0
+"""Seconds without a heartbeat after which a node is considered lost."""
+NODE_RESPONSIVE_SECONDS = 5.0
+"""Seconds without a heartbeat (one is sent per second) after which no other node waits for this one."""
+
+
+@dataclass
+class _MemberState:
+    last_heartbeat: float
+    exit_code: int | None = None
+    has_left: bool = False
+
+
+class Membership:
+    """The nodes of one run, from the first that joins to the last that leaves."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._nodes: dict[str, _MemberState] = {}
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a node is a member: it has not left, and was not found silent."""
+        return name in self.members
+
+    @property
+    def members(self) -> set[str]:
+        return {name for name, node in self._nodes.items() if not node.has_left}
+
+    @property
+    def responsive(self) -> set[str]:
+        return {name for name in self.members if self._clock() - self._nodes[name].last_heartbeat <= NODE_RESPONSIVE_SECONDS}
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no node is left that could still listen."""
+        return all(node.has_left or self._is_silent(node) for node in self._nodes.values())
+
+    def register_node(self, name: str) -> bool:
+        """Register a start of a node's supervisor, the first or a later one.
+
+        Return whether the previous one died without reporting its exit.
+        """
+        previous = self._nodes.get(name)
+        self._nodes[name] = _MemberState(self._clock())
+        return previous is not None and previous.exit_code is None
+
+    def record_heartbeat(self, name: str) -> None:
+        """Record a heartbeat of a node's supervisor."""
+        node = self._nodes.setdefault(name, _MemberState(self._clock()))
+        node.last_heartbeat, node.has_left = self._clock(), False
+
+    def record_exit(self, name: str, exit_code: int) -> None:
+        """Record that a node reported its exit with `exit_code`."""
+        self.record_heartbeat(name)
+        self._nodes[name].exit_code, self._nodes[name].has_left = exit_code, True
+
+    def has_finished(self, name: str) -> bool:
+        """Return whether a node has ended successfully."""
+        return name in self._nodes and self._nodes[name].exit_code == 0
+
+    def collect_lost_nodes(self) -> list[str]:
+        """Return the nodes that have become silent since the last call, and mark them as gone."""
+        lost_nodes = [name for name, node in self._nodes.items() if not node.has_left and self._is_silent(node)]
+        for name in lost_nodes:
+            self._nodes[name].has_left = True
+        return lost_nodes
+
+    def _is_silent(self, node: _MemberState) -> bool:
+        return self._clock() - node.last_heartbeat > NODE_LOST_SECONDS

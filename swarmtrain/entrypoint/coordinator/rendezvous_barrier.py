@@ -1,0 +1,51 @@
+"""Barrier of a rendezvous round: nodes start together, so that the first does not form a world that ends when the next node arrives.
+
+Pure: time comes from `clock` (seconds, monotonic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+BARRIER_TIMEOUT_SECONDS = 60.0
+"""Seconds after which the nodes that have arrived start without the others."""
+COORDINATOR_WARMUP_SECONDS = 2.5
+"""Seconds in which a newly started coordinator may not have heard of all live nodes: they send one heartbeat per second."""
+
+
+class RendezvousBarrier:
+    """Nodes that have arrived in the next round, and those expected: newly announced, or left over from the previous round."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._announced: dict[str, float] = {}
+        self._started_at = clock()
+        self._round = ""
+        self._arrived: set[str] = set()
+        self._round_started_at = 0.0
+
+    def announce_node(self, name: str) -> None:
+        """Announce a node whose supervisor has started; importing torch takes it seconds."""
+        self._announced[name] = self._clock()
+        self._arrived.discard(name)
+
+    def register_arrival(self, round: str, name: str, expected_nodes: Set[str]) -> bool:
+        """Register that a node is ready for `round`. Return whether the round starts.
+
+        `expected_nodes` are alive and will arrive if they have not.
+        """
+        if round != self._round:
+            self._round, self._arrived, self._round_started_at = round, set(), self._clock()
+        self._arrived.add(name)
+        self._announced.pop(name, None)
+        announced = {
+            announced_node
+            for announced_node, announced_at in self._announced.items()
+            if self._clock() - announced_at <= BARRIER_TIMEOUT_SECONDS
+        }
+        is_complete = self._clock() - self._started_at > COORDINATOR_WARMUP_SECONDS and (expected_nodes | announced) <= self._arrived
+        return is_complete or self._clock() - self._round_started_at > BARRIER_TIMEOUT_SECONDS
+
+    def forget_node(self, name: str) -> None:
+        """Forget a node that has left again."""
+        self._announced.pop(name, None)

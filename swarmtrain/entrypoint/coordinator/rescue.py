@@ -1,0 +1,144 @@
+"""Just-in-time checkpoints: which step the surviving ranks of a failed world save, and which of them write it.
+
+Also issues the generation of a new world, higher than any on the disks of that world and than all issued before.
+A pure state machine, as state_machine.py is. Ranks report what they hold, repeatedly while they live. The rules:
+- The newest step of which all shards exist wins. A rank that is ready for a step counts as one that has done it, if another has: ranks may
+  have learned of a step's end unevenly, by one step.
+- A rank that is not ready has not joined the last collective of the next step, so no rank is beyond it: the step of such a rank is the
+  newest possible, and it is chosen as soon as it is complete. Otherwise the arbiter waits for other ranks.
+- Each shard is written by one rank, the lowest. If one of the writers becomes silent, new ones are chosen from those left.
+- If each node has its own disk, the ranks of one node must hold all shards; every node for which that is true saves its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from swarmtrain.protocol import EVENT_FAILURE, Event, RescueAssignment, SurvivorState
+
+RESCUE_DECISION_TIMEOUT_SECONDS = 10.0
+"""Seconds, from the first rank's report, in which further ranks may change the decision."""
+RESCUE_SETTLE_SECONDS = 1.0
+"""Seconds to hear from all nodes that save their own copy: the more have it, the less is sent over the network."""
+SURVIVOR_LOST_SECONDS = 5.0
+"""Seconds without a report after which a surviving rank is considered lost."""
+_MAX_WORLDS = 8
+
+
+@dataclass
+class _BrokenWorld:
+    started_at: float
+    survivor_states: dict[int, SurvivorState] = field(default_factory=dict)
+    dead_ranks: set[int] = field(default_factory=set)
+    last_reports: dict[int, float] = field(default_factory=dict)
+    rescue: RescueAssignment = field(default_factory=RescueAssignment)
+    saved_ranks: set[int] = field(default_factory=set)
+    """First writers that have finished this attempt."""
+
+
+class RescueArbiter:
+    """Rescues of the worlds of one run. `clock` is in seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._worlds: dict[str, _BrokenWorld] = {}
+        self._generation = 0
+
+    def handle_request(self, op: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Handle a request of a surviving rank or a new world. Raises ValueError, KeyError or TypeError if it is malformed."""
+        if op == "report_survivor":
+            return asdict(self.report_survivor(request["world"], int(request["rank"]), SurvivorState(**request["state"])))
+        if op == "rescue_finished":
+            self.record_rescue_finished(request["world"], int(request["attempt"]), int(request["rank"]))
+        if op == "generation":
+            return {"generation": self.issue_generation(int(request["above"]))}
+        return {"rescue_pending": self.is_pending}
+
+    def issue_generation(self, above: int) -> int:
+        """Return a generation higher than `above`, the highest on the disks of a new world, and than all that were issued here."""
+        self._generation = max(self._generation, above) + 1
+        return self._generation
+
+    @property
+    def is_pending(self) -> bool:
+        """True while surviving ranks are saving, so that a new world must wait for their checkpoint."""
+        return any(not world.rescue.is_finished and self._list_alive(world) for world in self._worlds.values())
+
+    def report_survivor(self, key: str, rank: int, state: SurvivorState) -> RescueAssignment:
+        """Record that rank `rank` of the world `key` is alive and holds `state`. Return its assignment."""
+        world = self._get_world(key)
+        world.survivor_states[rank], world.last_reports[rank] = state, self._clock()
+        if not world.rescue.is_finished:
+            self._assign_writers(world)
+        return world.rescue
+
+    def record_failure(self, event: Event) -> None:
+        """Record from a failure event that a rank is dead, so that its report is not waited for."""
+        if event.kind == EVENT_FAILURE and {"world", "rank"} <= event.data.keys():
+            world = self._get_world(str(event.data["world"]))
+            world.dead_ranks.add(int(event.data["rank"]))
+
+    def record_rescue_finished(self, key: str, attempt: int, rank: int) -> None:
+        """Record that the first writer of a disk has finished an attempt: its checkpoint is committed, or could not be written."""
+        world = self._worlds.get(key)
+        if world and attempt == world.rescue.attempt:
+            world.saved_ranks.add(rank)
+            first_writers: dict[int, int] = {}
+            for writer in world.rescue.writers:
+                first_writers.setdefault(world.survivor_states[writer].disk, writer)
+            if world.saved_ranks >= set(first_writers.values()):
+                world.rescue = replace(world.rescue, is_finished=True)
+
+    def _get_world(self, key: str) -> _BrokenWorld:
+        while len(self._worlds) > _MAX_WORLDS:
+            del self._worlds[next(iter(self._worlds))]
+        return self._worlds.setdefault(key, _BrokenWorld(self._clock()))
+
+    def _assign_writers(self, world: _BrokenWorld) -> None:
+        alive, previous = self._list_alive(world), world.rescue
+        if previous.writers and alive.keys() >= set(previous.writers):
+            return
+        any_state, elapsed = next(iter(alive.values())), self._clock() - world.started_at
+        all_reported = len(alive.keys() | world.dead_ranks) == any_state.world_size
+        no_more_expected = all_reported or elapsed > RESCUE_DECISION_TIMEOUT_SECONDS
+        step, writers = (
+            choose_writers(alive, no_more_expected=no_more_expected)
+            if no_more_expected or any_state.disks == 1 or elapsed > RESCUE_SETTLE_SECONDS
+            else (0, ())
+        )
+        if writers:
+            world.rescue, world.saved_ranks = RescueAssignment(step, writers, previous.attempt + 1), set()
+        elif no_more_expected:
+            world.rescue = RescueAssignment(attempt=previous.attempt, is_finished=True)
+        else:
+            world.rescue = RescueAssignment(attempt=previous.attempt)
+
+    def _list_alive(self, world: _BrokenWorld) -> dict[int, SurvivorState]:
+        return {
+            rank: state
+            for rank, state in world.survivor_states.items()
+            if rank not in world.dead_ranks and self._clock() - world.last_reports[rank] <= SURVIVOR_LOST_SECONDS
+        }
+
+
+def choose_writers(survivor_states: dict[int, SurvivorState], *, no_more_expected: bool) -> tuple[int, tuple[int, ...]]:
+    """Return the step to save and its writers in rank order; no writers if no step is complete yet.
+
+    Unless `no_more_expected`, there are also none as long as a newer step may be reported.
+    """
+    newest = max(state.step for state in survivor_states.values())
+    newest_is_final = no_more_expected or any(state.step == newest and not state.ready for state in survivor_states.values())
+    for step in (newest, newest - 1) if no_more_expected else (newest,) if newest_is_final else ():
+        holders_by_disk: dict[int, dict[int, int]] = {}
+        # Ranks that have done the step come before those that are only ready to.
+        for rank, state in sorted(survivor_states.items(), key=lambda item: (item[1].step != step, item[0])):
+            if state.step == step or (state.ready and state.step == step - 1 and step == newest):
+                holders_by_disk.setdefault(state.disk, {}).setdefault(state.shard, rank)
+        complete_holders = [
+            ranks.values() for ranks in holders_by_disk.values() if len(ranks) == next(iter(survivor_states.values())).shards
+        ]
+        if step > 0 and complete_holders:
+            return step, tuple(sorted(rank for ranks in complete_holders for rank in ranks))
+    return 0, ()

@@ -1,0 +1,300 @@
+"""What the coordinator knows and decides: which rendezvous round is current, and how the run ended.
+
+A pure state machine: calls in, events out through `publish`, time through `clock` (seconds, monotonic). The rules:
+- A round is used until a node reports it closed; N nodes that close the same round start one new round.
+- A world that fails costs one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before restores the budget,
+  except for `max_restarts_per_hour`. When none is left, the run has failed, and the first failure of its last world is the reason. The same
+  exception at the same step twice in a row is a bug and ends the run, whatever is left.
+- A run is done when the trainer reports it, or, with a script that reports nothing, when all nodes of a world have left with exit code 0.
+- After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
+
+membership.py knows which nodes are present, rendezvous_barrier.py when a round begins, event_log.py what is printed when, world_tracker.py
+the worlds and their failures, restart_budget.py how often a run may fail, and node_quarantine.py which nodes are quarantined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from swarmtrain.entrypoint.coordinator.event_log import EventLogWriter
+from swarmtrain.entrypoint.coordinator.membership import Membership
+from swarmtrain.entrypoint.coordinator.node_quarantine import NodeQuarantine, is_machine_failure
+from swarmtrain.entrypoint.coordinator.rendezvous_barrier import RendezvousBarrier
+from swarmtrain.entrypoint.coordinator.restart_budget import RestartBudget
+from swarmtrain.entrypoint.coordinator.world_tracker import FailureCause, ReportedFailures, WorldTracker
+from swarmtrain.protocol import (
+    EVENT_CHECKPOINT,
+    EVENT_COORDINATOR_STARTED,
+    EVENT_FAILURE,
+    EVENT_NODE_JOINED,
+    EVENT_NODE_LEFT,
+    EVENT_NODE_QUARANTINED,
+    EVENT_NODE_RELEASED,
+    EVENT_OPERATION,
+    EVENT_OUTCOME,
+    EVENT_PROGRESS,
+    EVENT_SCRIPT_RETURNED,
+    EVENT_TRAINING_FINISHED,
+    EVENT_USAGE,
+    EVENT_WORLD_FORMED,
+    EXIT_PLANNED,
+    PERMANENT_BEFORE_FIRST_STEP,
+    Event,
+    Orders,
+    Receipt,
+    RunOutcome,
+)
+
+LINGER_SECONDS = 2.0
+"""Minimum seconds that the coordinator keeps serving after the outcome."""
+STABLE_WORLD_SECONDS = 300.0
+"""Seconds that a world must run to count as progress, for scripts that report no steps."""
+COLLATERAL_GRACE_SECONDS = 3.0
+"""Seconds to wait for the root cause if only collateral failures were reported so far."""
+
+_RESERVED_KINDS = {EVENT_OPERATION, EVENT_COORDINATOR_STARTED, EVENT_NODE_LEFT, EVENT_NODE_QUARANTINED, EVENT_NODE_RELEASED, EVENT_OUTCOME}
+
+
+class Coordinator:
+    """State of the coordinator, from its start to its end. `boot_id` distinguishes its rounds from those of its predecessor."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        max_restarts: int,
+        max_restarts_per_hour: int,
+        min_nodes: int,
+        boot_id: str,
+        clock: Callable[[], float],
+        publish: Callable[[Event], None],
+    ) -> None:
+        self._budget = RestartBudget(max_restarts, max_restarts_per_hour, clock)
+        self._quarantine = NodeQuarantine(min_nodes, clock)
+        self._boot_id = boot_id
+        self._clock = clock
+        self._event_log = EventLogWriter(publish, clock)
+        self._membership = Membership(clock)
+        self._barrier = RendezvousBarrier(clock)
+        self._worlds = WorldTracker()
+        self._reported_failures = ReportedFailures()
+        self._round_number = 1
+        self._membership_changing = True
+        self._charged_worlds: set[str] = set()
+        self._failure_cause: FailureCause | None = None
+        self._give_up_at: float | None = None
+        self._best_step = -1
+        self._outcome: RunOutcome | None = None
+        self._outcome_at = 0.0
+        self._event_log.write_event(Event(EVENT_COORDINATOR_STARTED, {"run": run}))
+
+    @property
+    def round(self) -> str:
+        return f"{self._boot_id}-{self._round_number}"
+
+    @property
+    def orders(self) -> Orders:
+        return Orders(self.round, self._outcome)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is an outcome, and no node is left that has not received it."""
+        return self._outcome is not None and self._clock() - self._outcome_at >= LINGER_SECONDS and self._membership.is_deserted
+
+    def register_node(self, name: str) -> Orders:
+        """Register a start of a node's supervisor, the first or a later one."""
+        if name not in self._membership:
+            self._membership_changing = True
+        elif name in self._worlds.unfinished_nodes:
+            self._fail_incomplete_world(f"{name} was lost")
+        if self._membership.register_node(name) and self._worlds.newest:
+            self._record_machine_failure(self._worlds.newest.key, name)
+        return self.orders
+
+    def record_heartbeat(self, name: str) -> Orders:
+        """Record a heartbeat of a node's supervisor."""
+        self._membership.record_heartbeat(name)
+        return self.orders
+
+    def close_round(self, name: str, round: str) -> Orders:
+        """Handle a node that has no agent, before its first round ("") or after `round`, and is ready for the next one.
+
+        If the response has the same round again, the other nodes are finishing, and the node must not start an agent.
+        """
+        self._membership.record_heartbeat(name)
+        if round == self.round and not self._outcome:
+            if name in self._worlds.unfinished_nodes:
+                self._fail_incomplete_world(f"{name} ended")
+            elif not self._worlds.is_finishing:
+                self._round_number += 1
+        if round == self.round or self._outcome:
+            return self.orders
+        expected_nodes = self._membership.responsive - self._quarantine.quarantined
+        wait = name in self._quarantine.quarantined or not self._barrier.register_arrival(self.round, name, expected_nodes)
+        return replace(self.orders, wait=wait)
+
+    def record_node_exit(self, name: str, exit_code: int) -> Orders:
+        """Record a node's exit: 0 for success, EXIT_PLANNED if a stop was requested, anything else if it could not continue."""
+        self._membership.record_exit(name, exit_code)
+        self._barrier.forget_node(name)
+        self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": exit_code}))
+        if exit_code == EXIT_PLANNED:
+            self._membership_changing = True
+            self._quarantine.clear_node(name)
+        if exit_code == 0 and (world := self._worlds.newest):
+            world.finished_nodes.add(name)
+            finished_nodes = [member for member in world.members if self._membership.has_finished(member)]
+            if len(finished_nodes) >= world.node_count:
+                self._set_outcome(
+                    RunOutcome(
+                        "done", f"all {len(finished_nodes)} nodes have finished" if len(finished_nodes) > 1 else "its node has finished", 0
+                    )
+                )
+        elif name in self._worlds.unfinished_nodes:
+            self._fail_incomplete_world(f"{name} left with exit code {exit_code}")
+        return self.orders
+
+    def post(self, event: Event) -> Receipt:
+        """Handle an event from a node or a rank. Raises ValueError for a kind that only the coordinator itself may write."""
+        if event.kind in _RESERVED_KINDS:
+            raise ValueError(f"an event of kind `{event.kind}` is for the coordinator to write")
+        is_known = False
+        if event.kind == EVENT_WORLD_FORMED:
+            self._form_world(event)
+        elif event.kind == EVENT_FAILURE:
+            is_known = self._record_failure(event)
+        elif event.kind == EVENT_USAGE:
+            self._event_log.write_usage(event.data, self._membership)
+        elif event.kind == EVENT_PROGRESS:
+            self._record_progress(event)
+            self._event_log.write_progress(event)
+        elif event.kind == EVENT_NODE_JOINED:
+            self._barrier.announce_node(str(event.data["node"]))
+            self._event_log.write_event(event)
+        else:
+            self._event_log.write_event(event)
+            self._record_progress(event)
+        return Receipt(is_known, run_failed=self._has_failed)
+
+    def tick(self) -> None:
+        """Advance timers: detect lost nodes, and fail the run if it was only waiting for a better reason."""
+        for name in self._membership.collect_lost_nodes():
+            self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": None}))
+            if name in self._worlds.unfinished_nodes:
+                self._fail_incomplete_world(f"{name} was lost")
+        for event in [] if self._outcome else self._quarantine.release_nodes(self._membership.members):
+            self._membership_changing = True
+            self._event_log.write_event(event)
+        self._event_log.tick()
+        if self._give_up_at is not None and self._clock() >= self._give_up_at:
+            self._fail_run()
+
+    def _record_progress(self, event: Event) -> None:
+        world = self._worlds.newest
+        if event.kind == EVENT_SCRIPT_RETURNED and world and event.data.get("world") == world.key:
+            world.finished_nodes.add(str(event.data.get("node")))
+        elif event.kind == EVENT_TRAINING_FINISHED:
+            self._set_outcome(RunOutcome("done", f"the last step, {event.data.get('step')}, is done", 0))
+        elif event.kind in {EVENT_PROGRESS, EVENT_CHECKPOINT}:
+            step = event.data.get("step")
+            if isinstance(step, int) and step > self._best_step:
+                self._best_step = step
+                self._budget.reset_consecutive_failures()
+                self._give_up_at = None
+
+    def _form_world(self, event: Event) -> None:
+        if world := self._worlds.add_node(event.data, self._clock()):
+            self._membership_changing = False
+            ranks = dict(sorted(world.ranks.items(), key=lambda item: item[1]))
+            self._event_log.write_event(Event(EVENT_WORLD_FORMED, {**event.data, "ranks": ranks}))
+
+    def _record_failure(self, event: Event) -> bool:
+        """Record a failure. Return whether its reason was already reported."""
+        cause = self._worlds.attribute_failure(event.data, self.round)
+        is_known = self._reported_failures.record_reason(cause)
+        if self._reported_failures.record_report(cause, event.data) and not self._has_failed:
+            self._event_log.write_event(Event(EVENT_FAILURE, cause.data))
+            self._classify_failure(cause)
+        return is_known
+
+    def _classify_failure(self, cause: FailureCause) -> None:
+        permanent, world = cause.data.get("permanent"), self._worlds.newest
+        if permanent is True or (permanent == PERMANENT_BEFORE_FIRST_STEP and self._best_step < 0):
+            self._failure_cause = cause
+            self._fail_run("this does not get better by trying again")
+        elif world and cause.world == world.key and world.finished_nodes - {cause.node}:
+            self._failure_cause = cause
+            self._fail_incomplete_world("")
+        else:
+            self._charge_restart(cause)
+
+    def _charge_restart(self, cause: FailureCause) -> None:
+        if cause.world not in self._charged_worlds:
+            if cause.is_collateral and self._membership_changing:
+                return  # a node joined or left and its peers failed because of that: not charged to the budget
+            self._charged_worlds.add(cause.world)
+            if self._is_stable_world(cause.world):
+                self._budget.reset_consecutive_failures()
+            self._budget.record_failure()
+            self._set_failure_cause(cause)
+        elif (
+            self._failure_cause
+            and self._failure_cause.world == cause.world
+            and self._failure_cause.is_collateral
+            and not cause.is_collateral
+        ):
+            self._set_failure_cause(cause)
+        if self._budget.bug_reason:
+            self._fail_run(self._budget.bug_reason)
+        elif self._budget.exhausted_reason and self._failure_cause:
+            self._give_up_at = self._clock() + (COLLATERAL_GRACE_SECONDS if self._failure_cause.is_collateral else 0.0)
+            self.tick()
+
+    def _set_failure_cause(self, cause: FailureCause) -> None:
+        self._failure_cause = cause
+        self._budget.record_cause(cause.world, cause.data)
+        if is_machine_failure(cause.data):
+            self._record_machine_failure(cause.world, cause.node)
+
+    def _record_machine_failure(self, world: str, node: str) -> None:
+        """Record that the machine of `node` made `world` fail, and quarantine it if that is too often.
+
+        The others then start a new round without it.
+        """
+        if self._outcome or self._worlds.is_finishing:
+            return
+        event = self._quarantine.record_failure(world, node, self._membership.members)
+        if event and event.kind == EVENT_NODE_QUARANTINED:
+            self._round_number += 1
+            self._membership_changing = True
+            self._give_up_at = None
+            self._budget.reset_consecutive_failures()  # failures caused by that node no longer count against the others
+        if event:
+            self._event_log.write_event(event)
+
+    def _is_stable_world(self, key: str) -> bool:
+        world = self._worlds.newest
+        return self._best_step < 0 and world is not None and world.key == key and self._clock() - world.formed_at >= STABLE_WORLD_SECONDS
+
+    def _fail_incomplete_world(self, incident: str) -> None:
+        finished_node = min(self._worlds.newest.finished_nodes) if self._worlds.newest else ""
+        reason = f"{finished_node} had finished by then, so this world cannot form again"
+        self._fail_run(f"{incident}; {reason}" if incident else reason, omit_cause=bool(incident))
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._outcome is not None and not self._outcome.is_success
+
+    def _fail_run(self, reason: str | None = None, *, omit_cause: bool = False) -> None:
+        cause, reason = self._failure_cause, reason or self._budget.exhausted_reason or "given up"
+        data = cause.data if cause else {}
+        full_reason = f"{cause.subject}: {data.get('error', 'no reason given')}; {reason}" if cause and not omit_cause else reason
+        self._set_outcome(RunOutcome("failed", full_reason, cause.exit_code if cause else 1, str(data.get("hint") or "")))
+
+    def _set_outcome(self, outcome: RunOutcome) -> None:
+        self._give_up_at = None
+        if self._outcome:
+            return
+        self._outcome, self._outcome_at = outcome, self._clock()
+        self._event_log.write_event(Event(EVENT_OUTCOME, {key: value for key, value in asdict(outcome).items() if key != "hint" or value}))

@@ -1,0 +1,139 @@
+"""Worlds of a run: the one that is forming, the one that trains, and the failures of each.
+
+Pure: values in, values out. A world is identified by its key (protocol.build_world_key), a failure by its world, node and rank.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmtrain.protocol import is_collateral_failure
+
+_NUMBER_PATTERN = re.compile(r"\d[\d.,]*")
+
+
+@dataclass
+class FormedWorld:
+    """A world of which all nodes have reported that they are in it."""
+
+    key: str
+    node_count: int
+    ranks: dict[str, list[int]]
+    formed_at: float
+    finished_nodes: set[str] = field(default_factory=set)
+    """Nodes whose ranks have returned: they cannot form this world again."""
+
+    @property
+    def members(self) -> set[str]:
+        return set(self.ranks)
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """Cause of a world's failure, or a collateral failure that followed from it."""
+
+    world: str
+    data: dict[str, Any]
+
+    @property
+    def is_collateral(self) -> bool:
+        return is_collateral_failure(self.data)
+
+    @property
+    def node(self) -> str:
+        return str(self.data.get("node"))
+
+    @property
+    def subject(self) -> str:
+        """Node and rank that failed, for a message."""
+        rank = self.data.get("rank")
+        return str(self.data.get("node", "a node")) + (f" rank {rank}" if rank is not None else "")
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code that a shell would show for it; 1 if unknown."""
+        if name := self.data.get("signal"):
+            return 128 + getattr(signal, str(name), 0)
+        code = self.data.get("exit_code")
+        return code if isinstance(code, int) and code else 1
+
+
+class WorldTracker:
+    """Tracks the newest world, and the one that is forming."""
+
+    def __init__(self) -> None:
+        self.newest: FormedWorld | None = None
+        self._forming: dict[str, dict[str, list[int]]] = {}
+
+    def add_node(self, data: Mapping[str, Any], timestamp: float) -> FormedWorld | None:
+        """Record one node's report that it is in a world. Return that world once all its nodes have reported."""
+        key, node_count = str(data["world"]), int(data["nodes"])
+        ranks = self._forming.setdefault(key, {})
+        ranks.update(data["ranks"])
+        if len(ranks) < node_count:
+            return None
+        self._forming.clear()
+        self.newest = FormedWorld(key, node_count, dict(ranks), timestamp)
+        return self.newest
+
+    def attribute_failure(self, data: Mapping[str, Any], round: str) -> FailureCause:
+        """Return the failure attributed to its world and to the rank that failed, which another rank may have reported.
+
+        `round` is the current round: an agent that fails does not know its world.
+        """
+        attributed = {key: value for key, value in data.items() if key != "failed_rank"}
+        for node, ranks in (self.newest.ranks if self.newest else {}).items():
+            if data.get("failed_rank") in ranks:
+                attributed |= {"node": node, "rank": data["failed_rank"], "local_rank": ranks.index(data["failed_rank"])}
+        if "world" in data:
+            return FailureCause(str(data["world"]), attributed)
+        failure_round = str(data.get("round", round))
+        return FailureCause(
+            self.newest.key if self.newest and self.newest.key.startswith(f"{failure_round}/") else failure_round, attributed
+        )
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether the newest world can no longer form again, since one of its nodes has finished."""
+        return self.newest is not None and bool(self.newest.finished_nodes)
+
+    @property
+    def unfinished_nodes(self) -> set[str]:
+        """Nodes of the newest world that are still needed after another one has finished."""
+        return self.newest.members - self.newest.finished_nodes if self.newest and self.is_finishing else set()
+
+
+class ReportedFailures:
+    """Failures reported of each world, so that nothing is printed twice."""
+
+    def __init__(self) -> None:
+        self._reported_ranks: set[tuple[str, str, int]] = set()
+        self._reasons_by_world: dict[str, dict[str, bool]] = {}
+
+    def record_reason(self, cause: FailureCause) -> bool:
+        """Record a failure's reason.
+
+        Return whether it is already known: reported by another rank of its world (apart from numbers), or collateral to a known one.
+        """
+        reasons = self._reasons_by_world.setdefault(cause.world, {})
+        reason = _NUMBER_PATTERN.sub("0", str(cause.data.get("error")))
+        is_known = reason in reasons or (cause.is_collateral and not all(reasons.values()))
+        reasons[reason] = cause.is_collateral
+        return is_known
+
+    def record_report(self, cause: FailureCause, report: Mapping[str, Any]) -> bool:
+        """Record a failure report. Return whether the failed rank has not been reported yet.
+
+        `report` is the failure before attribution, whose own rank counts as reported too.
+        """
+        is_new = _build_identity(cause.world, cause.data) not in self._reported_ranks
+        self._reported_ranks |= {_build_identity(cause.world, report), _build_identity(cause.world, cause.data)}
+        return is_new
+
+
+def _build_identity(world: str, data: Mapping[str, Any]) -> tuple[str, str, int]:
+    return world, str(data.get("node")), int(data.get("rank", -1))

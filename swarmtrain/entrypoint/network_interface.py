@@ -1,0 +1,127 @@
+"""Network interface that leads to the rest of the run.
+
+A container on an overlay network has two interfaces, and one of them (docker_gwbridge) has the same addresses on every host. NCCL and gloo
+may pick the wrong one and then hang. The route to the coordinator, which every node must reach anyway, decides.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+_CONTAINER_ID = re.compile(r"[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Route:
+    """Route to a peer: our address on it, and the interface with this address ("" if it could not be determined)."""
+
+    address: str
+    interface: str
+    is_configured: bool = False
+    """Whether the config selects it for communication between ranks."""
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.address.startswith("127.") or self.address == "::1"
+
+    def build_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that make NCCL, gloo and TensorPipe use this interface, except those already in `environ`."""
+        if not self.interface:
+            return {}
+        variables = {
+            "NCCL_SOCKET_IFNAME": f"={self.interface}",  # "=" means exact: a bare name is a prefix, and eth1 would match eth10
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "TP_SOCKET_IFNAME": self.interface,
+        }
+        return {name: value for name, value in variables.items() if name not in environ}
+
+
+def find_route_to(host: str, port: int) -> Route:
+    """Return the route to `host`, without sending anything. Raises OSError if the name or the network is unknown."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)
+        local_address = str(probe.getsockname()[0])
+    return Route(address=local_address, interface=_find_interface_of_address(local_address, family))
+
+
+def choose_route(interface: str, coordinator_address: str) -> Route:
+    """Return the route for communication between ranks: by `interface` if set, else the one to `coordinator_address` (host:port).
+
+    Raises OSError.
+    """
+    host, _, port = coordinator_address.rpartition(":")
+    return find_route_by_interface(interface) if interface else find_route_to(host, int(port))
+
+
+def find_route_by_interface(interface: str) -> Route:
+    """Return the route by `interface`: an interface name, a subnet, or an address or host name of the interface.
+
+    Raises OSError if there is none.
+    """
+    addresses_by_interface = {name: address for _, name in socket.if_nameindex() if (address := _read_ipv4_address(name))}
+    subnet = ipaddress.ip_network(interface, strict=False) if "/" in interface else None
+    for name, address in addresses_by_interface.items():
+        if name == interface or (subnet and ipaddress.ip_address(address) in subnet):
+            return Route(address, name, is_configured=True)
+    available = ", ".join(f"{name} {address}" for name, address in addresses_by_interface.items())
+    resolved_address = "" if subnet else _resolve_host(interface)
+    for name, address in addresses_by_interface.items():
+        if address == resolved_address:
+            return Route(address, name, is_configured=True)
+    if resolved_address:
+        raise OSError(
+            f"{interface if interface == resolved_address else f'{interface} is {resolved_address}, which'} is not an address of this "
+            f"node; it has {available}"
+        )
+    raise OSError(f"no interface {interface} has an address on this node; it has {available}")
+
+
+def choose_published_address(route: Route) -> str | None:
+    """Return the address under which peers find this node's ranks; None for the host name.
+
+    In a container the host name is the container id, which is unique and resolvable by the peers. An address may be reused by a restarted
+    container, which torch then mistakes for its own dead predecessor. A configured interface has only its address.
+    """
+    in_container = Path("/.dockerenv").exists() and _CONTAINER_ID.fullmatch(socket.gethostname())
+    return route.address if route.is_configured or route.is_loopback or not in_container else None
+
+
+def _resolve_host(name: str) -> str:
+    try:
+        return str(socket.gethostbyname(name))
+    except OSError:
+        return ""
+
+
+def _find_interface_of_address(address: str, family: int) -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    if family == socket.AF_INET6:
+        return _read_ipv6_interfaces().get(address.partition("%")[0], "")
+    return next((name for name in names if _read_ipv4_address(name) == address), "")
+
+
+def _read_ipv4_address(interface: str) -> str | None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            response = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(response[20:24])
+
+
+def _read_ipv6_interfaces() -> dict[str, str]:
+    try:
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])): row[-1] for row in rows}

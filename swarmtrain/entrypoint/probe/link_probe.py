@@ -1,0 +1,292 @@
+"""Probe of every pair of nodes, measured by both ends: round trip, largest packet that passes, bandwidth in each direction.
+
+Pairs are scheduled in rounds of disjoint pairs, so that no node takes part in two measurements at once. All nodes go through the same
+rounds in the same order, and wait only for their partner. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_ROUND_TRIPS = 40
+_ROUND_TRIPS_SECONDS = 0.15
+_STREAM_SECONDS = 0.25
+_CHUNK_BYTES = 1 << 16
+# What a slow link still has to deliver after sending ends: with a larger buffer that would take seconds.
+_SEND_BUFFER_BYTES = 1 << 18
+_DATAGRAM_WAIT_SECONDS = 0.1
+_SOCKET_TIMEOUT_SECONDS = 3.0
+# Time to retry a connection to a peer that was reached before: on a busy machine an overlay occasionally loses a peer and finds it again.
+_CONNECT_RETRY_SECONDS = 20.0
+_UNRESPONSIVE_SECONDS = 20.0
+_HEADER_BYTES = 28
+_PACKET_SIZES = (576, 1000, 1200, 1280, 1350, 1370, 1400, 1420, 1450, 1480, 1500, 4000, 8000, 8950, 9000)
+_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3  # not in Python's socket module; Linux constants
+_MORE_MARK, _LAST_MARK = b"\1", b"\0"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Measurements between two nodes. `error` is why they failed; the rest is then 0."""
+
+    a: str
+    b: str
+    round_trip: float = 0.0
+    """Seconds, median of many."""
+    forward_bandwidth: float = 0.0
+    """Bytes per second from a to b, by one TCP stream."""
+    backward_bandwidth: float = 0.0
+    """Bytes per second from b to a."""
+    largest_packet: int = 0
+    """Bytes of the largest tested IP packet that arrives unfragmented in both directions."""
+    error: str = ""
+
+
+def schedule_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return every pair of `names` once, in rounds of disjoint pairs: n-1 of them, or n if n is odd.
+
+    The circle method of round-robin tournaments (Kirkman, 1847): one stays, the others rotate by one place per round.
+    """
+    ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    rounds = []
+    for _ in range(len(ring) - 1):
+        pairs = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
+        rounds.append([(a, b) if names.index(a) < names.index(b) else (b, a) for a, b in pairs if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
+
+
+class LinkProber:
+    """This node's ends of all its links. It listens for peers from the start, and connects to them in their round."""
+
+    def __init__(self, name: str, port: int, mtu: int, bind: str = "", peer_addresses: Mapping[str, str] | None = None) -> None:
+        """Listen on TCP and UDP `port` of `bind`. `mtu` is that of the interface that leads to the peers.
+
+        `peer_addresses`: address or name of peers that cannot be found by their node name. Raises OSError.
+        """
+        self.name, self._port, self._mtu, self._bind = name, port, mtu, bind
+        self._peer_addresses = peer_addresses or {}
+        self._addresses: dict[str, str] = {}
+        self._incoming: dict[str, socket.socket] = {}
+        self._caller_arrived = threading.Condition()
+        self._received_sizes: dict[str, set[int]] = {}
+        self._server = socket.create_server((bind, port), backlog=64)
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+        self._udp.bind((bind, port))
+        for serve in (self._accept_callers, self._receive_datagrams):
+            threading.Thread(target=serve, daemon=True).start()
+
+    def wait_for_peers(
+        self, peers: Sequence[str], timeout: float, unresponsive_timeout: float = _UNRESPONSIVE_SECONDS
+    ) -> dict[str, float | None]:
+        """Wait until all `peers` listen. Return for each the seconds that its name takes to resolve, None if it never answered.
+
+        A name that resolves means that the peer exists: if it does not answer for `unresponsive_timeout` seconds, it is no longer waited
+        for. A name that does not exist yet may block a lookup for many seconds, so each peer is resolved in its own thread, and the time is
+        that of a lookup after it has answered.
+        """
+        deadline = time.monotonic() + timeout
+        lookup_times: dict[str, float | None] = dict.fromkeys(peers)
+        # Threads instead of a pool: a stop does not wait for daemon threads.
+        threads = [
+            threading.Thread(target=self._greet_peer, args=(peer, deadline, unresponsive_timeout, lookup_times), daemon=True)
+            for peer in peers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return lookup_times
+
+    def _greet_peer(self, peer: str, deadline: float, unresponsive_timeout: float, lookup_times: dict[str, float | None]) -> None:
+        is_resolved = False
+        while time.monotonic() < deadline:
+            try:
+                address = socket.gethostbyname(self._peer_addresses.get(peer, peer))
+                if not is_resolved:
+                    is_resolved, deadline = True, min(deadline, time.monotonic() + unresponsive_timeout)
+                with socket.create_connection((address, self._port), timeout=1.0) as connection:
+                    connection.sendall(b"\n")
+                self._addresses[peer] = address
+                lookup_started = time.monotonic()
+                socket.gethostbyname(self._peer_addresses.get(peer, peer))
+                lookup_times[peer] = time.monotonic() - lookup_started
+                return
+            except OSError:
+                time.sleep(0.1)
+
+    def measure_link(self, a: str, b: str, partner_timeout: float) -> Link:
+        """Measure the link between this node and another. `partner_timeout`: seconds to wait for the partner."""
+        partner = b if self.name == a else a
+        if partner not in self._addresses:
+            return Link(a, b, error=f"{partner} cannot be reached from {self.name}")
+        try:
+            connection = self._call_peer(b, partner_timeout) if self.name == a else self._wait_for_caller(a, partner_timeout)
+            with connection:
+                return _measure_as_caller(self, connection, a, b) if self.name == a else _measure_as_callee(self, connection, a, b)
+        except (OSError, ValueError) as error:
+            return Link(a, b, error=str(error) or type(error).__name__)
+
+    def send_datagrams(self, address: str) -> None:
+        """Send datagrams of many sizes with fragmentation disabled."""
+        for size in sorted({size for size in (*_PACKET_SIZES, self._mtu) if size <= self._mtu}):
+            for _ in range(2):
+                try:
+                    self._udp.sendto(bytes(size - _HEADER_BYTES), (address, self._port))
+                except OSError:  # larger than the interface's MTU
+                    break
+
+    def get_received_sizes(self, address: str) -> set[int]:
+        """Return the sizes of the packets received from `address`."""
+        return set(self._received_sizes.get(address, set()))
+
+    def _call_peer(self, peer: str, partner_timeout: float) -> socket.socket:
+        """Return a connection to `peer` once it is ready for the measurement."""
+        try:
+            connection = self._connect(self._addresses[peer])
+            connection.sendall(self.name.encode() + b"\n")
+            connection.settimeout(partner_timeout)
+            _receive_exactly(connection, 1)
+        except OSError as error:
+            raise OSError(f"{peer} cannot be reached from {self.name}: {error}") from None
+        return connection
+
+    def _connect(self, address: str) -> socket.socket:
+        deadline = time.monotonic() + _CONNECT_RETRY_SECONDS
+        while True:
+            try:
+                return socket.create_connection((address, self._port), timeout=_SOCKET_TIMEOUT_SECONDS, source_address=(self._bind, 0))
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def _wait_for_caller(self, peer: str, partner_timeout: float) -> socket.socket:
+        with self._caller_arrived:
+            if not self._caller_arrived.wait_for(lambda: peer in self._incoming, partner_timeout):
+                raise OSError(f"{peer} did not call {self.name}")
+            connection = self._incoming.pop(peer)
+        connection.sendall(_MORE_MARK)
+        return connection
+
+    def _accept_callers(self) -> None:
+        while True:
+            connection, _ = self._server.accept()
+            connection.settimeout(_SOCKET_TIMEOUT_SECONDS)
+            try:
+                name = _receive_line(connection).decode()
+            except (OSError, ValueError):  # not a peer, or one that has disconnected
+                name = ""
+            if not name:
+                connection.close()
+                continue
+            with self._caller_arrived:
+                self._incoming[name] = connection
+                self._caller_arrived.notify_all()
+
+    def _receive_datagrams(self) -> None:
+        while True:
+            datagram, (address, _) = self._udp.recvfrom(1 << 16)
+            self._received_sizes.setdefault(address, set()).add(len(datagram) + _HEADER_BYTES)
+
+
+def _measure_as_caller(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
+    _configure_socket(connection)
+    round_trips: list[float] = []
+    started_at = time.monotonic()
+    while len(round_trips) < _ROUND_TRIPS and time.monotonic() - started_at < _ROUND_TRIPS_SECONDS:
+        sent_at = time.perf_counter()
+        connection.sendall(_MORE_MARK)
+        _receive_exactly(connection, 1)
+        round_trips.append(time.perf_counter() - sent_at)
+    connection.sendall(_LAST_MARK)
+    largest_packet = _find_largest_packet(prober, connection)
+    median_round_trip = statistics.median(round_trips)
+    try:
+        forward_bandwidth = _send_stream(connection)
+        backward_bandwidth = _receive_stream(connection)
+        _send_json(connection, backward_bandwidth)
+    except OSError as error:  # small packets came through, so return what was measured
+        return Link(a, b, median_round_trip, largest_packet=largest_packet, error=f"data stops on its way: {error}")
+    return Link(a, b, median_round_trip, forward_bandwidth, backward_bandwidth, largest_packet)
+
+
+def _measure_as_callee(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
+    _configure_socket(connection)
+    while _receive_exactly(connection, 1) == _MORE_MARK:
+        connection.sendall(_MORE_MARK)
+    largest_packet = _find_largest_packet(prober, connection)
+    forward_bandwidth = _receive_stream(connection)
+    _send_json(connection, forward_bandwidth)
+    backward_bandwidth = _send_stream(connection)
+    return Link(a, b, 0.0, forward_bandwidth, backward_bandwidth, largest_packet)
+
+
+def _configure_socket(connection: socket.socket) -> None:
+    connection.settimeout(_SOCKET_TIMEOUT_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+
+
+def _find_largest_packet(prober: LinkProber, connection: socket.socket) -> int:
+    """Send datagrams of many sizes from both ends. Return the largest size that passed in both directions."""
+    address = connection.getpeername()[0]
+    prober.send_datagrams(address)
+    time.sleep(_DATAGRAM_WAIT_SECONDS)
+    _send_json(connection, sorted(prober.get_received_sizes(address)))
+    partner_sizes = set(_receive_json(connection))
+    return max(partner_sizes & prober.get_received_sizes(address), default=0)
+
+
+def _send_stream(connection: socket.socket) -> float:
+    """Send for `_STREAM_SECONDS`. Return the rate that the other end reports, in bytes per second."""
+    chunk = _MORE_MARK + bytes(_CHUNK_BYTES - 1)
+    deadline = time.monotonic() + _STREAM_SECONDS
+    while time.monotonic() < deadline:
+        connection.sendall(chunk)
+    connection.sendall(_LAST_MARK + bytes(_CHUNK_BYTES - 1))
+    return float(_receive_json(connection))
+
+
+def _receive_stream(connection: socket.socket) -> float:
+    """Receive until the other end marks its last chunk. Return the rate in bytes per second."""
+    received_bytes = 0
+    is_last = _receive_exactly(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
+    started_at = time.monotonic()  # the clock starts after the first chunk, which does not count
+    while not is_last:
+        is_last = _receive_exactly(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
+        received_bytes += _CHUNK_BYTES
+    return received_bytes / max(time.monotonic() - started_at, 1e-6)
+
+
+def _send_json(connection: socket.socket, value: Any) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _receive_json(connection: socket.socket) -> Any:
+    return json.loads(_receive_line(connection))
+
+
+def _receive_line(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: _receive_exactly(connection, 1), b"\n"))
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    return b"".join(_receive_pieces(connection, count))
+
+
+def _receive_pieces(connection: socket.socket, count: int) -> Iterator[bytes]:
+    while count:
+        piece = connection.recv(count)
+        if not piece:
+            raise OSError("the other end has closed the connection")
+        count -= len(piece)
+        yield piece

@@ -1,0 +1,251 @@
+"""Resource usage of a node: CPU, memory, network and GPUs, from the kernel and the driver.
+
+In a container, its cgroup accounts for everything that ever ran in it. Elsewhere (a local run) the cgroup is the user's whole session, so
+the processes below the supervisor are summed instead. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.errors import CoordinatorError, ProcessError
+from swarmtrain.process import run_command
+from swarmtrain.protocol import EVENT_USAGE, Event
+
+_REPORT_INTERVAL_SECONDS = 10.0
+_NVIDIA_SMI = "nvidia-smi"
+_GPU_QUERY_FIELDS = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
+_BASIC_FIELD_COUNT = 3
+"""Number of leading query fields that every driver supports."""
+_THROTTLE_MASK = 0xE8
+"""Throttle reasons for heat and insufficient power. Excludes 0x4, the software power cap, which full load reaches normally."""
+_NVIDIA_SMI_TIMEOUT_SECONDS = 5.0
+_MIB = 2**20
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Cgroup:
+    """A container's cgroup, version 1 or 2, seen from inside. `root` is where cgroups are mounted.
+
+    Values that the kernel does not provide are None.
+    """
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup")) -> None:
+        self._root = root
+        self._is_v1 = (root / "memory").is_dir()
+
+    def read_cpu_seconds(self) -> float | None:
+        """Return the CPU seconds of everything that ever ran in the cgroup."""
+        if self._is_v1:
+            cpu_time = _read_number(self._root / "cpuacct" / "cpuacct.usage")
+            return None if cpu_time is None else cpu_time / 1e9
+        cpu_time = _read_counters(self._root / "cpu.stat").get("usage_usec")
+        return None if cpu_time is None else cpu_time / 1e6
+
+    def read_cpu_limit(self) -> float | None:
+        """Return the CPU limit, or None."""
+        if self._is_v1:
+            quota, period = (_read_number(self._root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        else:
+            quota, period = (int(word) if word.isdigit() else None for word in (_read_text(self._root / "cpu.max") or "max 0").split())
+        return quota / period if quota and period and quota > 0 else None
+
+    def read_memory_usage(self) -> int | None:
+        """Return the bytes in use, without what the kernel can reclaim: inactive file pages."""
+        folder, name = (self._root / "memory", "usage_in_bytes") if self._is_v1 else (self._root, "current")
+        usage = _read_number(folder / f"memory.{name}")
+        inactive = _read_counters(folder / "memory.stat").get("total_inactive_file" if self._is_v1 else "inactive_file", 0)
+        return None if usage is None else max(0, usage - inactive)
+
+    def read_memory_limit(self) -> int | None:
+        """Return the memory limit in bytes, or None."""
+        limit = _read_number(self._root / "memory" / "memory.limit_in_bytes" if self._is_v1 else self._root / "memory.max")
+        return limit if limit is not None and limit < read_machine_memory() else None
+
+    def read_oom_kills(self) -> int:
+        """Return how many of its processes the OOM killer has killed."""
+        file = self._root / "memory" / "memory.oom_control" if self._is_v1 else self._root / "memory.events"
+        return _read_counters(file).get("oom_kill", 0)
+
+
+def count_usable_cores(cgroup: Cgroup | None = None) -> float:
+    """Return the number of usable cores: the minimum of CPU affinity, the quota of `cgroup`, and SWARMTRAIN_CORES.
+
+    A lab sets SWARMTRAIN_CORES on its nodes, since all of them run on the cores of one machine.
+    """
+    limits = [float(len(os.sched_getaffinity(0))), cgroup.read_cpu_limit() if cgroup else None]
+    configured_cores = os.environ.get("SWARMTRAIN_CORES", "")
+    limits.append(float(configured_cores) if configured_cores.isdigit() and int(configured_cores) else None)
+    return min(limit for limit in limits if limit)
+
+
+class UsageMeter:
+    """Meter of this process and its descendants: by `cgroup`, or by /proc without one."""
+
+    def __init__(self, cgroup: Cgroup | None) -> None:
+        self._cgroup = cgroup
+        self._previous_sample = time.monotonic(), self._read_cpu_seconds(), *read_network_bytes()
+
+    def read_usage(self) -> dict[str, Any]:
+        """Return the usage: cpu and cpus in cores, memory and memory_limit in bytes, received and sent in bytes/s, gpus if there are any.
+
+        Rates are averages since the last call.
+        """
+        sample = time.monotonic(), self._read_cpu_seconds(), *read_network_bytes()
+        seconds, cpu_time, received, sent = (after - before for after, before in zip(sample, self._previous_sample, strict=True))
+        self._previous_sample, seconds = sample, max(1e-3, seconds)
+        usage = {
+            "cpu": round(max(0.0, cpu_time) / seconds, 2),
+            "cpus": count_usable_cores(self._cgroup),
+            "memory": (self._cgroup.read_memory_usage() if self._cgroup else None)
+            or sum(_read_resident_bytes(pid) for pid in _iterate_process_tree()),
+            "memory_limit": (self._cgroup.read_memory_limit() if self._cgroup else None) or read_machine_memory(),
+            "received": round(max(0, received) / seconds),
+            "sent": round(max(0, sent) / seconds),
+        }
+        gpus = read_gpu_usage()
+        return {**usage, "gpus": gpus} if gpus else usage
+
+    def _read_cpu_seconds(self) -> float:
+        cgroup_seconds = self._cgroup.read_cpu_seconds() if self._cgroup else None
+        return sum(_read_process_cpu_seconds(pid) for pid in _iterate_process_tree()) if cgroup_seconds is None else cgroup_seconds
+
+
+class UsageReporter(threading.Thread):
+    """Posts the usage of `node` to the coordinator every `interval` seconds. Reports during a coordinator outage are dropped."""
+
+    def __init__(self, coordinator: CoordinatorClient, node: str, interval: float = _REPORT_INTERVAL_SECONDS) -> None:
+        super().__init__(name="usage", daemon=True)
+        self._coordinator, self._node, self._interval = coordinator, node, interval
+
+    def run(self) -> None:
+        """Measure and post for as long as the process lives."""
+        meter = UsageMeter(find_own_cgroup())
+        while True:
+            time.sleep(self._interval)
+            with contextlib.suppress(CoordinatorError):
+                self._coordinator.post(Event(EVENT_USAGE, {"node": self._node, **meter.read_usage()}))
+
+
+def find_own_cgroup() -> Cgroup | None:
+    """Return this container's own cgroup, or None outside a container."""
+    return Cgroup() if 1 in (os.getpid(), os.getppid()) or _is_in_container() else None
+
+
+def read_gpu_usage() -> list[dict[str, Any]]:
+    """Return the state of each GPU; empty if nvidia-smi is not available.
+
+    utilization in percent, memory and memory_total in bytes. If the driver reports them, temperature in °C, power in W, and throttled:
+    whether clocks are reduced because of heat or insufficient power.
+    """
+    if shutil.which(_NVIDIA_SMI) is None:
+        return []
+    gpus = []
+    for line in _query_nvidia_smi(_GPU_QUERY_FIELDS) or _query_nvidia_smi(_GPU_QUERY_FIELDS[:_BASIC_FIELD_COUNT]):
+        utilization, memory, total, *health_fields = (cell.strip() for cell in line.split(","))
+        with contextlib.suppress(ValueError):  # [N/A], as for a GPU partitioned by MIG
+            gpus.append(
+                {
+                    "utilization": int(utilization),
+                    "memory": int(memory) * _MIB,
+                    "memory_total": int(total) * _MIB,
+                    **_parse_gpu_health(*health_fields),
+                }
+            )
+    return gpus
+
+
+def _query_nvidia_smi(query_fields: Sequence[str]) -> list[str]:
+    try:
+        return run_command(
+            [_NVIDIA_SMI, f"--query-gpu={','.join(query_fields)}", "--format=csv,noheader,nounits"], timeout=_NVIDIA_SMI_TIMEOUT_SECONDS
+        ).splitlines()
+    except ProcessError:
+        return []
+
+
+def _parse_gpu_health(temperature: str = "", power: str = "", reasons: str = "") -> dict[str, Any]:
+    health: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        health["temperature"] = int(temperature)
+    with contextlib.suppress(ValueError):
+        health["power"] = round(float(power))
+    with contextlib.suppress(ValueError):
+        health["throttled"] = bool(int(reasons, 16) & _THROTTLE_MASK)
+    return health
+
+
+def read_network_bytes() -> tuple[int, int]:
+    """Return the bytes received and sent by this network namespace's interfaces, without loopback."""
+    lines = (_read_text(Path("/proc/net/dev")) or "").splitlines()[2:]
+    counts = [line.partition(":")[2].split() for line in lines if line.split(":")[0].strip() != "lo"]
+    return sum(int(fields[0]) for fields in counts), sum(int(fields[8]) for fields in counts)
+
+
+def read_machine_memory() -> int:
+    """Return the bytes of memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+
+
+def _is_in_container() -> bool:
+    # An agent is neither PID 1 nor its child. PID 1 identifies our container: on a machine it is another program.
+    return "SWARMTRAIN_NODE" in os.environ and b"swarmtrain.entrypoint" in _read_bytes(Path("/proc/1/cmdline"))
+
+
+def _iterate_process_tree() -> Iterator[int]:
+    """Yield this process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _read_stat_fields(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    pending = [os.getpid()]
+    while pending:
+        yield (pid := pending.pop())
+        pending += children.get(pid, [])
+
+
+def _read_process_cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process and of its reaped children."""
+    fields = _read_stat_fields(pid)
+    return sum(int(field) for field in fields[11:15]) / _TICKS_PER_SECOND if fields else 0.0
+
+
+def _read_resident_bytes(pid: int) -> int:
+    """Return the resident bytes that the process does not share."""
+    fields = (_read_text(Path(f"/proc/{pid}/statm")) or "").split()
+    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if fields else 0
+
+
+def _read_stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the program name, which may contain spaces."""
+    return (_read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
+
+
+def _read_counters(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_read_text(path) or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _read_number(path: Path) -> int | None:
+    text = (_read_text(path) or "").strip()
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _read_text(path: Path) -> str | None:
+    return _read_bytes(path).decode(errors="replace") or None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,26 @@
+"""One clock for all nodes of a rendezvous: the coordinator's monotonic clock, which nobody can set.
+
+torch's rendezvous compares node heartbeats by the wall clock of each machine. If one clock is off by several seconds, or is set during a
+run, that node considers all others dead, or they consider it dead.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, tzinfo
+
+from swarmtrain.coordinator_client import CoordinatorClient
+
+
+def use_coordinator_clock(coordinator: CoordinatorClient) -> None:
+    """Make torch's rendezvous in this process use the clock of `coordinator`. Raises CoordinatorError."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    offset = coordinator.measure_monotonic_offset()
+
+    class CoordinatorDatetime(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]  # stored values must be of torch's own type
+            return datetime.fromtimestamp(time.monotonic() + offset, tz)
+
+    dynamic_rendezvous.datetime = CoordinatorDatetime  # type: ignore[misc]  # torch has no other hook for it

@@ -1,0 +1,113 @@
+"""Process creation on a node: torch is imported once in a container's lifetime, and all processes that need it are forked from there.
+
+    supervisor ── forkserver ── agent ── its own forkserver ── ranks
+
+The servers are multiprocessing's forkservers. An agent's is forked from the agent, which has imported everything, so that a new agent, of
+the next rendezvous round, needs no import either. The ranks are its descendants, so that they die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, util
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from swarmtrain.process import set_parent_death_signal, set_process_name
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_FORKSERVER_NAME = "forkserver"
+_FORKSERVER_DIED_CODE = 255
+
+
+def preload_forkserver() -> None:
+    """Start to import what agents and ranks need. The server lives as long as the thread that calls this."""
+    # multiprocessing removes the semaphores of killed processes, as it should; its warning about that is noise.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    _CONTEXT.set_forkserver_preload(["swarmtrain.entrypoint.supervisor.forkserver_preload"])
+    # Slurm ends a job by a signal to all processes of a node. The servers ignore it: ranks that are saving would die with them.
+    previous_handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGTERM, previous_handler)
+
+
+def wait_for_preload() -> None:
+    """Return when everything is imported."""
+    _CONTEXT.Process(target=os.getpid).start()
+
+
+def start_forked_process(name: str, main: Callable[..., int], *arguments: object) -> ForkServerProcess:
+    """Run `main(*arguments)` as a forked process with its own session and the process name `name`. It exits with the returned code."""
+    process = _CONTEXT.Process(target=_run_session_leader, name=name, args=(name, main, *arguments))
+    process.start()
+    return process
+
+
+def wait_for_exit_code(process: ForkServerProcess, timeout: float) -> int | None:
+    """Return the exit code of `process` (negative: killed by that signal), or None if it still runs after `timeout` seconds."""
+    process.join(timeout)
+    # The server reports its children's exit codes. If the server itself is killed, its children are killed too.
+    return -signal.SIGKILL if process.exitcode == _FORKSERVER_DIED_CODE else process.exitcode
+
+
+def has_ranks(process: ForkServerProcess) -> bool:
+    """Return whether the agent `process` has ranks, or descendants of ranks, under whatever process name.
+
+    True if processes cannot be listed.
+    """
+    process_names = set()
+    for entry in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has just exited
+            if os.getsid(int(entry.parent.name)) == process.pid:
+                process_names.add(entry.read_text().strip())
+    return not process_names or bool(process_names - {process.name, _FORKSERVER_NAME})
+
+
+def kill_process_group(process: ForkServerProcess) -> None:
+    """Kill `process` and all its descendants, except those that have left its process group."""
+    with contextlib.suppress(ProcessLookupError, TypeError):
+        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]  # it has been started
+    process.kill()
+
+
+@contextlib.contextmanager
+def use_forked_forkserver() -> Iterator[None]:
+    """Within the body, start multiprocessing's forkserver as a fork of this process, not as a new interpreter.
+
+    Call this before any thread is started.
+    """
+    multiprocessing.set_forkserver_preload([])
+    original_spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_forkserver
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = original_spawn
+
+
+def _fork_forkserver(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Run in a fork what the interpreter would run by `-c`, the last of `args`. Return its pid."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        set_parent_death_signal()
+        set_process_name(_FORKSERVER_NAME)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in preload_forkserver; processes forked from it restore the signal
+        if os.getppid() == parent:
+            exec(args[-1], {})  # noqa: S102  # multiprocessing's own line: from multiprocessing.forkserver import main; main(…)
+    finally:
+        os._exit(0)
+
+
+def _run_session_leader(name: str, main: Callable[..., int], *arguments: object) -> NoReturn:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    set_parent_death_signal()
+    set_process_name(name)
+    raise SystemExit(main(*arguments))

@@ -1,0 +1,55 @@
+"""Preloaded once by the node's forkserver, so that every agent and rank forked from it has these modules already.
+
+The import has an intended side effect: the server must die with the supervisor. Processes forked from it hold the pipe open whose closing
+would make it exit, so it would outlive a killed supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from swarmtrain.process import set_parent_death_signal, set_process_name
+from swarmtrain.protocol import NodeEnv
+
+_TRAINER_IMPORT_PATTERN = re.compile(rb"\bswarmtrain(\.|\s+import\s.*\b)trainer\b|\btraining_code\b")
+
+set_parent_death_signal()
+set_process_name("torch-preloaded")
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Suppress the error of a rank that was just starting when its agent exited, and found the agent's semaphores gone."""
+    frames = traceback.extract_tb(trace)
+    if not (isinstance(error, FileNotFoundError) and frames and "multiprocessing" in frames[-1].filename):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _print_exception
+
+
+def _list_modules() -> tuple[str, ...]:
+    """Return the modules to preload. The trainer takes as long to import as torch, so it is included only if the script uses it."""
+    base_modules = "torch.distributed.launcher.api", "swarmtrain.entrypoint.supervisor.elastic_agent"
+    try:
+        trainer_import = _TRAINER_IMPORT_PATTERN.search(Path(NodeEnv.from_env(os.environ).script).read_bytes())
+    except OSError:
+        trainer_import = None  # the rank reports what is wrong with it
+    return (*base_modules, "swarmtrain.trainer") if trainer_import else base_modules
+
+
+for _module in _list_modules():
+    with contextlib.suppress(ImportError):  # the rank that needs it reports the error, with the user's own traceback
+        _imported = importlib.import_module(_module)
+        for _name in getattr(_imported, "__all__", ()):  # some packages import lazily
+            getattr(_imported, _name)
+
+# Imported objects are never garbage, and scanning them would copy their memory pages in each process.
+gc.freeze()

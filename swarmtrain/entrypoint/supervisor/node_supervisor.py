@@ -1,0 +1,266 @@
+"""The node's supervisor: the parent of torch's agent, which decides what happens after the agent exits.
+
+`python -m swarmtrain.entrypoint node`, under every launcher. Standard library only. Swarm's `restart_policy: on-failure` reads its exit
+codes, and 0 is the only one that ends a service:
+
+    0             this node is done, or the run has an outcome and nothing is left to do
+    EXIT_PLANNED  stop requested (SIGTERM): a removed service stays removed whatever the code, but a task that only received a signal
+                  (`docker kill`, a restarting engine) must come back
+    1             the coordinator could not be reached in time; worth a restart
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from multiprocessing.context import ForkServerProcess
+from types import FrameType
+
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.entrypoint import assigned_gpus, liveness
+from swarmtrain.entrypoint.network_interface import Route, choose_published_address, choose_route
+from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems, find_warnings
+from swarmtrain.entrypoint.resource_usage import UsageReporter
+from swarmtrain.entrypoint.supervisor import forking
+from swarmtrain.entrypoint.supervisor.elastic_agent import run_agent
+from swarmtrain.errors import EXIT_ERROR, EXIT_OK, CoordinatorError
+from swarmtrain.protocol import ENV_PREFIX, EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, Orders
+
+_HEARTBEAT_SECONDS = 1.0
+_RETRY_SECONDS = 0.3
+_COORDINATOR_TIMEOUT_SECONDS = 600.0  # the rendezvous service may still be pulling its image
+_COORDINATOR_RESTART_SECONDS = 300.0
+_EXIT_REPORT_SECONDS = 15.0
+_FAILURE_GRACE_SECONDS = 10.0  # a failed run has made no step since its last save; torch's agent may wait for peers that are gone
+_NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; it may hang on a lost store, and then handles no signal
+_DONE_GRACE_SECONDS = 330.0  # torch's agents wait up to 300 s for each other at their end
+_STABLE_AGENT_SECONDS = 30.0
+_MAX_BACKOFF_SECONDS = 15.0
+_ISOLATION_TIMEOUT_SECONDS = 90.0  # a node without a response may be cut off; a coordinator that restarts is back sooner
+
+
+def main() -> int:
+    """Run this node until the run is over or a stop is requested. Return the exit code."""
+    try:
+        env = NodeEnv.from_env(os.environ)
+    except ValueError as error:
+        return _report_bad_environment(str(error))
+    liveness.start_guard()
+    os.environ |= _build_environment(env)
+    forking.preload_forkserver()
+    return Supervisor(env).run()
+
+
+class Supervisor:
+    """One node of a run. Has at most one agent at a time, and outlives it."""
+
+    def __init__(
+        self, env: NodeEnv, *, heartbeat_interval: float = _HEARTBEAT_SECONDS, isolation_timeout: float = _ISOLATION_TIMEOUT_SECONDS
+    ) -> None:
+        """`heartbeat_interval`: seconds between heartbeats. `isolation_timeout`: seconds without a response until the agent is stopped."""
+        self.env, self.heartbeat_interval, self.isolation_timeout = env, heartbeat_interval, isolation_timeout
+        self.coordinator = CoordinatorClient(env.coordinator)
+        self.agent: ForkServerProcess | None = None
+        self.is_stopping = False
+        self.agent_stop_requested = False
+        self.kill_agent_at = float("inf")
+        self.backoff = 0.0
+        self.last_response_at = time.monotonic()
+
+    def run(self) -> int:
+        """Run until the run is over, this node is done, or a stop is requested. Return the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle_stop_signal)
+        try:
+            return self._run_node()
+        except _StopRequested:
+            self._report_exit(EXIT_PLANNED)
+            return EXIT_PLANNED
+        except CoordinatorError as error:
+            _log_message(f"{error}; leaving, to be started again")
+            return EXIT_ERROR
+
+    def _run_node(self) -> int:
+        self.coordinator.wait_until_reachable(_COORDINATOR_TIMEOUT_SECONDS)
+        if problems := find_permanent_problems(self.env):
+            return self._report_problems(problems)
+        route = self._announce_node()
+        forking.wait_for_preload()  # before the coordinator expects a heartbeat every second
+        self.coordinator.register_node(self.env.node)
+        UsageReporter(self.coordinator, self.env.node).start()
+        orders = self._wait_for_round("")
+        while orders.outcome is None:
+            code = self._run_round(orders.round, route)
+            if code == EXIT_OK:
+                break
+            if self.is_stopping:
+                raise _StopRequested
+            orders = self._wait_for_round(orders.round)
+        self.is_stopping = True  # from now on a signal is too late to change anything
+        self._report_exit(EXIT_OK)
+        return EXIT_OK
+
+    def _report_problems(self, problems: list[str]) -> int:
+        error = "; ".join(problems)
+        _log_message(error)
+        self.coordinator.post(Event(EVENT_FAILURE, {"node": self.env.node, "error": error, "exit_code": EXIT_ERROR, "permanent": True}))
+        self._report_exit(EXIT_ERROR)
+        return EXIT_OK
+
+    def _announce_node(self) -> Route:
+        try:
+            route = choose_route(self.env.interface, self.env.coordinator)
+        except OSError as error:
+            raise CoordinatorError(str(error), place=f"coordinator {self.env.coordinator}") from None
+        facts = {"host": socket.gethostname(), "address": route.address, "interface": route.interface, "slots": self.env.slots}
+        self.coordinator.post(Event(EVENT_NODE_JOINED, {"node": self.env.node, **facts}))
+        for message in find_warnings(self.env):
+            self.coordinator.post(Event(EVENT_NOTE, {"node": self.env.node, "message": message}))
+        return route
+
+    def _run_round(self, round: str, route: Route) -> int:
+        """Run one agent from start to end, and return its exit code (negative: a signal)."""
+        started_at = time.monotonic()
+        self.agent_stop_requested, self.kill_agent_at, self.last_response_at = False, float("inf"), time.monotonic()
+        self.agent = forking.start_forked_process(
+            "agent", run_agent, round, choose_published_address(route), route.build_environment(os.environ)
+        )
+        try:
+            code = self._wait_for_agent(self.agent, round)
+        finally:
+            self._kill_leftovers(self.agent)
+            self.agent = None
+        if code < 0 and not self.agent_stop_requested:
+            self._report_agent_killed(round, -code)
+        self.backoff = 0.0 if time.monotonic() - started_at > _STABLE_AGENT_SECONDS else min(_MAX_BACKOFF_SECONDS, self.backoff * 2 + 0.5)
+        return code
+
+    def _wait_for_agent(self, agent: ForkServerProcess, round: str) -> int:
+        while (code := forking.wait_for_exit_code(agent, self.heartbeat_interval)) is None:
+            self._send_heartbeat(agent, round)
+        return code
+
+    def _send_heartbeat(self, agent: ForkServerProcess, round: str) -> None:
+        if time.monotonic() > self.kill_agent_at:
+            forking.kill_process_group(agent)
+        elif self.agent_stop_requested and not forking.has_ranks(agent):
+            self.kill_agent_at = min(self.kill_agent_at, time.monotonic() + _NO_RANKS_GRACE_SECONDS)
+        try:
+            orders = self.coordinator.send_heartbeat(self.env.node)
+        except CoordinatorError as error:
+            self._handle_missed_response(agent, error)
+            return
+        self.last_response_at = time.monotonic()
+        if orders.outcome and orders.outcome.is_success:
+            self.kill_agent_at = min(self.kill_agent_at, time.monotonic() + _DONE_GRACE_SECONDS)
+        elif orders.outcome:
+            self._stop_agent(agent, _FAILURE_GRACE_SECONDS)
+        elif orders.round != round:
+            # A round that others have left cannot form a world again: save, and join them in the new round.
+            self._stop_agent(agent, self.env.stop_grace)
+
+    def _handle_missed_response(self, agent: ForkServerProcess, error: CoordinatorError) -> None:
+        """Handle a missing response of the coordinator, which may be restarting.
+
+        A node that is cut off must not keep training after the others have restarted.
+        """
+        if time.monotonic() - self.last_response_at > self.isolation_timeout and self.kill_agent_at == float("inf"):
+            _log_message(
+                f"{error}; no answer for {self.isolation_timeout:.0f} s: this node may be partitioned, and stops until the coordinator "
+                f"answers"
+            )
+            self._stop_agent(agent, self.env.stop_grace)
+
+    def _stop_agent(self, agent: ForkServerProcess, grace: float) -> None:
+        """Request the agent to stop, once, and set when it is killed: after `grace` seconds, within the node's own grace period."""
+        if not self.agent_stop_requested:
+            self.agent_stop_requested = True
+            self.kill_agent_at = time.monotonic() + max(1.0, min(grace, self.env.stop_grace) - 1.0)
+            agent.terminate()
+
+    def _kill_leftovers(self, agent: ForkServerProcess) -> None:
+        """Kill everything that the agent leaves behind: forkserver, ranks, and their descendants."""
+        forking.kill_process_group(agent)
+        agent.join()
+
+    def _report_agent_killed(self, round: str, number: int) -> None:
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        error = f"this node's agent was killed by {name}"
+        _log_message(error)
+        self._post_event(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
+
+    def _wait_for_round(self, round: str) -> Orders:
+        """Return the orders for a round other than `round` once it starts, or with the outcome.
+
+        Raises CoordinatorError if the coordinator stays away.
+        """
+        time.sleep(self.backoff)
+        while True:
+            self.coordinator.wait_until_reachable(_COORDINATOR_RESTART_SECONDS)
+            try:
+                orders = self.coordinator.close_round(self.env.node, round)
+            except CoordinatorError:
+                continue
+            if orders.outcome or (orders.round != round and not orders.wait):
+                return orders
+            time.sleep(_RETRY_SECONDS)  # others are still arriving or finishing, or this node is quarantined
+
+    def _report_exit(self, exit_code: int) -> None:
+        """Report that this node exits. A coordinator that is gone by then does not need the report."""
+        try:
+            self.coordinator.wait_until_reachable(_EXIT_REPORT_SECONDS if exit_code == EXIT_OK else _HEARTBEAT_SECONDS)
+            self.coordinator.report_node_exit(self.env.node, exit_code)
+        except CoordinatorError as error:
+            _log_message(f"could not say goodbye: {error}")
+
+    def _post_event(self, event: Event) -> None:
+        try:
+            self.coordinator.post(event)
+        except CoordinatorError as error:
+            _log_message(f"could not post `{event.kind}`: {error}")
+
+    def _handle_stop_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_stopping:
+            return
+        self.is_stopping = True
+        if self.agent is None:
+            raise _StopRequested
+        self._stop_agent(self.agent, self.env.stop_grace)
+
+
+class _StopRequested(BaseException):
+    """SIGTERM arrived while no agent ran, so there is nothing to save. No `except Exception` may swallow it."""
+
+
+def _build_environment(env: NodeEnv) -> dict[str, str]:
+    """Return the environment that must be set before torch is imported."""
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(compute_threads_per_rank(env.slots))}
+    return {**threads, **assigned_gpus.build_gpu_environment(os.environ)}
+
+
+def _report_bad_environment(error: str) -> int:
+    """Report an environment that cannot be parsed, if at least the coordinator's address can be."""
+    _log_message(error)
+    address = os.environ.get(ENV_PREFIX + "COORDINATOR")
+    if address is None:
+        return EXIT_ERROR
+    node_name = os.environ.get(ENV_PREFIX + "NODE", "a node")
+    try:
+        coordinator = CoordinatorClient(address)
+        coordinator.wait_until_reachable(_COORDINATOR_TIMEOUT_SECONDS)
+        coordinator.post(Event(EVENT_FAILURE, {"node": node_name, "error": error, "exit_code": EXIT_ERROR, "permanent": True}))
+    except CoordinatorError as unreachable:
+        _log_message(str(unreachable))
+        return EXIT_ERROR
+    return EXIT_OK
+
+
+def _log_message(line: str) -> None:
+    sys.stderr.write(f"swarmtrain: {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,248 @@
+"""One rank: runs the user's script as torchrun would, and reports to the coordinator how it ended.
+
+Called by torch's agent in a process forked from the forkserver. The script sees torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR …) and ours (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). It need not know swarmtrain.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import multiprocessing.util
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.errors import CoordinatorError, SwarmtrainError
+from swarmtrain.process import set_parent_death_signal, set_process_name
+from swarmtrain.protocol import (
+    EVENT_FAILURE,
+    EVENT_SCRIPT_RETURNED,
+    EVENT_WORLD_FORMED,
+    EXIT_PLANNED,
+    PERMANENT_BEFORE_FIRST_STEP,
+    Event,
+    NodeEnv,
+    Receipt,
+    build_world_key,
+)
+
+_MAX_TRACEBACK_LENGTH = 16_000
+_MAX_ERROR_LENGTH = 500
+_BRIEF_ERROR_LENGTH = 80
+_TERMINATION_WAIT_SECONDS = 20.0
+
+
+def run_rank() -> None:
+    """Run the script to its end. A failure is posted to the coordinator and raised again; so is any nonzero exit code."""
+    set_parent_death_signal()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored in the forkserver that this process is forked from
+    set_process_name(f"rank {os.environ['RANK']}")
+    sys.excepthook = sys.__excepthook__  # the forkserver's hook is not meant for the script
+    env = NodeEnv.from_env(os.environ)
+    _enable_line_buffering()
+    _reseed_numpy()
+    _keep_process_groups_alive()
+    receipt = Receipt()
+    try:
+        if os.environ["LOCAL_RANK"] == "0":
+            _post_event(env, build_world_event(env))
+        _run_script(env)
+    except SystemExit as system_exit:
+        code = resolve_exit_code(system_exit)
+        if code not in (0, EXIT_PLANNED):
+            error = system_exit.code if isinstance(system_exit.code, str) else f"exit code {code}"
+            receipt = _post_event(env, build_failure_event(env, error=error, exit_code=code))
+        if code:
+            raise  # if 0 were raised, torch's agent would wait forever for our return value
+    except BaseException as error:
+        receipt = _report_error(env, error)
+        raise
+    finally:
+        _run_atexit_functions()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script's own handler could keep this process alive for half a minute
+        if receipt.run_failed:
+            _wait_for_termination()
+    if os.environ["LOCAL_RANK"] == "0":
+        _post_event(env, Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "world": build_world_key(os.environ)}))
+
+
+def build_world_event(env: NodeEnv) -> Event:
+    """Return the event with the ranks of this node. The coordinator merges those of all nodes into one world event."""
+    first, count = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return Event(
+        EVENT_WORLD_FORMED,
+        {
+            "world": build_world_key(os.environ),
+            "world_size": int(os.environ["WORLD_SIZE"]),
+            "nodes": int(os.environ["GROUP_WORLD_SIZE"]),
+            "ranks": {env.node: list(range(first, first + count))},
+        },
+    )
+
+
+def build_failure_event(env: NodeEnv, **facts: Any) -> Event:
+    """Return the failure event of this rank."""
+    rank_fields = {"node": env.node, "rank": int(os.environ["RANK"]), "local_rank": int(os.environ["LOCAL_RANK"])}
+    return Event(EVENT_FAILURE, {**rank_fields, "world": build_world_key(os.environ), **facts})
+
+
+def resolve_exit_code(system_exit: SystemExit) -> int:
+    """Return the process exit code of `sys.exit(…)`, as the interpreter would choose it."""
+    if system_exit.code is None:
+        return 0
+    return system_exit.code & 0xFF if isinstance(system_exit.code, int) else 1
+
+
+def classify_permanence(error: BaseException, script: str) -> bool | str:
+    """Return whether a retry is pointless: True, PERMANENT_BEFORE_FIRST_STEP, or False as far as known."""
+    if isinstance(error, SyntaxError):
+        return error.filename is not None and Path(error.filename).parent == Path(script).parent
+    if isinstance(error, SwarmtrainError):
+        return PERMANENT_BEFORE_FIRST_STEP if error.is_permanent is None else error.is_permanent
+    return isinstance(error, ImportError)
+
+
+def _run_script(env: NodeEnv) -> None:
+    sys.argv = [env.script, *env.script_args]
+    sys.path.insert(0, str(Path(env.script).absolute().parent))
+    with _intercept_os_exit():
+        runpy.run_path(env.script, run_name="__main__")
+
+
+@contextmanager
+def _intercept_os_exit() -> Iterator[None]:
+    """Turn the script's own os._exit(0), which some use to skip a slow shutdown, into a normal exit.
+
+    torch's agent waits for our return value, and would wait forever for a process that is gone without a failure.
+    """
+    original_exit, process = os._exit, os.getpid()
+
+    def exit_process(status: int) -> NoReturn:
+        if status or os.getpid() != process or threading.current_thread() is not threading.main_thread():
+            original_exit(status)
+        atexit._clear()
+        raise SystemExit(0)
+
+    os._exit = exit_process
+    try:
+        yield
+    finally:
+        os._exit = original_exit
+
+
+def _report_error(env: NodeEnv, error: BaseException) -> Receipt:
+    """Post an error to the coordinator, and print it: in full, unless another rank has reported it."""
+    if isinstance(error, SwarmtrainError):
+        reason, trace, full_text = str(error).replace("\n", "; "), "", error.plain_text
+    else:
+        reason, trace = _summarize_error(error) + _locate_in_user_code(error, Path(env.script).parent), _format_traceback(error)
+        full_text = trace
+    facts = {"error": reason[:_MAX_ERROR_LENGTH], "exit_code": 1, "traceback": trace[-_MAX_TRACEBACK_LENGTH:]}
+    if hint := _build_hint(error):
+        facts["hint"] = hint
+    if isinstance(error, SwarmtrainError) and error.rank is not None:
+        facts["failed_rank"] = error.rank
+    if (step := getattr(error, "step", None)) is not None:
+        facts["step"] = step
+    if (permanence := classify_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
+        facts["permanent"] = permanence
+    receipt = _post_event(env, build_failure_event(env, **facts))
+    sys.stderr.write(f"ends after another rank: {reason[:_BRIEF_ERROR_LENGTH]}\n" if receipt.is_known else full_text)
+    return receipt
+
+
+def _build_hint(error: BaseException) -> str | None:
+    if isinstance(error, SwarmtrainError):
+        return error.hint
+    return "the image must have it; a file of your own belongs into runner.code" if isinstance(error, ImportError) else None
+
+
+def _wait_for_termination() -> None:
+    """Wait until this node is stopped: torch's agent would restart a rank that exits by itself, in a run that is over."""
+    time.sleep(_TERMINATION_WAIT_SECONDS)
+
+
+def _post_event(env: NodeEnv, event: Event) -> Receipt:
+    try:
+        return CoordinatorClient(env.coordinator).post(event)
+    except CoordinatorError as error:
+        sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}" + "\n")
+        return Receipt()
+
+
+def _enable_line_buffering() -> None:
+    """Write each line to the log at once and in one piece, even if PYTHONUNBUFFERED would write it in pieces."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _reseed_numpy() -> None:
+    """Reseed NumPy's global generator. It was seeded in the forkserver: otherwise all forked ranks would draw the same numbers."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _keep_process_groups_alive() -> None:
+    """Keep torch's process groups alive as long as this process, which exits without destructors.
+
+    The destructor of gloo's group waits for a thread that may need the GIL at that moment. A script that destroys its process group before
+    the last object that holds it, such as DistributedDataParallel, would hang in two of five runs.
+    """
+    distributed_c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed_c10d is None:
+        return
+    original_destroy, kept_groups = distributed_c10d.destroy_process_group, []
+
+    def destroy_process_group(group: object = None) -> None:
+        kept_groups.extend(distributed_c10d._world.pg_map)
+        original_destroy(group)
+
+    distributed_c10d.destroy_process_group = sys.modules["torch.distributed"].destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+
+
+def _run_atexit_functions() -> None:
+    """Run the script's atexit functions: a forked worker exits by os._exit, which skips them."""
+    atexit.unregister(multiprocessing.util._exit_function)  # type: ignore[attr-defined]  # multiprocessing calls it itself
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _summarize_error(error: BaseException) -> str:
+    """Return the line that says what happened: the last one of a syntax error, otherwise the first; torch may add the location after it."""
+    lines = [line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
+    if isinstance(error, SyntaxError):
+        lines = lines[-1:]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_MAX_ERROR_LENGTH] or type(error).__name__
+
+
+def _locate_in_user_code(error: BaseException, folder: Path) -> str:
+    """Return the location in the user's own files, formatted as a suffix."""
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        lines.append((error.filename or "", error.lineno))
+    user_frames = [(Path(name).name, line) for name, line in lines if Path(name).parent == folder]
+    return ", in {} line {}".format(*user_frames[-1]) if user_frames else ""
+
+
+def _format_traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _skip_own_frames(error.__traceback__)))
+
+
+def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without our own frames, so that it begins in the user's script."""
+    while trace and trace.tb_next and (trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace

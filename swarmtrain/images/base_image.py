@@ -1,0 +1,119 @@
+"""The base image: Python's official image or, if it cannot be pulled, one built from the Debian packages that this machine's apt can
+get.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from swarmtrain import process
+from swarmtrain.errors import ImageError
+from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error
+from swarmtrain.images.transfer import follow_layer_transfer
+
+DEFAULT_BASE_IMAGE = "python:3.11-slim-bookworm"
+DEBIAN_BASE_IMAGE = "swarmtrain-base:bookworm"
+_SUITE = "bookworm"
+# python3, not python3-minimal: the standard library must be complete.
+_PACKAGES = ("python3", "python3-venv", "ca-certificates", "libgomp1")
+
+
+def ensure_base_image(client: ImageClient, requested: str | None, *, report_progress: ProgressReporter) -> str:
+    """Return the name of a base image that the engine has: `requested`, or Python's official image by default; pull it if needed.
+
+    If the default image cannot be pulled, build one from Debian packages and report that to `report_progress`. Raises ImageError if
+    `requested` cannot be pulled, or if no image can be built.
+    """
+    base = requested or DEFAULT_BASE_IMAGE
+    if _has_image(client, base):
+        return base
+    if requested is None and _has_image(client, DEBIAN_BASE_IMAGE):
+        report_progress(f"base image: {DEBIAN_BASE_IMAGE}, made here from Debian packages earlier")
+        return DEBIAN_BASE_IMAGE
+    try:
+        report_progress(f"pulling {base}")
+        follow_layer_transfer(client.pull(base, stream=True, decode=True), location=f"image {base}", report_progress=report_progress)
+    except (OSError, ImageError) as error:
+        message = describe_engine_error(error) if isinstance(error, OSError) else error.message
+        if requested is not None:
+            raise ImageError(
+                f"cannot be pulled: {message}", place=f"image {base}", hint="name a base that the engine has, or leave --base out"
+            ) from None
+        report_progress(f"{base} cannot be pulled ({message}); using Debian's own Python instead")
+        return _build_debian_base(client, report_progress)
+    return base
+
+
+def get_cache_directory() -> Path:
+    """Return this user's cache directory for files that take long to build."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swarmtrain"
+
+
+def find_apt_sources(suite: str, apt_folder: Path = Path("/etc/apt")) -> list[Path]:
+    """Return the files of this machine's apt configuration that list `suite`, and so tell where to download it."""
+    files = [
+        apt_folder / "sources.list",
+        *sorted((apt_folder / "sources.list.d").glob("*.list")),
+        *sorted((apt_folder / "sources.list.d").glob("*.sources")),
+    ]
+    suite_pattern = re.compile(rf"^(?:deb\s.*|Suites:.*)\s{re.escape(suite)}(?:\s|$)", re.MULTILINE)
+    return [file for file in files if file.is_file() and suite_pattern.search(file.read_text(errors="replace"))]
+
+
+def _has_image(client: ImageClient, image: str) -> bool:
+    try:
+        client.inspect_image(image)
+    except OSError:
+        return False
+    return True
+
+
+def _build_debian_base(client: ImageClient, report_progress: ProgressReporter) -> str:
+    tar_path = get_cache_directory() / f"base-{_SUITE}-{'-'.join(_PACKAGES)}.tar"
+    if not tar_path.exists():
+        _create_debian_tar(tar_path, report_progress)
+    report_progress(f"importing {tar_path} as {DEBIAN_BASE_IMAGE}")
+    name, _, tag = DEBIAN_BASE_IMAGE.partition(":")
+    try:
+        response = client.import_image_from_file(str(tar_path), repository=name, tag=tag)
+    except OSError as error:
+        raise ImageError(describe_engine_error(error), place=f"image {DEBIAN_BASE_IMAGE}", hint=f"rm {tar_path}") from None
+    if "error" in response:
+        raise ImageError(response.strip(), place=f"image {DEBIAN_BASE_IMAGE}", hint=f"rm {tar_path}")
+    return DEBIAN_BASE_IMAGE
+
+
+def _create_debian_tar(tar_path: Path, report_progress: ProgressReporter) -> None:
+    if not shutil.which("mmdebstrap"):
+        raise ImageError(
+            "no base image: it cannot be pulled, and mmdebstrap, which could make one, is not here",
+            hint="apt-get install -y mmdebstrap, or name an image that the engine has with --base",
+        )
+    report_progress(f"making {tar_path} from Debian packages with mmdebstrap; this takes half a minute, once")
+    tar_path.parent.mkdir(parents=True, exist_ok=True)
+    staging_path = tar_path.with_name(f".{os.getpid()}-{tar_path.name}")
+    sources = [str(file) for file in find_apt_sources(_SUITE)]
+    size_options = [
+        "--dpkgopt=path-exclude=/usr/share/man/*",
+        "--dpkgopt=path-exclude=/usr/share/locale/*",
+        "--dpkgopt=path-exclude=/usr/share/doc/*",
+    ]
+    try:
+        process.run_command(
+            [
+                "mmdebstrap",
+                "--variant=minbase",
+                "--quiet",
+                *size_options,
+                f"--include={','.join(_PACKAGES)}",
+                _SUITE,
+                str(staging_path),
+                *sources,
+            ]
+        )
+        staging_path.rename(tar_path)
+    finally:
+        staging_path.unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+"""The files of a folder that may go into an image: all that its .dockerignore does not exclude, packed reproducibly."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import stat
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+IGNORE_FILE = ".dockerignore"
+# Regenerated if missing, useless in a container, or prepared by `image build`.
+_ALWAYS_IGNORED = ("**/__pycache__", "**/.git", IGNORE_FILE, "build/wheels", "build/extra", "build/package")
+
+ArchiveEntry = tuple[str, Path]
+"""The name of an entry in the archive, and the path of its file."""
+
+
+def list_files(folder: Path, *, recursive: bool = True) -> list[ArchiveEntry]:
+    """Return the files and symlinks in `folder` by their relative names, sorted; also those in its subfolders if `recursive`.
+
+    Files that the folder's .dockerignore excludes are skipped.
+    """
+    dockerignore = DockerIgnore([*_read_lines(folder / IGNORE_FILE), *_ALWAYS_IGNORED])
+    return sorted(_iterate_files(folder, "", dockerignore, recursive))
+
+
+def digest_entries(entries: Iterable[ArchiveEntry]) -> str:
+    """Return 12 hexadecimal digits that differ if the names, contents or permissions of `entries` differ."""
+    sha256 = hashlib.sha256()
+    for name, path in entries:
+        is_link = path.is_symlink()
+        content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
+        kind = "link" if is_link else oct(_normalize_mode(path.stat().st_mode))
+        sha256.update(f"{name}\0{kind}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    return sha256.hexdigest()[:12]
+
+
+def add_entries(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, world_writable: str = "") -> None:
+    """Add `entries` and their parent folders to `archive`, without owners and times, which would invalidate the build cache.
+
+    The folder `world_writable` gets the mode of /tmp: any user that the image runs as may write into it.
+    """
+    added_folders: set[str] = set()
+    for name, path in entries:
+        for parent in reversed([str(parent) for parent in Path(name).parents if str(parent) != "."]):
+            if parent not in added_folders:
+                added_folders.add(parent)
+                archive.addfile(_create_folder_entry(parent, 0o1777 if parent == world_writable else 0o755))
+        archive.add(path, name, recursive=False, filter=_anonymize)
+
+
+def add_text_entry(archive: tarfile.TarFile, name: str, text: str) -> None:
+    """Add a file `name` with the content `text` to `archive`."""
+    entry = tarfile.TarInfo(name)
+    entry.size = len(text.encode())
+    archive.addfile(_anonymize(entry), io.BytesIO(text.encode()))
+
+
+class DockerIgnore:
+    """The patterns of a .dockerignore with Docker's semantics: the last one that matches a path, or one of its parent folders, decides."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        patterns = [line.strip() for line in lines]
+        self._rules = [(_compile_pattern(line.removeprefix("!")), not line.startswith("!")) for line in patterns if line and line[0] != "#"]
+        self.has_exceptions = any(not excludes for _, excludes in self._rules)
+
+    def is_excluded(self, name: str) -> bool:
+        """Return whether the file or folder `name`, a path relative to the folder's root, is excluded."""
+        is_out = False
+        for pattern, excludes in self._rules:
+            if pattern.match(name):
+                is_out = excludes
+        return is_out
+
+
+def _iterate_files(folder: Path, prefix: str, dockerignore: DockerIgnore, recursive: bool) -> Iterator[ArchiveEntry]:
+    for entry in os.scandir(folder):
+        name = f"{prefix}{entry.name}"
+        is_out = dockerignore.is_excluded(name)
+        if entry.is_dir(follow_symlinks=False):
+            # An exception may re-include deeper paths.
+            if recursive and (not is_out or dockerignore.has_exceptions):
+                yield from _iterate_files(Path(entry), f"{name}/", dockerignore, recursive)
+        elif not is_out and (entry.is_symlink() or entry.is_file()):
+            yield name, Path(entry)
+
+
+def _read_lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return a regular expression for the paths that `pattern` matches, and everything below them."""
+    tokens = re.split(r"(\*\*/?|\*|\?|\[[^]]*\])", os.path.normpath(pattern.strip()).lstrip("/"))
+    regexes = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile(
+        "".join(regexes.get(token, token if token.startswith("[") else re.escape(token)) for token in tokens) + r"(?:/.*)?\Z", re.DOTALL
+    )
+
+
+def _create_folder_entry(name: str, mode: int) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type = tarfile.DIRTYPE
+    _anonymize(entry).mode = mode
+    return entry
+
+
+def _anonymize(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mtime = 0
+    entry.mode = 0o755 if entry.isdir() else _normalize_mode(entry.mode)
+    return entry
+
+
+def _normalize_mode(mode: int) -> int:
+    return 0o755 if mode & stat.S_IXUSR else 0o644

@@ -1,0 +1,57 @@
+"""The part of docker-py's `APIClient` that building and pushing images need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import IO, Any, Protocol
+
+from swarmtrain.errors import ImageError
+
+_IGNORED_PREFIXES = ("--->", "Removing intermediate", "Processing /", "Looking in links", "Installing collected")
+
+ProgressReporter = Callable[[str], None]
+
+
+class ImageClient(Protocol):
+    """The methods of docker-py's low-level client that this package needs. They raise OSErrors."""
+
+    def version(self) -> dict[str, Any]: ...
+
+    def inspect_image(self, image: str) -> dict[str, Any]: ...
+
+    def import_image_from_file(self, filename: str, repository: str | None = None, tag: str | None = None) -> Any: ...
+
+    def pull(self, repository: str, *, stream: bool, decode: bool) -> Iterable[dict[str, Any]]: ...
+
+    def push(self, repository: str, *, stream: bool, decode: bool) -> Iterable[dict[str, Any]]: ...
+
+    def build(
+        self,
+        *,
+        fileobj: IO[bytes],
+        custom_context: bool,
+        tag: str,
+        buildargs: dict[str, Any],
+        labels: dict[str, str],
+        network_mode: str,
+        rm: bool,
+        forcerm: bool,
+        decode: bool,
+    ) -> Iterable[dict[str, Any]]: ...
+
+
+def follow_build_output(
+    stream: Iterable[dict[str, Any]], *, location: str, report_progress: ProgressReporter, hint: str | None = None
+) -> None:
+    """Report each line that the engine streams, without progress bars. Raises ImageError at the first error in the stream."""
+    for message in stream:
+        if "error" in message:
+            raise ImageError(str(message["error"]).strip(), place=location, hint=hint)
+        text = str(message.get("stream", "")).strip()
+        if text and not text.startswith(_IGNORED_PREFIXES):
+            report_progress(text)
+
+
+def describe_engine_error(error: OSError) -> str:
+    """Return the message of the engine or its registry, without the HTTP details."""
+    return str(getattr(error, "explanation", None) or error)

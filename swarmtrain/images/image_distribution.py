@@ -1,0 +1,119 @@
+"""Copy an image to every node without a registry: save it from one engine and load it into the others, in parallel.
+
+The image is content-addressed: its tag on the nodes contains the beginning of its id. A run that names this tag is pinned to the id,
+for which Swarm does not contact a registry (see pinning.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from swarmtrain.errors import ImageError, SwarmtrainError
+from swarmtrain.images.image_client import ProgressReporter, describe_engine_error
+from swarmtrain.images.pinning import build_content_tag
+from swarmtrain.images.transfer import format_bytes
+
+_MAX_CONCURRENT_TRANSFERS = 8
+_LOG_INTERVAL_SECONDS = 3.0  # seconds between two progress lines of a node
+
+
+class ImageTransferClient(Protocol):
+    """The methods of docker-py's low-level client that the distribution needs. They raise OSErrors."""
+
+    def inspect_image(self, image: str) -> dict[str, Any]: ...
+
+    def tag(self, image: str, repository: str, tag: str | None = None) -> bool: ...
+
+    def get_image(self, image: str) -> Iterable[bytes]: ...
+
+    def load_image(self, data: Iterable[bytes]) -> Iterable[dict[str, Any]] | None: ...
+
+
+ConnectEngine = Callable[[str], ImageTransferClient]
+"""Takes an engine's address; raises SwarmtrainError if no engine answers there."""
+
+
+def distribute_image(
+    source: ImageTransferClient, image: str, targets: Mapping[str, str], connect: ConnectEngine, *, report_progress: ProgressReporter
+) -> str:
+    """Copy `image` from the engine `source` to the engines at `targets` (name → address); return the tag that it has on all of them.
+
+    Engines that already have it are skipped. Raises ImageError that names every engine that failed, after all others have the image.
+    """
+    try:
+        image_info = source.inspect_image(image)
+    except OSError as error:
+        raise ImageError(
+            f"the engine does not have it: {describe_engine_error(error)}", place=f"image {image}", hint="docker image ls"
+        ) from None
+    image_id = str(image_info["Id"])
+    tag = build_content_tag(image, image_id)
+    _tag_image(source, image_id, tag)
+    report_progress(f"{image} is {tag}, {format_bytes(int(image_info['Size']))}")
+
+    def describe_failure(name: str, message: str) -> str:
+        return f"{name}: {message}" if name == targets[name] else f"{name} ({targets[name]}): {message}"
+
+    def transfer_to(name: str) -> str:
+        try:
+            _ImageTransfer(source, connect(targets[name]), image_id, tag, lambda line: report_progress(f"{name}: {line}")).transfer()
+        except SwarmtrainError as error:
+            return describe_failure(name, f"{error.message} ({error.hint})" if error.hint else error.message)
+        except OSError as error:
+            return describe_failure(name, describe_engine_error(error))
+        return ""
+
+    with ThreadPoolExecutor(_MAX_CONCURRENT_TRANSFERS, thread_name_prefix="spread") as pool:
+        failure_lines = [line for line in pool.map(transfer_to, targets) if line]
+    if failure_lines:
+        subject = "one engine does" if len(failure_lines) == 1 else f"{len(failure_lines)} engines do"
+        hint = "fix that and run the same command again: those that have the image are skipped"
+        raise ImageError(f"{subject} not have it:\n  " + "\n  ".join(failure_lines), place=f"image {tag}", hint=hint)
+    return tag
+
+
+class _ImageTransfer:
+    """The transfer of the image to one engine."""
+
+    def __init__(
+        self, source: ImageTransferClient, target: ImageTransferClient, image_id: str, tag: str, report_progress: ProgressReporter
+    ) -> None:
+        self._source, self._target, self._image_id, self._tag, self._report_progress = source, target, image_id, tag, report_progress
+        self._sent_bytes = 0
+
+    def transfer(self) -> None:
+        if self._is_loaded():
+            self._report_progress("has it")
+            return
+        started_at = time.monotonic()
+        for message in self._target.load_image(self._stream_image()) or ():
+            if "error" in message:
+                raise ImageError(str(message["error"]).strip())
+        if not self._is_loaded():
+            raise ImageError("it was loaded, and has another id there: that engine keeps images in another way")
+        self._report_progress(f"{format_bytes(self._sent_bytes)} in {time.monotonic() - started_at:.0f} s")
+
+    def _is_loaded(self) -> bool:
+        try:
+            self._target.inspect_image(self._image_id)
+        except OSError:
+            return False
+        _tag_image(self._target, self._image_id, self._tag)
+        return True
+
+    def _stream_image(self) -> Iterator[bytes]:
+        last_report_at = time.monotonic()
+        for chunk in self._source.get_image(self._tag):
+            self._sent_bytes += len(chunk)
+            yield chunk
+            if time.monotonic() - last_report_at > _LOG_INTERVAL_SECONDS:
+                last_report_at = time.monotonic()
+                self._report_progress(f"{format_bytes(self._sent_bytes)} so far")
+
+
+def _tag_image(client: ImageTransferClient, image_id: str, tag: str) -> None:
+    name, _, tag_name = tag.rpartition(":")
+    client.tag(image_id, name, tag_name)

@@ -1,0 +1,109 @@
+"""Pin an image to its content, so that every node runs the same bytes: to the digest that its registry has for the tag now.
+
+An image that `swarmtrain image distribute` copied to the nodes is in no registry. Its tag is `spread-` and the beginning of its id, and
+it is pinned to the full id (`sha256:…`). Swarm does not contact a registry for an id, and a node without the image rejects the task. So
+every node runs the same bytes in this case too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from swarmtrain.errors import EngineError, ImageError
+
+# Words in an error of the registry or the engine, their meaning, and the next step.
+_ERROR_REASONS = (
+    (
+        ("denied", "unauthorized", "authentication", "credentials"),
+        "its registry does not give it away",
+        "docker login, or another name for it",
+    ),
+    (("unknown", "not found"), "its registry does not have it", "swarmtrain image build . --tag {name}:TAG --push"),
+    (("invalid reference", "invalid repository"), "it is not a valid image name", "write it as registry.example.com/name:tag"),
+)
+
+
+_CONTENT_TAG_PREFIX = "spread-"
+_IMAGE_ID_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class DistributionClient(Protocol):
+    """Queries the registry of an image, and an engine for its own images; raises EngineError on failure."""
+
+    def get(self, path: str) -> Any: ...
+
+    def inspect_distribution(self, image: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PinnedImage:
+    """An image as all nodes pull it: its reference with the digest, and the platforms that it is built for."""
+
+    reference: str
+    platforms: tuple[tuple[str, str], ...]
+    """(architecture, operating system)"""
+
+
+def pin_image(engine: DistributionClient, image: str) -> PinnedImage:
+    """Query the registry for the current digest of `image`; for an image that is already pinned, only for its platforms.
+
+    A distributed image is looked up on the engine instead. Raises ImageError if the registry does not have the image, or if the engine
+    cannot reach the registry.
+    """
+    if is_content_addressed(image):
+        return _pin_content_addressed(engine, image)
+    try:
+        distribution = engine.inspect_distribution(image)
+    except EngineError as error:
+        raise _build_pin_error(image, error) from None
+    platforms = tuple((entry["architecture"], entry["os"]) for entry in distribution.get("Platforms") or [])
+    return PinnedImage(image if "@" in image else f"{normalize_reference(image)}@{distribution['Descriptor']['digest']}", platforms)
+
+
+def build_content_tag(image: str, image_id: str) -> str:
+    """Return the tag under which `image`, with this id, is distributed."""
+    return f"{strip_tag(image)}:{_CONTENT_TAG_PREFIX}{image_id.removeprefix('sha256:')[:12]}"
+
+
+def is_content_addressed(image: str) -> bool:
+    """Return whether `image` is named by its content, as in no registry: by a tag of `build_content_tag`, or by an id."""
+    return bool(_IMAGE_ID_PATTERN.fullmatch(image)) or re.search(rf":{_CONTENT_TAG_PREFIX}[0-9a-f]{{12}}\Z", image) is not None
+
+
+def _pin_content_addressed(engine: DistributionClient, image: str) -> PinnedImage:
+    location, hint = f"image {image}", "swarmtrain image distribute IMAGE, from an engine that has it"
+    try:
+        image_info = engine.get(f"/images/{image}/json")
+    except EngineError as error:
+        raise ImageError(
+            "it was spread to the nodes, and this engine does not have it", place=location, hint=hint if error.status == 404 else error.hint
+        ) from None
+    if image not in (image_info["Id"], build_content_tag(image, image_info["Id"])):
+        raise ImageError(f"the tag was given to another image, {image_info['Id']}", place=location, hint=hint)
+    return PinnedImage(image_info["Id"], ((image_info["Architecture"], image_info["Os"]),))
+
+
+def _build_pin_error(image: str, error: EngineError) -> ImageError:
+    location = f"image {image}"
+    if error.status is None:
+        return ImageError(f"its registry cannot be asked: {error}", place=location, hint=error.hint)
+    for words, meaning, hint in _ERROR_REASONS:
+        if any(word in error.message.lower() for word in words):
+            return ImageError(f"{meaning}: {error.message}", place=location, hint=hint.format(name=strip_tag(image)))
+    hint = "docker pull there shows the same; a registry without TLS must be in the insecure-registries of every engine"
+    return ImageError(f"the engine cannot reach its registry: {error.message}", place=location, hint=hint)
+
+
+def normalize_reference(image: str) -> str:
+    """Return `image` in the form of Docker's own tools: without the default registry, and with the default tag."""
+    short_name = image.removeprefix("docker.io/").removeprefix("library/")
+    return short_name if strip_tag(short_name) != short_name else f"{short_name}:latest"
+
+
+def strip_tag(image: str) -> str:
+    """Return `image` without its tag and digest; a registry's port is not a tag."""
+    name = image.partition("@")[0]
+    repository, colon, tag = name.rpartition(":")
+    return repository if colon and "/" not in tag else name

@@ -1,0 +1,285 @@
+"""Parse command lines that start training: torchrun and its equivalents, the script, and their wrappers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarmtrain.config.schema.runner import NcclConfig
+from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_secret
+
+RENDEZVOUS_TEXT = "the run's own rendezvous finds it"
+_LOGS_TEXT = "swarmtrain logs has all ranks as one stream"
+_FLAGS_WITHOUT_VALUE = {
+    "standalone",
+    "module",
+    "no_python",
+    "run_path",
+    "use_env",
+    "multi_gpu",
+    "use_fsdp",
+    "use_deepspeed",
+    "no_ssh",
+    "cpu",
+}
+_SHORT_FLAGS = {"m": "module", "r": "redirects", "t": "tee", "H": "hostfile", "i": "include", "e": "exclude"}
+# torchrun's names of other launchers' flags.
+_TORCHRUN_FLAG_NAMES = {
+    "num_machines": "nnodes",
+    "num_nodes": "nnodes",
+    "num_gpus": "nproc_per_node",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+}
+_UNMAPPED_FLAGS = {
+    **dict.fromkeys(
+        ("node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_addr", "standalone", "local_addr"), RENDEZVOUS_TEXT
+    ),
+    **dict.fromkeys(("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs"), _LOGS_TEXT),
+    "monitor_interval": "each node's supervisor looks after its ranks",
+    "use_env": "torchrun always does so",
+    "config_file": "swarmtrain import that file too",
+    "hostfile": "--hostsfile FILE puts it into runner.hosts",
+    "no_ssh": RENDEZVOUS_TEXT,
+}
+RENDEZVOUS_VARIABLES = frozenset(
+    (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "WORLD_SIZE",
+        "RANK",
+        "NODE_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "NNODES",
+        "GPUS_PER_NODE",
+    )
+)
+_MAX_PORT = 65535
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_REDIRECTION_PATTERN = re.compile("[<>]")
+_LAUNCHER_PATTERN = r"srun|mpirun|torchrun|deepspeed|accelerate launch|(?:singularity|apptainer) (?:exec|run)|python[\d.]*"
+_TRAINING_LINE_PATTERN = re.compile(rf"^\s*(?:export )?(?:\w+=(?:\S+\s+|[\"'])?)*(?:{_LAUNCHER_PATTERN})\s", re.MULTILINE)
+_SHELL_VARIABLE_PATTERN = re.compile(r"\$(\w+|\{)|\$\(|`")
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """A parsed command line. Flags have torchrun's names, without dashes."""
+
+    program: str
+    flags: dict[str, str] = field(default_factory=dict)
+    script: str = ""
+    args: tuple[str, ...] = ()
+    wrapper_words: tuple[str, ...] = ()
+    """Words before the program: srun, a container, variables."""
+    other_commands: tuple[str, ...] = ()
+    """The rest of the line: other commands, and output redirections."""
+
+
+def parse_launch_line(text: str) -> LaunchCommand | None:
+    """Return the first launch in a line of shell, with the rest of the line; None if it starts no training. Raises ValueError."""
+    launch_command, other_commands = None, []
+    for operator, words in _split_commands(text):
+        launch = None if launch_command or _REDIRECTION_PATTERN.search(operator) else parse_launch_words(words)
+        if launch is None and not (operator == ">&" and words[:1] in (["1"], ["2"])):
+            other_commands.append(" ".join([*([operator] if operator else []), *words]))
+        launch_command = launch_command or launch
+    return launch_command and replace(
+        launch_command, other_commands=(*launch_command.other_commands, *(text for text in other_commands if text.strip("&|;() ")))
+    )
+
+
+def parse_launch_words(words: Sequence[str]) -> LaunchCommand | None:
+    """Return the launch in the words of one command; None if it starts no training. Raises ValueError."""
+    for index, word in enumerate(words):
+        name, wrapper_words, remaining_words = PurePosixPath(word).name, tuple(words[:index]), list(words[index + 1 :])
+        launch_command = None
+        if re.match(r"\w+=", word):
+            continue
+        if name in ("bash", "sh") and remaining_words[:1] and remaining_words[0] in ("-c", "-lc", "-ic"):
+            launch_command = parse_launch_line(" ".join(remaining_words[1:2]))
+            return launch_command and replace(launch_command, wrapper_words=(*wrapper_words, *launch_command.wrapper_words))
+        if name in ("torchrun", "deepspeed"):
+            launch_command = _parse_flags(name, remaining_words)
+        elif name == "accelerate" and remaining_words[:1] == ["launch"]:
+            launch_command = _parse_flags("accelerate launch", remaining_words[1:])
+        elif re.fullmatch(r"python[\d.]*", name):
+            launch_command = _parse_python_words([*itertools.dropwhile(lambda option: option in ("-u", "-O", "-B"), remaining_words)])
+        if launch_command is not None:
+            return replace(launch_command, wrapper_words=wrapper_words)
+    return None
+
+
+def _parse_python_words(words: list[str]) -> LaunchCommand | None:
+    if words[:1] != ["-m"]:
+        return LaunchCommand("python", {}, words[0], tuple(words[1:])) if words and words[0].endswith(".py") else None
+    if words[1:2] and words[1] in ("torch.distributed.run", "torch.distributed.launch"):
+        return _parse_flags("torchrun", words[2:])
+    return LaunchCommand("python", {"module": ""}, words[1], tuple(words[2:])) if words[1:] else None
+
+
+def split_first_command(text: str) -> list[str]:
+    """Return the words of the first command in a line. Raises ValueError."""
+    return next(iter(_split_commands(text)), ("", []))[1]
+
+
+def _split_commands(text: str) -> list[tuple[str, list[str]]]:
+    """Return the commands and redirections of a line, each as its operator, such as && or >, and its words. Raises ValueError."""
+    quoted_text = re.sub(r"(?<=\s)[12](?=>)", "", re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", _quote_substitution, text))
+    lexer = shlex.shlex(quoted_text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, "#"
+    commands: list[tuple[str, list[str]]] = [("", [])]
+    for word in lexer:
+        if word and set(word) <= set(";&|<>()"):
+            commands.append((word, []))
+        else:
+            commands[-1][1].append(word)
+    return commands
+
+
+def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> tuple[int | None, int | None]:
+    """Map a launch; return its number of nodes and of ranks per node, each None if not given as a number."""
+    report.mark_used(key)
+    nodes, slots = None, None
+    for flag, value in launch.flags.items():
+        flag_key = (*key, f"{launch.program} --{flag}")
+        if flag == "nnodes" and re.fullmatch(r"\d+:\d+", value):
+            low, high = map(int, value.split(":"))
+            nodes = low
+            report.map_key(flag_key, "runner.min_nodes", low)
+            report.map_key(flag_key, "runner.max_nodes", high)
+        elif flag == "nnodes" and value.isdigit():
+            nodes = int(value)
+            report.mark_used(flag_key)
+        elif flag == "nproc_per_node" and value.isdigit():
+            slots = int(value)
+            report.mark_used(flag_key)
+        elif flag == "nproc_per_node" and value in ("gpu", "auto"):
+            report.add_unmapped(flag_key, UnmappedReason.is_default, "a rank for each GPU, as the cluster reports them", value=value)
+        elif flag == "master_port" and value.isdigit() and int(value) < _MAX_PORT:
+            report.map_key(flag_key, "runner.master_port", int(value))
+        elif flag == "max_restarts" and value.isdigit():
+            report.map_key(flag_key, "runner.max_restarts", int(value))
+            report.add_note("runner.max_restarts counts failures in a row without a new step between them; torchrun counts all")
+        elif flag == "numa_binding":
+            report.map_key(flag_key, "runner.numa", value)
+        elif flag == "module":
+            report.add_unmapped(
+                flag_key,
+                UnmappedReason.no_counterpart,
+                "a file of two lines as runner.script: import runpy, and run_module",
+                value=launch.script,
+            )
+        elif flag in _UNMAPPED_FLAGS:
+            report.add_unmapped(flag_key, UnmappedReason.done_differently, _UNMAPPED_FLAGS[flag], value=value)
+        elif _SHELL_VARIABLE_PATTERN.search(value) and flag in ("nnodes", "nproc_per_node", "num_processes", "master_port", "max_restarts"):
+            replacement = {
+                "nnodes": "runner.nodes",
+                "nproc_per_node": "runner.default_gpu_count",
+                "num_processes": "runner.default_gpu_count",
+            }.get(flag, f"runner.{flag}")
+            report.add_unmapped(flag_key, UnmappedReason.unknown, f"a variable: set {replacement}", value=value)
+        else:
+            report.add_unmapped(flag_key, UnmappedReason.no_counterpart, "", value=value)
+    _map_script(report, key, launch)
+    return nodes, slots
+
+
+def map_variable(report: MigrationReport, key: KeyPath, name: str, value: Any, *, on_host_network: bool = False) -> None:
+    """Map a variable of the ranks' environment. `on_host_network`: it names interfaces of machines, not of containers."""
+    text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    setting = _find_nccl_setting(name, text)
+    if name in RENDEZVOUS_VARIABLES:
+        report.add_unmapped(key, UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=text)
+    elif is_secret(name):
+        report.add_unmapped(
+            key, UnmappedReason.done_differently, f"runner.secrets: {{{name}: FILE}}; ranks find the file's path in {name}_FILE", value="…"
+        )
+    elif name in _INTERFACE_VARIABLES and on_host_network and re.fullmatch(r"[A-Za-z][\w.@-]{0,14}", text):
+        report.map_key(key, "runner.interface", text)
+    elif name in _INTERFACE_VARIABLES:
+        report.add_unmapped(key, UnmappedReason.done_differently, "the interface is found; else runner.interface", value=text)
+    elif setting is not None:
+        report.map_key(key, ("runner", "nccl", setting[0]), setting[1])
+    else:
+        report.map_key(key, ("runner", "env", name), text)
+        note_shell_variables(report, f"runner.env.{name}", text)
+
+
+def is_training_script(text: str) -> bool:
+    """Return whether a line of `text` starts training."""
+    return _TRAINING_LINE_PATTERN.search(text) is not None
+
+
+def note_shell_variables(report: MigrationReport, path: str, text: str) -> None:
+    """Add a note if `text` at `path` contains shell syntax that only the source's own shell would have expanded."""
+    if _SHELL_VARIABLE_PATTERN.search(text):
+        report.add_note(f"{path} holds {text}, which only the source's own shell knew: write its value")
+
+
+def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> None:
+    for index, text in enumerate(launch.other_commands):
+        replacement = (
+            _LOGS_TEXT if _REDIRECTION_PATTERN.search(text) else "what is installed or copied is in the image: swarmtrain image build"
+        )
+        report.add_unmapped((*key, f"other command {index}"), UnmappedReason.done_differently, replacement, value=text)
+    if launch.script and "module" not in launch.flags:
+        report.map_key((*key, "script"), "runner.script", launch.script)
+        note_shell_variables(report, "runner.script", launch.script)
+        if launch.script.startswith("/"):
+            report.add_note("runner.script is read where swarmtrain is called, not in the container: name the file there")
+    if launch.args:
+        report.map_key((*key, "script_args"), "runner.script_args", list(launch.args))
+        for arg in launch.args:
+            if arg.startswith("--") and is_secret(arg.partition("=")[0]):
+                report.add_note(
+                    f"runner.script_args has {arg.partition('=')[0]}: configs are kept with checkpoints, and secrets are for runner.secrets"
+                )
+            note_shell_variables(report, "runner.script_args", arg)
+
+
+def _parse_flags(program: str, words: list[str]) -> LaunchCommand:
+    flags: dict[str, str] = {}
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
+        name, has_value, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_") if word.startswith("--") else _SHORT_FLAGS.get(name, name)
+        name = _TORCHRUN_FLAG_NAMES.get(name, name)
+        if not has_value and name not in _FLAGS_WITHOUT_VALUE:
+            value = words.pop(0) if words else ""
+        flags[name] = value
+    if "num_processes" in flags and flags["num_processes"].isdigit():
+        nodes = int(flags.get("nnodes", "1")) if flags.get("nnodes", "1").isdigit() else 1
+        flags["nproc_per_node"] = str(int(flags.pop("num_processes")) // max(1, nodes))
+    return LaunchCommand(program, flags, words[0] if words else "", tuple(words[1:]))
+
+
+def _find_nccl_setting(name: str, text: str) -> tuple[str, Any] | None:
+    """Return the field of runner.nccl that is equivalent to this variable, and its value; None if there is none."""
+    setting = name.removeprefix("NCCL_").lower()
+    if not name.startswith("NCCL_") or setting not in NcclConfig.model_fields:
+        return None
+    equivalents = ({name: text}, {name: text.upper()})
+    for value in ({"0": False, "1": True}.get(text), int(text) if text.isdigit() else None, text, text.upper()):
+        try:
+            if value is not None and NcclConfig.model_validate_json(json.dumps({setting: value})).environment in equivalents:
+                return setting, value
+        except ValidationError:
+            continue
+    return None
+
+
+def _quote_substitution(match: re.Match[str]) -> str:
+    """Quote a command substitution so that it stays one word. Within double quotes it already is."""
+    return match[0] if match.string[: match.start()].count('"') % 2 else shlex.quote(match[0])

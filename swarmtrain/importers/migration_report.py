@@ -1,0 +1,376 @@
+"""The migration report: each key of a source is mapped into the config, or reported as unmapped with a reason. None is dropped silently.
+
+A format's module fills a MigrationReport and builds its result; keys that it did not handle are reported as unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from swarmtrain.config import Config
+from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.config.loading import order_problems
+from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.errors import ConfigError, Problem
+
+KeyPath = tuple[str, ...]
+_ABSENT = object()
+_MAX_VALUE_LENGTH = 40
+_BATCH_KEYS = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+_SECRET_SUFFIXES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
+_INLINE_SECRET_PATTERN = re.compile(r"(\b\w*(?:key|token|secret|passw(?:or)?d)\"?\s*[=:]\s*\"?)[^\s\",{}\[\]]+", re.IGNORECASE)
+# The most similar launcher for types that this version does not have.
+_NEAREST_RUNNER_TYPES = {"ssh": "swarm", "ssh_docker": "swarm", "slurm": "swarm", "docker": "local"}
+
+
+class UnmappedReason(StrEnum):
+    """Why a key of a source is not in the config."""
+
+    unknown = "is not known here"
+    no_counterpart = "has no counterpart"
+    done_differently = "is done otherwise"
+    is_default = "is the default here"
+
+
+@dataclass(frozen=True)
+class UnmappedKey:
+    """A key of a source that is not in the config: its key and line (1-based) in the source, and what to use instead."""
+
+    key: str
+    line: int | None
+    value: str
+    reason: UnmappedReason
+    replacement: str
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """A config's values, in schema order and without defaults; the keys of the source that are not in them; notes about them."""
+
+    values: dict[str, Any]
+    unmapped_keys: tuple[UnmappedKey, ...]
+    notes: tuple[str, ...]
+    used_keys: frozenset[KeyPath] = frozenset()
+    """Keys of the source that were handled."""
+
+
+class MigrationReport:
+    """A source's values, and how each was handled."""
+
+    def __init__(self, source: dict[str, Any], lines: Mapping[str, int] | None = None, *, show_last_part_only: bool = False) -> None:
+        """`lines` has the line of each dotted key. `show_last_part_only`: the last part of a key is enough, as its line identifies it."""
+        self._show_last_part_only = show_last_part_only
+        self.source = _convert_keys_to_text(source)
+        self._lines = dict(lines or {})
+        self._handled: set[KeyPath] = set()
+        self._values: dict[KeyPath, Any] = {}
+        self._origins: dict[KeyPath, KeyPath] = {}
+        self._unmapped: list[UnmappedKey] = []
+        self._unmapped_keys: list[KeyPath] = []
+        self._notes: list[str] = []
+
+    def get(self, key: str | KeyPath, default: Any = None) -> Any:
+        """Return the value at `key`, or `default` if there is none."""
+        value: Any = self.source
+        for key_part in _parse_key(key):
+            if not isinstance(value, dict | list):
+                return default
+            try:
+                value = value[int(key_part)] if isinstance(value, list) else value[key_part]
+            except (LookupError, ValueError):
+                return default
+        return value
+
+    def get_mapping(self, key: str | KeyPath) -> dict[str, Any]:
+        """Return the mapping at `key`; an empty one if there is none."""
+        value = self.get(key)
+        return value if isinstance(value, dict) else {}
+
+    def get_list(self, key: str | KeyPath) -> list[Any]:
+        """Return the list at `key`; an empty one if there is none."""
+        value = self.get(key)
+        return value if isinstance(value, list) else []
+
+    def has_key(self, key: str | KeyPath) -> bool:
+        """Return whether there is a value at `key`, including null."""
+        return self.get(key, _ABSENT) is not _ABSENT
+
+    def rename_key(self, section: KeyPath, old: str, new: str) -> None:
+        """Rename the key `old` of `section`, an older name, to its present name `new`."""
+        mapping, old_path = self.get(section) if section else self.source, ".".join((*section, old))
+        if isinstance(mapping, dict) and old in mapping and new not in mapping:
+            mapping[new] = mapping.pop(old)
+            new_path = ".".join((*section, new))
+            self._lines |= {
+                new_path + path.removeprefix(old_path): line for path, line in self._lines.items() if f"{path}.".startswith(f"{old_path}.")
+            }
+
+    def iterate_leaves(self, key: str | KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+        """Yield each leaf at and below `key`: a value that is not a mapping or a list of mappings, or an empty one."""
+        yield from _iterate_leaves(_parse_key(key), self.get(key, {}) if key else self.source)
+
+    def map_key(self, key: str | KeyPath, path: str | KeyPath, value: Any = _ABSENT) -> None:
+        """Set `path` of the config to the value at `key`, or to `value`, which was derived from it."""
+        source_key, config_key = _parse_key(key), _parse_key(path)
+        config_value = self.get(source_key) if value is _ABSENT else value
+        previous_key = self._origins.get(config_key)
+        if (
+            previous_key not in (None, source_key)
+            and not isinstance(config_value, list | dict)
+            and self._values.get(config_key) != config_value
+        ):
+            self.add_unmapped(previous_key, UnmappedReason.done_differently, f"{'.'.join(source_key)} wins")
+        self._handled.add(source_key)
+        self._origins[config_key], self._values[config_key] = source_key, config_value
+
+    def set_config_value(self, path: str | KeyPath, value: Any) -> None:
+        """Set `path` of the config to a value that the source implies without naming it."""
+        self._values[_parse_key(path)] = value
+
+    def remove_config_value(self, path: str | KeyPath) -> None:
+        """Remove the value at `path` of the config."""
+        self._values.pop(_parse_key(path), None)
+        self._origins.pop(_parse_key(path), None)
+
+    def get_config_value(self, path: str | KeyPath) -> Any:
+        """Return the value set at `path` of the config so far, or None."""
+        return self._values.get(_parse_key(path))
+
+    def add_unmapped(self, key: str | KeyPath, reason: UnmappedReason, replacement: str = "", *, value: Any = _ABSENT) -> None:
+        """Report `key` as unmapped. `replacement` says what to do instead, or why nothing can be done."""
+        source_key = _parse_key(key)
+        self._handled.add(source_key)
+        shown_value = self.get(source_key) if value is _ABSENT else value
+        self._unmapped_keys.append(source_key)
+        text = "…" if is_secret(source_key[-1]) else _abbreviate(shown_value)
+        self._unmapped.append(
+            UnmappedKey(
+                source_key[-1].rstrip("'") if self._show_last_part_only else ".".join(source_key),
+                self.find_line(source_key),
+                text,
+                reason,
+                replacement,
+            )
+        )
+
+    def mark_used(self, *keys: str | KeyPath) -> None:
+        """Mark `keys` as handled: they contributed to the mapping of other keys."""
+        self._handled.update(_parse_key(key) for key in keys)
+
+    def add_note(self, text: str) -> None:
+        """Add a note about the config, once."""
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def is_handled(self, key: KeyPath) -> bool:
+        """Return whether `key` has been handled so far."""
+        return key in self._handled
+
+    def find_line(self, key: KeyPath) -> int | None:
+        """Return the line of `key`, or that of its innermost enclosing key with a line."""
+        while key and ".".join(key) not in self._lines:
+            key = key[:-1]
+        return self._lines.get(".".join(key))
+
+    def set_runner_type(self, requested: str, key: str | KeyPath = ()) -> str:
+        """Set the launcher type that the source used, or the most similar one that exists, and return it."""
+        runner_types = [runner_type.value for runner_type in RunnerType]
+        runner_type = requested if requested in runner_types else _NEAREST_RUNNER_TYPES[requested]
+        if runner_type != requested:
+            self.add_note(f"it ran by {requested}, for which there is no runner_type: runner.runner_type is {runner_type}")
+        if key and runner_type == requested:
+            self.map_key(key, "runner.runner_type", runner_type)
+        else:
+            self.set_config_value("runner.runner_type", runner_type)
+        if key and runner_type != requested:
+            self.add_unmapped(key, UnmappedReason.no_counterpart, f"runner.runner_type: {runner_type}")
+        return runner_type
+
+    def make_gpus_visible(self) -> None:
+        """Make the machine's GPUs visible in containers, if the launcher needs that setting."""
+        if self.get_config_value("runner.runner_type") in (None, "swarm") and self.get_config_value("runner.swarm.gpu") is None:
+            self.set_config_value("runner.swarm.gpu", "visible")
+
+    def build_result(self, source: str) -> ImportResult:
+        """Return the result. Raises ConfigError, with lines of `source`, if the config would not load."""
+        for key in self._list_unhandled_keys():
+            self.add_unmapped(key, UnmappedReason.no_counterpart, "unknown to swarmtrain")
+        self._fill_batch_sizes()
+        config = self._validate_config(source)
+        config_values = config.model_dump(mode="json")
+        non_default = {
+            path: value for path, value in self._values.items() if not _is_default_value(path, config_values, _get_default_values())
+        }
+        non_default = {path: value for path, value in non_default.items() if value is not None or path[0] != "topology"}
+        if any(path[0] == "topology" for path in non_default):
+            non_default |= {
+                path: value
+                for path, value in self._values.items()
+                if path[0] == "topology" and path[-1] in _BATCH_KEYS and value is not None
+            }
+        used_keys = {self._origins[path] for path in non_default if path in self._origins}
+        reported_keys = set(self._unmapped_keys)
+        for path, key in self._origins.items():
+            if path not in non_default and key not in used_keys | reported_keys:
+                self.add_unmapped(key, UnmappedReason.is_default, ".".join(path), value=self.get(key, self._values[path]))
+        reason_order = list(UnmappedReason)
+        unmapped = sorted(self._unmapped, key=lambda one: (reason_order.index(one.reason), one.line or 0))
+        return ImportResult(
+            _sort_by_schema(_build_nested(non_default), Config), tuple(unmapped), tuple(self._notes), frozenset(self._handled)
+        )
+
+    def _fill_batch_sizes(self) -> None:
+        """Fill in missing batch sizes from the known one or the defaults, and add a note."""
+        topology = {path[1]: value for path, value in self._values.items() if path[0] == "topology" and value is not None}
+        if not topology or sum(name in topology for name in _BATCH_KEYS) > 1:
+            return
+        default_topology = Config().topology
+        for name in _BATCH_KEYS[:2]:
+            if name not in topology:
+                known_size = topology.get("micro_batch_size") or topology.get("global_batch_size")
+                self.set_config_value(f"topology.{name}", known_size or getattr(default_topology, name))
+        self.add_note("the source does not say both topology.global_batch_size and micro_batch_size: these values are a guess, so set them")
+
+    def _validate_config(self, source: str) -> Config:
+        try:
+            return Config.model_validate_json(json.dumps(_build_nested(self._values)))
+        except ValidationError as error:
+            problems = [self._locate_problem(problem) for problem in explain_validation_error(error, Config, {})]
+            raise ConfigError(order_problems(problems), source=source) from None
+
+    def _locate_problem(self, problem: Problem) -> Problem:
+        path = tuple(problem.path.split(".")) if problem.path else ()
+        near = [at for at in self._origins if at[: len(path)] == path or path[: len(at)] == at]
+        if not near:
+            return problem
+        key = self._origins[max(near, key=lambda at: len([None for one, other in zip(at, path, strict=False) if one == other]))]
+        return Problem(f"{'.'.join(key)}, here {problem.path}", problem.message, self.find_line(key), problem.hint)
+
+    def _list_unhandled_keys(self) -> list[KeyPath]:
+        """Return the outermost keys that were not handled, with no handled key above or below them."""
+        unhandled: list[KeyPath] = []
+        prefixes = {handled_key[:length] for handled_key in self._handled for length in range(len(handled_key))}
+
+        def visit(key: KeyPath, value: Any) -> None:
+            if key in self._handled:
+                return
+            if key and key not in prefixes:
+                unhandled.append(key)
+            elif isinstance(value, dict | list):
+                for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+                    visit((*key, str(name)), item)
+
+        visit((), self.source)
+        return unhandled
+
+
+@cache
+def is_config_field(path: str | KeyPath) -> bool:
+    """Return whether the config has a field (not a section) at `path`."""
+    model: Any = Config
+    key_parts = _parse_key(path)
+    for depth, key_part in enumerate(key_parts):
+        if key_part not in model.model_fields:
+            return False
+        section_type = next(
+            (field_type for field_type in _get_union_members(model.model_fields[key_part].annotation) if _is_section(field_type)), None
+        )
+        if section_type is None:
+            return depth == len(key_parts) - 1
+        model = section_type
+    return False
+
+
+def get_field_types(path: str | KeyPath) -> tuple[Any, ...]:
+    """Return the possible types of the field at `path`."""
+    model: Any = Config
+    *sections, name = _parse_key(path)
+    for key_part in sections:
+        model = next(field_type for field_type in _get_union_members(model.model_fields[key_part].annotation) if _is_section(field_type))
+    return _get_union_members(model.model_fields[name].annotation)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable or field with this name contains a secret."""
+    return name.upper().endswith(_SECRET_SUFFIXES)
+
+
+def _convert_keys_to_text(value: Any) -> Any:
+    """Return `value` with text keys in its mappings, as other tools have: YAML also allows numbers and null as keys."""
+    if isinstance(value, dict):
+        return {str(key): _convert_keys_to_text(item) for key, item in value.items()}
+    return [_convert_keys_to_text(item) for item in value] if isinstance(value, list) else value
+
+
+def _parse_key(key: str | KeyPath) -> KeyPath:
+    return tuple(key.split(".")) if isinstance(key, str) else key
+
+
+def _iterate_leaves(key: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _iterate_leaves((*key, str(name)), item)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield from _iterate_leaves((*key, str(index)), item)
+    else:
+        yield key, value
+
+
+def _get_union_members(annotation: Any) -> tuple[Any, ...]:
+    """Return the member types of `annotation` if it is an optional type, else `annotation` itself."""
+    inner = get_args(annotation)
+    return inner if type(None) in inner else (annotation,)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+@cache
+def _get_default_values() -> dict[str, Any]:
+    return Config().model_dump(mode="json")
+
+
+def _is_default_value(path: KeyPath, actual: Any, default: Any) -> bool:
+    for key_part in path:
+        if not isinstance(actual, dict) or not isinstance(default, dict) or key_part not in actual or key_part not in default:
+            return False
+        actual, default = actual[key_part], default[key_part]
+    return bool(actual == default)
+
+
+def _build_nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for (*sections, name), value in values.items():
+        target = nested
+        for section in sections:
+            if not isinstance(target.get(section), dict):
+                target[section] = {}
+            target = target[section]
+        target[name] = value
+    return nested
+
+
+def _sort_by_schema(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    ordered = {}
+    for name, field in model.model_fields.items():
+        if name in values:
+            section = next((field_type for field_type in _get_union_members(field.annotation) if _is_section(field_type)), None)
+            ordered[name] = _sort_by_schema(values[name], section) if section and isinstance(values[name], dict) else values[name]
+    return ordered
+
+
+def _abbreviate(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = _INLINE_SECRET_PATTERN.sub(r"\1…", text[: 9 * _MAX_VALUE_LENGTH])
+    printable = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return printable if len(printable) <= _MAX_VALUE_LENGTH else f"{printable[: _MAX_VALUE_LENGTH - 1]}…"

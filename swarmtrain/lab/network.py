@@ -1,0 +1,173 @@
+"""The lab's network: a bridge in a namespace of its own, and one veth pair from it to each machine.
+
+The bridge's end of a pair is named after its node and lives in the bridge's namespace; the other end is the machine's eth0. Nothing is
+added to the host's own network: there, an engine's FORWARD rules would cut the machines off from each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+
+from swarmtrain import process
+from swarmtrain.errors import LabError, ProcessError
+from swarmtrain.lab.state import LabDescription
+
+REGISTRY_HOST = "registry.lab"
+"""The host name that the machines use for the bridge's address."""
+_BRIDGE = "bridge"
+_PRIVILEGED_HINT = "inside a container this takes docker run --privileged"
+_RATE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def get_namespace(lab: str, member: str) -> str:
+    """Return the name of the network namespace of a node, or of the `bridge`."""
+    return f"st-{lab}-{member}"
+
+
+def get_namespace_path(lab: str, member: str) -> Path:
+    """Return the path of that namespace's file on this machine."""
+    return Path("/run/netns") / get_namespace(lab, member)
+
+
+def build_enter_command(lab: str, member: str) -> list[str]:
+    """Return the prefix that runs a command in that network namespace.
+
+    Not `ip netns exec`: it mounts a new /sys, in which dockerd finds no devices cgroup.
+    """
+    return ["nsenter", f"--net={get_namespace_path(lab, member)}"]
+
+
+def check_kernel() -> None:
+    """Raise LabError unless this kernel allows creating a network namespace and every kind of link that a lab needs."""
+    name = f"st-probe-{os.getpid()}"
+    try:
+        process.run_command(["ip", "netns", "add", name])
+    except ProcessError as error:
+        raise LabError(f"no network namespace can be made: {error.output.strip()}", place="lab", hint=_PRIVILEGED_HINT) from None
+    try:
+        _check_link_kind(name, "veth", "peer", "name", "probe1")
+        _check_link_kind(name, "vxlan", "id", "1", "dstport", "4789")
+        _check_link_kind(name, "bridge")
+    finally:
+        process.run_command(["ip", "netns", "delete", name])
+
+
+def create_bridge(description: LabDescription) -> None:
+    """Create the bridge and its namespace. Raises LabError if the namespace's name is taken."""
+    bridge_namespace = get_namespace(description.name, "bridge")
+    if bridge_namespace in list_namespaces():
+        raise LabError(
+            f"namespace {bridge_namespace} is there already, but not from a lab in this directory",
+            place="lab",
+            hint="take another --name, or set SWARMTRAIN_LAB_DIR to the directory of that lab",
+        )
+    process.run_command(["ip", "netns", "add", bridge_namespace])
+    _run_ip(bridge_namespace, "link", "set", "lo", "up")
+    # By default a bridge takes the lowest MAC address of its ports. That changes when a node is killed, and the nodes would not reach
+    # the registry until their ARP entry of the old address expires.
+    _run_ip(bridge_namespace, "link", "add", _BRIDGE, "address", _derive_mac_address(description.bridge_address), "type", "bridge")
+    _run_ip(bridge_namespace, "addr", "add", f"{description.bridge_address}/24", "dev", _BRIDGE)
+    _run_ip(bridge_namespace, "link", "set", _BRIDGE, "up")
+
+
+def connect_node(description: LabDescription, node: str) -> None:
+    """Create the node's namespace and its link to the bridge.
+
+    There is no default route: connections to addresses outside the lab fail at once.
+    """
+    bridge_namespace, node_namespace = get_namespace(description.name, "bridge"), get_namespace(description.name, node)
+    process.run_command(["ip", "netns", "add", node_namespace])
+    _run_ip(bridge_namespace, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", node_namespace)
+    _run_ip(bridge_namespace, "link", "set", node, "master", _BRIDGE, "up")
+    _run_ip(node_namespace, "link", "set", "lo", "up")
+    _run_ip(node_namespace, "link", "set", "eth0", "address", _derive_mac_address(description.get_address(node)))
+    _run_ip(node_namespace, "addr", "add", f"{description.get_address(node)}/24", "dev", "eth0")
+    _run_ip(node_namespace, "link", "set", "eth0", "up")
+
+
+def remove_namespace(lab: str, member: str) -> None:
+    """Remove a namespace and the links that end in it; do nothing if it does not exist."""
+    if get_namespace(lab, member) in list_namespaces():
+        process.run_command(["ip", "netns", "delete", get_namespace(lab, member)])
+
+
+def remove_node_link(lab: str, node: str) -> None:
+    """Remove the node's link to the bridge; do nothing if it does not exist."""
+    node_namespace = get_namespace(lab, node)
+    with contextlib.suppress(ProcessError):  # if its creation was interrupted, only its name exists
+        if node_namespace in list_namespaces() and "eth0" in process.run_command(
+            ["ip", "-n", node_namespace, "link", "show", "type", "veth"]
+        ):
+            _run_ip(node_namespace, "link", "delete", "eth0")
+
+
+def list_namespaces() -> set[str]:
+    """Return the names of all network namespaces on this machine."""
+    directory = Path("/run/netns")
+    return {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
+
+
+def cut_link(lab: str, node: str) -> None:
+    """Take the node's link down at the bridge: the machine keeps running without a network."""
+    _run_ip(get_namespace(lab, "bridge"), "link", "set", node, "down")
+
+
+def restore_link(lab: str, node: str) -> None:
+    """Bring the node's link up, at full speed."""
+    for link_namespace, device in _list_link_ends(lab, node):
+        process.run_command(["tc", "-n", link_namespace, "qdisc", "replace", "dev", device, "root", "noqueue"])
+    _run_ip(get_namespace(lab, "bridge"), "link", "set", node, "up")
+
+
+def limit_link_rate(lab: str, node: str, rate: str) -> None:
+    """Limit the node's link to `rate` (`100mbit`, `1gbit`) in both directions. Raises LabError if `rate` is invalid."""
+    burst = max(128 * 1024, int(parse_rate(rate) / 8 * 0.004))
+    for link_namespace, device in _list_link_ends(lab, node):
+        shape = ["tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
+        process.run_command(["tc", "-n", link_namespace, "qdisc", "replace", "dev", device, "root", *shape])
+
+
+def parse_rate(rate: str) -> float:
+    """Return the rate in bits per second. Raises LabError unless `rate` is a positive number followed by kbit, mbit or gbit."""
+    match = _RATE_PATTERN.fullmatch(rate)
+    if not match or float(match[1]) <= 0:
+        raise LabError(f"{rate!r} is not a rate", place="lab slow --rate", hint="a number and kbit, mbit or gbit: 100mbit, 1gbit")
+    return float(match[1]) * _RATE_UNITS[match[2]]
+
+
+def list_link_states(lab: str) -> dict[str, str]:
+    """Return the state of each connected node's link: `up`, `cut`, or its rate limit in tc's notation."""
+    bridge_namespace = get_namespace(lab, "bridge")
+    links = json.loads(process.run_command(["ip", "-n", bridge_namespace, "-j", "link", "show", "type", "veth"]) or "[]")
+    rate_limits = {
+        queue["dev"]: f"{queue['options']['rate'] * 8 / 1e6:g}mbit"
+        for queue in json.loads(process.run_command(["tc", "-n", bridge_namespace, "-j", "qdisc", "show"]) or "[]")
+        if queue["kind"] == "tbf"
+    }
+    return {link["ifname"]: rate_limits.get(link["ifname"], "up") if "UP" in link["flags"] else "cut" for link in links if "ifname" in link}
+
+
+def _list_link_ends(lab: str, node: str) -> list[tuple[str, str]]:
+    return [(get_namespace(lab, "bridge"), node), (get_namespace(lab, node), "eth0")]
+
+
+def _derive_mac_address(address: str) -> str:
+    """Return the MAC address for an IPv4 address. It survives a reboot: otherwise peers would use the old one for seconds."""
+    return ":".join(["02", "42", *(f"{int(octet):02x}" for octet in address.split("."))])
+
+
+def _check_link_kind(namespace: str, kind: str, *settings: str) -> None:
+    try:
+        _run_ip(namespace, "link", "add", "probe0", "type", kind, *settings)
+    except ProcessError as error:
+        raise LabError(f"this kernel makes no {kind} links: {error.output.strip()}", place="lab", hint=f"modprobe {kind}") from None
+    _run_ip(namespace, "link", "delete", "probe0")
+
+
+def _run_ip(namespace: str, *arguments: str) -> None:
+    process.run_command(["ip", "-n", namespace, *arguments])

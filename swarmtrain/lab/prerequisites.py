@@ -1,0 +1,67 @@
+"""Checks whether this machine can host a lab. Each obstacle has its own error with its own fix."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from swarmtrain.errors import LabError
+
+_ENGINE_PROGRAMS = {
+    "dockerd": "docker.io",
+    "containerd": "docker.io",
+    "runc": "docker.io",
+    "docker-registry": "docker-registry",
+    "iptables": "iptables",
+}
+_PROGRAMS_BY_COMPONENT = {
+    "swarm": _ENGINE_PROGRAMS,
+    "docker": _ENGINE_PROGRAMS,
+    "ssh": {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"},
+    "slurm": {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"},
+}
+_COMMON_PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "setsid": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+}
+_APT_COMMAND = "apt-get install -y docker.io docker-registry mmdebstrap iproute2 iptables"
+
+
+def build_search_path(engine: Path | None) -> str:
+    """Return the PATH for a lab's programs: the engine's own directory first, the system's sbin directories last."""
+    engine_path = [str(engine)] if engine else []
+    return os.pathsep.join([*engine_path, os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def check_machine(engine: Path | None, components: Collection[str]) -> None:
+    """Raise LabError unless this is Linux, the user is root, and every program that a lab with these `components` needs is installed."""
+    if sys.platform != "linux":
+        raise LabError("a lab needs Linux's namespaces, and this is not Linux", place="lab", hint="run it in a Linux virtual machine")
+    check_root()
+    if engine and not os.access(engine / "dockerd", os.X_OK):
+        raise LabError(
+            f"{engine} holds no program dockerd", place="lab --engine", hint="give the directory that holds dockerd and containerd"
+        )
+    packages_by_program = {
+        program: package for component in components for program, package in _PROGRAMS_BY_COMPONENT[component].items()
+    } | _COMMON_PROGRAMS
+    missing = [program for program in packages_by_program if not shutil.which(program, path=build_search_path(engine))]
+    if missing:
+        packages = sorted({packages_by_program[program] for program in missing})
+        hint = _APT_COMMAND if "docker.io" in packages else f"apt-get install -y {' '.join(packages)}"
+        raise LabError(f"missing: {', '.join(missing)} (Debian packages: {', '.join(packages)})", place="lab", hint=hint)
+
+
+def check_root() -> None:
+    """Raise LabError unless the user is root."""
+    if os.geteuid() != 0:
+        command = f"sudo {shutil.which('swarmtrain') or 'swarmtrain'} lab …"
+        raise LabError("only root may make network namespaces and start Docker engines", place="lab", hint=command)

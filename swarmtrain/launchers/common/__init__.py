@@ -1,0 +1,1 @@
+"""What several launchers share: locks, history, containers, log files."""

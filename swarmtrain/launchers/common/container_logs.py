@@ -1,0 +1,252 @@
+"""The logs of services and containers: read once, or followed by a thread that reconnects and repeats nothing.
+
+Swarm sends a service's log task by task, and Docker splits lines at 16 KiB. A follow ends when the manager goes away, and then restarts
+from a time, not from a line. Here lines are complete, and each comes once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.base import LogLine
+from swarmtrain.launchers.common.docker_engine import DockerEngine, LogStream, is_not_found
+from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
+
+_RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
+_TASK_ID_PREFIX = "com.docker.swarm.task.id="
+_RETRY_SECONDS = 0.5
+# Lines that arrive within this time are sorted by their times.
+_BATCH_SECONDS = 0.2
+# Clocks of nodes differ, and the lines of a service's tasks may come from several nodes.
+_OVERLAP_SECONDS = 60.0
+
+
+@dataclass(slots=True)  # not frozen: ten thousand per second are created, and that would take twice as long
+class ContainerLogLine:
+    """A line of a service's log: its time (in Docker's format, in which text order is time order), the task that wrote it, and its text.
+
+    `stream` is 1 for stdout, 2 for stderr.
+    """
+
+    node: str
+    time: str
+    task: str
+    text: str
+    stream: int = 1
+
+    @property
+    def timestamp(self) -> float:
+        """Seconds since the epoch; 0 for a line without a time."""
+        return datetime.fromisoformat(self.time).timestamp() if self.time else 0.0
+
+    def parse_event(self) -> Event | None:
+        """Return the coordinator event that the line contains, None if it contains none."""
+        return Event.from_line(self.text) if self.node == RENDEZVOUS_SERVICE else None
+
+    def to_log_line(self) -> LogLine:
+        """Return the line with its rank, if a rank wrote it."""
+        match = _RANK_PATTERN.match(self.text)
+        text = self.text[match.end() :] if match else self.text
+        return LogLine(self.node, text, int(match[1]) if match else None, self.timestamp)
+
+
+def read_lines(
+    engine: DockerEngine, source: str, node: str, *, tail: int | None = None, since: float | None = None
+) -> list[ContainerLogLine]:
+    """Return what is still available of the log of `source` (/services/ID, /containers/ID), ordered by time.
+
+    With `tail`, only the last lines. The lines on a node that has just died cannot be read, and are missing. Raises EngineError.
+    """
+    lines: list[ContainerLogLine] = []
+    try:
+        streamed = _join_line_parts(engine.open_log_stream(f"{source}/logs", _build_params(tail=tail, since=since)), node)
+        # A line without a time is the engine's message about a node that it cannot reach.
+        lines.extend(line for line in streamed if line.time)
+    except EngineError as error:
+        if error.status is not None:
+            raise
+        engine.get("/version")  # raises if the manager does not answer at all
+    lines.sort(key=lambda line: line.time)
+    return lines if tail is None else lines[max(0, len(lines) - tail) :]
+
+
+class LogReader(threading.Thread):
+    """Follows one log into a queue, until it is closed or its source (/services/ID, /containers/ID) is gone.
+
+    `already_read` are lines that were read before, ordered by time: the reader continues after them.
+    """
+
+    def __init__(
+        self,
+        engine: DockerEngine,
+        source: str,
+        node: str,
+        output_queue: queue.Queue[ContainerLogLine],
+        *,
+        since: float | None,
+        tail: int | None = None,
+        already_read: Sequence[ContainerLogLine] = (),
+    ) -> None:
+        super().__init__(name=f"logs of {node}", daemon=True)
+        self._engine, self._source, self._node, self._output_queue = engine, source, node, output_queue
+        self._since, self._tail = since, tail
+        self._newest_line: ContainerLogLine | None = None
+        self._deduplicator = LineDeduplicator(already_read[0].time if already_read else "")
+        self._closing = threading.Event()
+        self._stream: LogStream | None = None
+        self._last_line_at = time.monotonic()
+        for line in already_read:
+            if line.time and self._deduplicator.is_new(line):
+                self._remember_newest(line)
+        self._deduplicator.start_replay()
+
+    def run(self) -> None:
+        """Read, and reconnect after each interruption."""
+        while not self._closing.is_set():
+            try:
+                if self._newest_line is not None:
+                    self._since = max(self._since or 0.0, self._newest_line.timestamp - _OVERLAP_SECONDS)
+                params = _build_params(follow=True, since=self._since, tail=self._tail)
+                self._stream = self._engine.open_log_stream(f"{self._source}/logs", params)
+                self._read_stream(self._stream)
+            except EngineError as error:
+                if is_not_found(error):
+                    return
+            self._closing.wait(_RETRY_SECONDS)
+            self._deduplicator.start_replay()
+
+    def close(self) -> None:
+        """End the thread; lines that it has already read stay in the queue."""
+        self._closing.set()
+        if self._stream is not None:
+            self._stream.close()
+
+    def reconnect(self) -> None:
+        """Request the log again: Docker's follow sometimes withholds lines, mostly as a container ends."""
+        self._last_line_at = time.monotonic()
+        if self._stream is not None:
+            self._stream.close()
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the last line, or since the log was last requested again."""
+        return time.monotonic() - self._last_line_at
+
+    def _read_stream(self, stream: LogStream) -> None:
+        for line in _join_line_parts(stream, self._node):
+            self._last_line_at = time.monotonic()
+            # A line without a time is the engine's reason for ending the stream, which is then opened again.
+            if line.time and self._deduplicator.is_new(line):
+                self._enqueue(line)
+                self._remember_newest(line)
+            if self._closing.is_set():
+                stream.close()
+                return
+
+    def _remember_newest(self, line: ContainerLogLine) -> None:
+        if self._newest_line is None or line.time > self._newest_line.time:
+            self._newest_line, self._tail = line, None
+
+    def _enqueue(self, line: ContainerLogLine) -> None:
+        """Put the line into the queue; wait for room, but not once the reader is closed."""
+        while not self._closing.is_set():
+            with contextlib.suppress(queue.Full):
+                self._output_queue.put(line, timeout=1)
+                return
+
+
+def take_line_batch(lines: queue.Queue[ContainerLogLine]) -> list[ContainerLogLine]:
+    """Return the lines that arrive within the next _BATCH_SECONDS, ordered by time."""
+    batch = []
+    deadline = time.monotonic() + _BATCH_SECONDS
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            batch.append(lines.get(timeout=remaining))
+        except queue.Empty:
+            break
+    batch.sort(key=lambda line: line.time)
+    return batch
+
+
+class LineDeduplicator:
+    """Distinguishes new lines from those that are repeated after a reconnect; the lines of one stream of a task come in time order."""
+
+    def __init__(self, floor: str = "") -> None:
+        """Lines older than `floor` are never new, whatever their source."""
+        self._floor = floor
+        self._last_times: dict[tuple[str, int], str] = {}
+        self._texts_at_last_time: dict[tuple[str, int], Counter[str]] = {}
+        self._expected_repeats: dict[tuple[str, int], Counter[str]] = {}
+
+    def start_replay(self) -> None:
+        """Expect lines that were seen before."""
+        self._expected_repeats = {source: texts.copy() for source, texts in self._texts_at_last_time.items()}
+
+    def is_new(self, line: ContainerLogLine) -> bool:
+        """Return whether the line was not seen before, and remember it."""
+        source = (line.task, line.stream)
+        last_time = self._last_times.get(source, "")
+        if line.time < max(last_time, self._floor):
+            return False
+        if line.time > last_time:
+            self._last_times[source], self._texts_at_last_time[source] = line.time, Counter()
+            self._expected_repeats.pop(source, None)
+        elif self._expected_repeats.get(source, Counter())[line.text] > 0:
+            self._expected_repeats[source][line.text] -= 1
+            return False
+        self._texts_at_last_time[source][line.text] += 1
+        return True
+
+
+def _build_params(*, follow: bool = False, since: float | None = None, tail: int | None = None) -> dict[str, str]:
+    params = {"stdout": "1", "stderr": "1", "timestamps": "1", "details": "1"}
+    if follow:
+        params["follow"] = "1"
+    if since is not None:
+        params["since"] = f"{since:.9f}"
+    if tail is not None:
+        params["tail"] = str(tail)
+    return params
+
+
+def _join_line_parts(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[ContainerLogLine]:
+    """Join the pieces of long lines: all but the last lack the newline.
+
+    If the frames break off, the error propagates: the cut-off line is dropped, and comes complete with the next log.
+    """
+    partial_lines: dict[tuple[str, int], ContainerLogLine] = {}
+    for stream, data in frames:
+        text = data.decode(errors="replace")
+        time, _, remainder = text.partition(" ")
+        details, _, message = remainder.partition(" ")
+        if not _is_time(time):
+            time, details, message = "", "", text
+        task = _parse_task_id(details)
+        partial = partial_lines.pop((task, stream), None) if partial_lines else None
+        if partial is not None:
+            time, message = partial.time, partial.text + message
+        if message.endswith("\n") or not time:
+            yield ContainerLogLine(node, time, task, message.rstrip("\r\n"), stream)
+        else:
+            partial_lines[task, stream] = ContainerLogLine(node, time, task, message, stream)
+    yield from partial_lines.values()
+
+
+def _is_time(word: str) -> bool:
+    """Return whether a word is a time in Docker's format. Called for ten thousand lines per second, hence without a regular expression."""
+    return len(word) > 20 and word[4] == word[7] == "-" and word[10] == "T" and word[-1] == "Z"
+
+
+@lru_cache(1024)
+def _parse_task_id(details: str) -> str:
+    return next((item.removeprefix(_TASK_ID_PREFIX) for item in details.split(",") if item.startswith(_TASK_ID_PREFIX)), "")

@@ -1,0 +1,47 @@
+"""The user that ranks run as if the config names none: the owner of the folder that they save to, if that folder exists on this machine.
+
+A folder that a user has created is thereby writable by their run. The result is written into the config that travels with the run, so
+that it is determined once: while the run is up, a new plan keeps the user that the run has, no matter who makes the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from swarmtrain.config import Config
+from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.render.mounts import list_save_source_folders
+
+_CONTAINER_RUNNER_TYPES = (RunnerType.swarm, RunnerType.docker)
+_ROOT_UID = 0
+# What a system shows for an owner that it cannot map, as network file systems do: no run may use this user.
+_NOBODY_UID = 65534
+
+
+def resolve_container_user(config: Config, load_running_config: Callable[[], Config | None]) -> tuple[Config, str]:
+    """Return `config` with the user that the ranks will run as, and a line that explains it; empty if there was nothing to decide.
+
+    `load_running_config` returns the config that the run of this name was deployed with; it is called only if there is something to decide.
+    """
+    folders = list_save_source_folders(config)
+    if config.runner.runner_type not in _CONTAINER_RUNNER_TYPES or config.runner.docker_config.user or not folders:
+        return config, ""
+    running_config = load_running_config()
+    if running_config is not None and list_save_source_folders(running_config) == folders:
+        user = running_config.runner.docker_config.user
+        return _set_user(config, user), f"user: {user}, as the run that is up has it" if user else ""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            status = Path(folder).stat()
+            if status.st_uid in (_ROOT_UID, _NOBODY_UID):
+                return config, f"user: the image's, for {folder} here is {'root' if status.st_uid == _ROOT_UID else 'nobody'}'s"
+            user = f"{status.st_uid}:{status.st_gid}"
+            return _set_user(config, user), f"user: {user}, the owner of {folder} here"
+    return config, ""
+
+
+def _set_user(config: Config, user: str | None) -> Config:
+    docker = config.runner.docker_config.model_copy(update={"user": user})
+    return config.model_copy(update={"runner": config.runner.model_copy(update={"docker_config": docker})})

@@ -1,0 +1,289 @@
+"""The only module that talks to a Docker engine: its HTTP API as values, its errors as EngineError with a next step.
+
+Requests go through docker-py's low-level client, for its transports (socket, TCP with TLS, SSH), contexts and registry logins. The
+request bodies are our own, because docker-py's builders lack fields that services need.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import tarfile
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.common import engine_endpoint
+from swarmtrain.launchers.common.engine_endpoint import Endpoint
+from swarmtrain.launchers.common.ssh_tunnel import open_tunnel
+from swarmtrain.process import defer_signals
+
+if TYPE_CHECKING:
+    from docker import APIClient
+    from docker.tls import TLSConfig
+    from requests import Response
+
+_STREAM_HEADER_BYTES = 8
+_READ_CHUNK_BYTES = 64 * 1024
+_FOLLOW_READ_TIMEOUT_SECONDS = 15.0
+# The manager waits for the log of a node that has just died; we wait no longer than this.
+_BACKLOG_READ_TIMEOUT_SECONDS = 8.0
+_LAB_HINT = 'eval "$(swarmtrain lab env)" points to a lab on this machine'
+# What the engine answers when it cannot act for a swarm, with an explanation and a hint.
+_SWARM_ERRORS = (
+    (
+        "Worker nodes can't be used",
+        "this engine is a worker of its swarm, and only managers answer",
+        "point DOCKER_HOST to a manager, or there: docker node promote THIS_NODE",
+    ),
+    ("not a swarm manager", "this engine is in no swarm", f"docker swarm init makes one; {_LAB_HINT}"),
+    (
+        "does not have a leader",
+        "the swarm has lost most of its managers and can change nothing; containers run on",
+        "start the managers that are down",
+    ),
+    ("needs to be unlocked", "the swarm is locked since its engine was restarted", "docker swarm unlock"),
+)
+
+
+class DockerEngine:
+    """A Docker engine: the one that the docker CLI would use. Safe to use from several threads."""
+
+    def __init__(self, address: str | None = None, *, timeout: float = 60.0) -> None:
+        """Connect. `timeout` in seconds bounds each request. Raises EngineError if no engine answers."""
+        self.endpoint = Endpoint(address) if address else engine_endpoint.find_endpoint(os.environ)
+        self.address = self.endpoint.address
+        self._timeout = timeout
+        self.client = self._connect_client()
+        """docker-py's low-level client, for building and pushing images. It raises its own errors."""
+
+    def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        """Return the engine's JSON response. Raises EngineError."""
+        return self._send_request("GET", path, params).json()
+
+    def list_objects(self, path: str, **filters: str) -> list[dict[str, Any]]:
+        """Return the objects at `path` that match `filters`. Raises EngineError."""
+        params = {"filters": json.dumps({key: [value] for key, value in filters.items()})} if filters else None
+        objects: list[dict[str, Any]] = self.get(path, params) or []
+        return objects
+
+    def post(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any:
+        """Send `body` as JSON; with `image`, the login for its registry is sent too. Raises EngineError."""
+        headers = {"Content-Type": "application/json", **(self._build_auth_header(image) if image else {})}
+        response = self._send_request("POST", path, params, data=json.dumps(body), headers=headers)
+        return response.json() if response.content else None
+
+    def post_uninterrupted(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None) -> Any:
+        """Do the same as post(), with signals deferred: after an interrupted request, the object would exist without anybody knowing of it.
+
+        Raises EngineError.
+        """
+        with defer_signals():
+            return self.post(path, body, params)
+
+    def put_files(self, container: str, files: Mapping[str, bytes], mode: int = 0o444) -> None:
+        """Write files into a container, by their absolute paths; folders are created. Raises EngineError."""
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            for path, content in files.items():
+                entry = tarfile.TarInfo(path.lstrip("/"))
+                entry.size, entry.mode = len(content), mode
+                archive.addfile(entry, io.BytesIO(content))
+        headers = {"Content-Type": "application/x-tar"}
+        self._send_request("PUT", f"/containers/{container}/archive", {"path": "/"}, data=buffer.getvalue(), headers=headers)
+
+    def read_file(self, container: str, path: str) -> bytes:
+        """Return the content of a file in a container, which need not be running. Raises EngineError."""
+        response = self._send_request("GET", f"/containers/{container}/archive", {"path": path})
+        with tarfile.open(fileobj=io.BytesIO(response.content)) as archive:
+            entry = archive.next()
+            content = archive.extractfile(entry) if entry else None
+            return content.read() if content else b""
+
+    def delete(self, path: str) -> bool:
+        """Remove the object at `path`; return False if it does not exist. Raises EngineError."""
+        try:
+            self._send_request("DELETE", path)
+        except EngineError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def inspect_distribution(self, image: str) -> Any:
+        """Return what the image's registry reports: its descriptor with the digest, and its platforms. Raises EngineError."""
+        path = f"/distribution/{image}/json"
+        try:
+            return self._send_request("GET", path, headers=self._build_auth_header(image)).json()
+        except EngineError as error:
+            # The registry refused, not the engine.
+            message = error.message.removeprefix(_format_refusal_prefix("GET", path))
+            raise EngineError(message, place=error.place, hint=error.hint, status=error.status) from None
+
+    def open_log_stream(self, path: str, params: Mapping[str, str]) -> LogStream:
+        """Open the log at `path`. Raises EngineError."""
+        return LogStream(self._send_request("GET", path, params, stream=True), self.address)
+
+    def _connect_client(self) -> APIClient:
+        import docker
+        import requests
+
+        base_url = open_tunnel(self.address) if self.address.startswith("ssh://") else self.address
+        try:
+            return _select_client_class(self.endpoint)(base_url=base_url, timeout=int(self._timeout), tls=_build_tls_config(self.endpoint))
+        except (docker.errors.DockerException, requests.RequestException, OSError, ValueError) as error:
+            raise _build_unreachable_error(error, self.address) from None
+
+    def _send_request(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None = None,
+        *,
+        data: str | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        stream: bool = False,
+    ) -> Response:
+        import docker
+        import requests
+
+        client = self.client
+        try:
+            # A followed log that is silent for this long ends, and its reader requests it again: Docker's follow may withhold the last
+            # lines of a container, and nothing wakes a reader that waits for the response to begin.
+            read_timeout = (
+                (_FOLLOW_READ_TIMEOUT_SECONDS if "follow" in (params or {}) else _BACKLOG_READ_TIMEOUT_SECONDS) if stream else self._timeout
+            )
+            timeout = (self._timeout, read_timeout)
+            response = client.request(
+                method,
+                f"{client.base_url}/v{client.api_version}{path}",
+                params=params,
+                data=data,
+                headers=dict(headers or {}),
+                stream=stream,
+                timeout=timeout,
+            )
+        except (requests.RequestException, docker.errors.DockerException, OSError) as error:
+            raise _build_unreachable_error(error, self.address) from None
+        if response.status_code >= 400:
+            raise _build_refused_error(response, _format_refusal_prefix(method, path), self.address)
+        return response
+
+    def _build_auth_header(self, image: str) -> dict[str, str]:
+        from docker import auth
+        from docker.errors import DockerException
+
+        try:
+            registry, _ = auth.resolve_repository_name(image)
+            auth_header = auth.get_config_header(self.client, registry)
+        except DockerException as error:
+            raise EngineError(f"the login for its registry cannot be read: {error}", place=f"image {image}", hint="docker login") from None
+        return {"X-Registry-Auth": auth_header.decode() if isinstance(auth_header, bytes) else auth_header} if auth_header else {}
+
+
+def is_not_found(error: EngineError) -> bool:
+    """Return whether the engine answered that the object does not exist."""
+    return error.status == 404
+
+
+class LogStream:
+    """A multiplexed log. Iterate it for its frames; `close`, from any thread, ends it."""
+
+    def __init__(self, response: Response, address: str) -> None:
+        self._response, self._address = response, address
+        self._closed = False
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (1 for stdout or 2 for stderr, bytes) until the engine ends the log. Raises EngineError if the connection breaks."""
+        import urllib3
+
+        read_chunk = self._response.raw.read1
+        buffer = b""
+        try:
+            while chunk := read_chunk(_READ_CHUNK_BYTES):
+                buffer += chunk
+                start = 0
+                while len(buffer) >= start + _STREAM_HEADER_BYTES:
+                    stream, length = struct.unpack_from(">BxxxL", buffer, start)
+                    end = start + _STREAM_HEADER_BYTES + length
+                    if len(buffer) < end:
+                        break
+                    yield stream, buffer[start + _STREAM_HEADER_BYTES : end]
+                    start = end
+                buffer = buffer[start:]
+        except (urllib3.exceptions.HTTPError, OSError, AttributeError, ValueError) as error:
+            # Reading from a socket that another thread has closed raises AttributeError or ValueError.
+            raise _build_unreachable_error(error, self._address) from None
+
+    def close(self) -> None:
+        """End the stream; a reader that waits for its next line wakes up."""
+        from docker.errors import DockerException
+        from docker.types import CancellableStream
+
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            CancellableStream(iter(()), self._response).close()
+        except (DockerException, OSError, AttributeError):
+            self._response.close()
+
+
+def _select_client_class(endpoint: Endpoint) -> type[APIClient]:
+    from docker import APIClient
+
+    class OwnAuthority(APIClient):
+        """A client for an engine with its own certificate authority, which requests would replace by that of REQUESTS_CA_BUNDLE."""
+
+        trust_env = property(lambda _: False, lambda _, __: None)
+
+    return OwnAuthority if endpoint.tls else APIClient
+
+
+def _build_tls_config(endpoint: Endpoint) -> TLSConfig | bool:
+    from docker.tls import TLSConfig
+
+    tls_files = endpoint.tls
+    if tls_files is None:
+        return False
+    return TLSConfig(client_cert=(str(tls_files.cert), str(tls_files.key)), ca_cert=str(tls_files.ca), verify=tls_files.verify)
+
+
+def _describe_engine(address: str) -> str:
+    return f"Docker engine at {address}"
+
+
+def _format_refusal_prefix(method: str, path: str) -> str:
+    return f"the engine refused {method} {path}: "
+
+
+def _build_refused_error(response: Response, prefix: str, address: str) -> EngineError:
+    place = _describe_engine(address)
+    try:
+        message = str(response.json()["message"]).strip()
+    except (ValueError, KeyError, TypeError):
+        message = response.text.strip() or response.reason
+    for fragment, reason, hint in _SWARM_ERRORS:
+        if fragment in message:
+            return EngineError(reason, place=place, hint=hint, status=response.status_code)
+    return EngineError(f"{prefix}{message}", place=place, status=response.status_code)
+
+
+def _build_unreachable_error(error: BaseException, address: str) -> EngineError:
+    place = _describe_engine(address)
+    causes = list(_iterate_causes(error))
+    if any(isinstance(cause, PermissionError) for cause in causes):
+        return EngineError("no permission to use its socket", place=place, hint="sudo usermod -aG docker $USER, then log in again")
+    if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
+        return EngineError("no engine answers", place=place, hint=f"systemctl start docker, or set DOCKER_HOST; {_LAB_HINT}")
+    reason = next((str(cause) for cause in reversed(causes) if str(cause)), type(error).__name__)
+    return EngineError(f"no engine answers: {reason}", place=place, hint=f"docker -H {address} info shows the same; is DOCKER_HOST right?")
+
+
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

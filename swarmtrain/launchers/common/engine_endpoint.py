@@ -1,0 +1,98 @@
+"""Find the Docker engine as the docker CLI does: DOCKER_HOST, DOCKER_CONTEXT, the current context, the local socket.
+
+Contexts are read here, because docker-py looks for them next to a config.json that may not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.errors import EngineError
+
+DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The files of a TLS connection. With `verify`, the engine must present a certificate signed by `ca`."""
+
+    ca: Path
+    cert: Path
+    key: Path
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An engine's address, what configures it (empty for the default or an explicit address), and its TLS files."""
+
+    address: str
+    named_by: str = ""
+    tls: TlsFiles | None = None
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.named_by})" if self.named_by else self.address
+
+
+def find_endpoint(environ: Mapping[str, str]) -> Endpoint:
+    """Return the configured engine. Raises EngineError for a context that does not exist or cannot be read."""
+    folder = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    if address := environ.get("DOCKER_HOST"):
+        return Endpoint(
+            address, "", _find_tls_files(Path(environ.get("DOCKER_CERT_PATH") or folder)) if environ.get("DOCKER_TLS_VERIFY") else None
+        )
+    if name := environ.get("DOCKER_CONTEXT"):
+        return _load_context_endpoint(folder, name, "DOCKER_CONTEXT")
+    settings = folder / "config.json"
+    if name := _read_json(settings).get("currentContext") if settings.exists() else None:
+        return _load_context_endpoint(folder, str(name), str(settings))
+    return Endpoint(DEFAULT_ADDRESS)
+
+
+def _load_context_endpoint(folder: Path, name: str, named_by: str) -> Endpoint:
+    if name == "default":
+        return Endpoint(DEFAULT_ADDRESS)
+    contexts_folder, context_digest = folder / "contexts", hashlib.sha256(name.encode()).hexdigest()
+    metadata_path = contexts_folder / "meta" / context_digest / "meta.json"
+    if not metadata_path.exists():
+        raise EngineError(f"there is no docker context {name!r}", place=named_by, hint="docker context ls shows those there are")
+    docker_endpoint = _get_mapping(_get_mapping(_read_json(metadata_path), "Endpoints"), "docker")
+    if not isinstance(docker_endpoint.get("Host"), str):
+        raise EngineError("names no Docker engine", place=f"docker context {name}", hint=f"docker context inspect {name}")
+    tls_folder = contexts_folder / "tls" / context_digest / "docker"
+    tls = _find_tls_files(tls_folder, verify=not docker_endpoint.get("SkipTLSVerify", False)) if tls_folder.is_dir() else None
+    return Endpoint(docker_endpoint["Host"], f"context {name}", tls)
+
+
+def _find_tls_files(folder: Path, *, verify: bool = True) -> TlsFiles:
+    """Return the three files in `folder`, under the names that the docker CLI uses. Raises EngineError if one cannot be read."""
+    paths = [folder / name for name in ("ca.pem", "cert.pem", "key.pem")]
+    if missing := [str(path) for path in paths if not os.access(path, os.R_OK)]:
+        raise EngineError(
+            f"cannot be read: {', '.join(missing)}",
+            place="the keys of the Docker engine",
+            hint="DOCKER_CERT_PATH names the folder they are in",
+        )
+    ca, cert, key = paths
+    return TlsFiles(ca, cert, key, verify)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(
+            f"cannot be read: {error}", place=str(path), hint="docker context ls shows the same; DOCKER_HOST goes without it"
+        ) from None
+    return content if isinstance(content, dict) else {}
+
+
+def _get_mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}

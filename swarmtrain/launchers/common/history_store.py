@@ -1,0 +1,238 @@
+"""History of runs, kept in the user's state directory: Swarm forgets a container's log, and a run that is down has none.
+
+    RUN/events.jsonl   the coordinator's events, and the operations requested on this machine; events.N.jsonl is older
+    RUN/NODE.log       a node's output; NODE.1.log is older
+    RUN/code.diff      how the project differed from its commit at the last deploy
+
+It is only for reading afterwards: no decision ever depends on it. A file has at most MAX_FILE_BYTES bytes; of a longer history, the
+newest two files are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from swarmtrain.launchers.base import LogLine
+from swarmtrain.protocol import EVENT_OPERATION, RENDEZVOUS_SERVICE, Event
+
+MAX_FILE_BYTES = 64 * 2**20
+EVENTS_FILE, DIFF_FILE = "events.jsonl", "code.diff"
+_LOCK_FILE = "history.lock"
+_TAIL_BYTES = 64 * 1024
+_TIME_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
+_EVENT_HEAD_PATTERN = re.compile(r'\{"event": "[^"]*", "time": (\d+(?:\.\d+)?)')
+_RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
+_ROTATED_PATTERN = re.compile(r"\.(\d+)\.(log|jsonl)$")
+
+
+def resolve_state_directory() -> Path:
+    """Return the folder that holds the folders of all runs."""
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path("~/.local/state").expanduser()) / "swarmtrain"
+
+
+def resolve_run_directory(run: str) -> Path:
+    """Return the folder of `run`'s events and logs, which need not exist."""
+    return resolve_state_directory() / run
+
+
+def list_recorded_runs() -> list[str]:
+    """Return the names of runs with recorded events, sorted."""
+    return sorted({path.parent.name for path in resolve_state_directory().glob(f"*/{EVENTS_FILE}")})
+
+
+def load_events(run: str) -> list[Event]:
+    """Return the run's recorded events, oldest first."""
+    files = sorted(resolve_run_directory(run).glob("events*.jsonl"), key=_age_sort_key)
+    return [event for file in files for event in parse_events(_read_file_lines(file))]
+
+
+def parse_events(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:
+    """Yield the events in `lines` from `since` on, in seconds since the epoch; older ones are not even parsed."""
+    for line in lines:
+        head = _EVENT_HEAD_PATTERN.match(line)
+        if head and float(head[1]) >= since and (event := Event.from_line(line)):
+            yield event
+
+
+def select_last_deployment(events: Sequence[Event]) -> list[Event]:
+    """Return the events of the run's current deployment, or of its last one if it is down."""
+    current = select_since_teardown(events)
+    return current or select_since_teardown(events[:-1]) if events else []
+
+
+def select_since_teardown(events: Sequence[Event]) -> list[Event]:
+    """Return the events since the run was last taken down from this machine; all of them if it never was."""
+    teardown_indices = [
+        index for index, event in enumerate(events) if event.kind == EVENT_OPERATION and event.data.get("operation") == "down"
+    ]
+    return list(events[teardown_indices[-1] + 1 :] if teardown_indices else events)
+
+
+def merge_events(recorded: Iterable[Event], live: Iterable[Event]) -> list[Event]:
+    """Return the events of both, without duplicates, ordered by time."""
+    return sorted({event.to_line(): event for event in (*recorded, *live)}.values(), key=lambda event: event.time)
+
+
+def has_logs(run: str) -> bool:
+    """Return whether any output of the run's nodes is recorded."""
+    return any(resolve_run_directory(run).glob("node*.log"))
+
+
+def load_log_lines(run: str, *, node: str | None = None, newest_only: bool = False) -> Iterator[LogLine]:
+    """Yield the recorded output of all nodes, or of `node`, ordered by time. Lines without a time come first.
+
+    With `newest_only`, only the last file of each node is read.
+    """
+    logs: dict[str, list[Path]] = {}
+    for path in sorted(resolve_run_directory(run).glob("*.log"), key=_age_sort_key):
+        logs.setdefault(path.name.partition(".")[0], []).append(path)
+    logs.pop(RENDEZVOUS_SERVICE, None)
+    selected = {name: files[-1:] if newest_only else files for name, files in sorted(logs.items()) if node in (None, name)}
+    return heapq.merge(*(_read_node_log(name, files) for name, files in selected.items()), key=lambda line: line.time)
+
+
+def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
+    """Return a line of a node's log with its rank, if a rank wrote it."""
+    match = _RANK_PATTERN.match(text)
+    return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, timestamp)
+
+
+def parse_timed_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:
+    """Return a line of a file with the time that it starts with; without one, with `previous_timestamp`."""
+    match = _TIME_PATTERN.match(text)
+    return (
+        parse_log_line(node, text[match.end() :], datetime.fromisoformat(match[1]).timestamp())
+        if match
+        else parse_log_line(node, text, previous_timestamp)
+    )
+
+
+def record_operation(run: str, operation: str, **details: object) -> None:
+    """Record in the run's events that an operation was requested on this machine: up, stop, down. An OSError is ignored."""
+    with contextlib.suppress(OSError):
+        resolve_run_directory(run).mkdir(parents=True, exist_ok=True)
+        with (resolve_run_directory(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(Event(EVENT_OPERATION, {"operation": operation, **details}).to_line() + "\n")
+
+
+def save_diff(run: str, diff: str) -> None:
+    """Save how the user's project differs from its commit, in place of the previous diff. An OSError is ignored."""
+    with contextlib.suppress(OSError):
+        if diff:
+            (resolve_run_directory(run) / DIFF_FILE).write_text(diff, encoding="utf-8")
+        else:
+            (resolve_run_directory(run) / DIFF_FILE).unlink(missing_ok=True)
+
+
+class HistoryWriter:
+    """Appends lines to a run's files, of `limit` bytes each. Each line is written once, and only while no other process writes.
+
+    If it cannot write, it does nothing.
+    """
+
+    def __init__(self, run: str, limit: int = MAX_FILE_BYTES) -> None:
+        self._directory, self._limit = resolve_run_directory(run), limit
+        self._files: dict[str, IO[str]] = {}
+        self._last_times: dict[str, str] = {}
+        self._lock: IO[str] | None = None
+        self._lock_tried = False
+        self._failed = False
+
+    def append(self, node: str, time: str, text: str, *, event: bool = False) -> None:
+        """Write one line; `time` has Docker's format, in which text order is time order."""
+        name = f"{node}.log"
+        try:
+            if not self._try_lock():
+                return
+            log_file = self._open_file(name)
+            if time > self._last_times[name]:
+                self._last_times[name] = time
+                log_file.write(f"{time} {text}\n")
+                if event:
+                    self._open_file(EVENTS_FILE).write(f"{text}\n")
+        except OSError:
+            self._failed = True
+
+    def flush(self) -> None:
+        """Flush all files, and rotate those that have grown beyond the limit."""
+        self._lock_tried = False
+        try:
+            for name, file in list(self._files.items()):
+                file.flush()
+                if file.tell() > self._limit:
+                    self._files.pop(name).close()
+                    stem, _, suffix = name.rpartition(".")
+                    (self._directory / name).replace(self._directory / f"{stem}.{0 if name == EVENTS_FILE else 1}.{suffix}")
+        except OSError:
+            self._failed = True
+
+    def close(self) -> None:
+        """Close the files, and let other processes write."""
+        self.flush()
+        for file in (*self._files.values(), *([self._lock] if self._lock else [])):
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _try_lock(self) -> bool:
+        """Return whether this process is the writer: two processes that follow a run see the same lines. Tried once per flush."""
+        if self._lock is None and not self._lock_tried and not self._failed:
+            self._lock_tried = True
+            self._directory.mkdir(parents=True, exist_ok=True)
+            lock = (self._directory / _LOCK_FILE).open("a", encoding="utf-8")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = lock
+            except BlockingIOError:
+                lock.close()
+        return self._lock is not None and not self._failed
+
+    def _open_file(self, name: str) -> IO[str]:
+        if name not in self._files:
+            path = self._directory / name
+            self._last_times[name] = self._last_times.get(name) or _read_last_time(path) or _read_last_time(path.with_suffix(".1.log"))
+            self._files[name] = path.open("a", encoding="utf-8")
+        return self._files[name]
+
+
+def _read_node_log(node: str, files: list[Path]) -> Iterator[LogLine]:
+    previous_timestamp = 0.0
+    for file in files:
+        for text in _read_file_lines(file):
+            line = parse_timed_line(node, text, previous_timestamp)
+            previous_timestamp = line.time
+            yield line
+
+
+def _read_file_lines(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                yield line.rstrip("\r\n")
+    except OSError:
+        return
+
+
+def _age_sort_key(file: Path) -> tuple[bool, int]:
+    """Return a key that sorts older files first: the numbered ones by number, then the one that still grows."""
+    match = _ROTATED_PATTERN.search(file.name)
+    return (match is None, int(match[1]) if match else 0)
+
+
+def _read_last_time(log: Path) -> str:
+    """Return the time of the log's last line that starts with one; empty if there is none."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        tail = file.read().decode(errors="replace").splitlines()
+    times = [match[1] for line in tail if (match := _TIME_PATTERN.match(line))]
+    return times[-1] if times else ""

@@ -1,0 +1,116 @@
+"""The folder of a local run, `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected): see swarmtrain.remote.run_folder.
+
+The events and logs stay when the run is removed, for reading afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from swarmtrain.config import Config
+from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
+from swarmtrain.errors import RunNotFound, StackError, StateDirectoryError
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common.history_store import resolve_state_directory
+from swarmtrain.plan import Cargo, Plan, RunFile
+from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
+
+
+@contextlib.contextmanager
+def raising_state_errors() -> Iterator[None]:
+    """Raise an OSError of code that reads and writes run folders as StateDirectoryError."""
+    try:
+        yield
+    except BrokenPipeError:  # our own output was closed
+        raise
+    except OSError as error:
+        hint = "export XDG_STATE_HOME=FOLDER keeps the runs elsewhere"
+        raise StateDirectoryError(describe_os_error(error), place=str(error.filename or resolve_state_directory()), hint=hint) from None
+
+
+def list_local_runs() -> list[str]:
+    """Return the names of all local runs, sorted. Raises OSError for an unreadable folder, which a glob would skip."""
+    try:
+        return sorted(path.name for path in resolve_state_directory().iterdir() if LocalRunFolder(path.name).exists)
+    except FileNotFoundError:
+        return []
+
+
+def build_version_error(run: str, next_step: str) -> StackError:
+    """Return the error for a run whose record was written by another version of swarmtrain."""
+    hint = f"take it down with the version that deployed it, then {next_step}"
+    return StackError("its record was written by another version of swarmtrain", place=f"run {run}", hint=hint)
+
+
+@dataclass(frozen=True)
+class LocalRunRecord:
+    """What a later launcher process must know about the run."""
+
+    store_port: int
+    coordinator_port: int
+    cwd: str
+    stop_grace: float
+    hosts: dict[str, str] = field(default_factory=dict)
+    code: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+
+
+class LocalRunFolder(HostRunFolder):
+    """One run's folder, and the process keepers recorded in it."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(resolve_state_directory() / run)
+        self.run = run
+
+    @contextlib.contextmanager
+    def holding_lock(self, report_progress: ProgressReporter) -> Iterator[None]:
+        """Hold the exclusive lock for changes to the run; while another process holds it, report that and wait.
+
+        The kernel releases a dead process's lock.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / LOCK_FILE).open("a+", encoding="utf-8") as lock_file:
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock_file.seek(0)
+                report_progress(f"waiting for another swarmtrain that changes {self.run}: process {lock_file.read() or '?'}")
+                fcntl.flock(lock_file, fcntl.LOCK_EX)
+            lock_file.truncate(0)
+            lock_file.write(str(os.getpid()))
+            lock_file.flush()
+            yield
+
+    def read_record(self) -> LocalRunRecord:
+        """Return the run's record. Raises RunNotFound; StackError if another version of swarmtrain wrote it."""
+        try:
+            return LocalRunRecord(**json.loads((self.path / MARKER_FILE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            known_runs = ", ".join(list_local_runs()) or "none"
+            raise RunNotFound(f"there is no run of this name on this machine; there is: {known_runs}", place=f"run {self.run}") from None
+        except (ValueError, TypeError):
+            raise build_version_error(self.run, f"remove {self.path}") from None
+
+    def save_deployment(self, plan: Plan, record: LocalRunRecord) -> None:
+        """Write everything that the run consists of: all of it, or nothing. Raises OSError."""
+        (self.path / "secrets").mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.path / "logs").mkdir(exist_ok=True)
+        config, resolved, record_json = plan.config.to_json(), plan.config.to_node_config().to_json(), json.dumps(asdict(record), indent=1)
+        write_files_atomically(
+            {self.path / "secrets" / item.name: (item.content, SECRET_MODE) for item in plan.cargo.secrets}
+            | {self.path / "code" / item.name: (item.content, PUBLIC_MODE) for item in plan.cargo.code}
+            | {self.path / name: (text.encode(), PUBLIC_MODE) for name, text in (("deployed.json", config), ("config.json", resolved))}
+            | {self.path / MARKER_FILE: (record_json.encode(), PUBLIC_MODE)}
+        )
+
+    def load_deployment(self) -> tuple[Config, Cargo]:
+        """Return what `save_deployment` was given. Raises RunNotFound."""
+        record = self.read_record()
+        code = tuple(RunFile.from_content(name, (self.path / "code" / name).read_bytes()) for name in record.code)
+        secrets = tuple(RunFile.from_content(name, (self.path / "secrets" / name).read_bytes()) for name in record.secrets)
+        return Config.from_json((self.path / "deployed.json").read_text(encoding="utf-8")), Cargo(code, secrets)

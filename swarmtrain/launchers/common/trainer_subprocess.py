@@ -1,0 +1,107 @@
+"""Trainer commands: what needs torch or numpy runs as `python -m swarmtrain.trainer VERB`, on this machine, in a separate process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, NoReturn
+
+from swarmtrain import process
+from swarmtrain.errors import SwarmtrainError
+
+_TIMEOUT_SECONDS = 3600.0
+_EXIT_GRACE_SECONDS, _POLL_SECONDS = 5.0, 0.05
+# No GPU is needed, and looking for one takes a second.
+_CPU_ONLY_ENV = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def query_trainer(verb: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the response of `verb`. Raises SwarmtrainError if torch is not installed, or with the error that the response contains."""
+    argv = _build_command(verb)
+    response: dict[str, Any] = json.loads(process.run_command(argv, env=_CPU_ONLY_ENV, input=json.dumps(request), timeout=_TIMEOUT_SECONDS))
+    if "error" in response:
+        raise SwarmtrainError(response["error"]["message"], place=response["error"]["place"], hint=response["error"]["hint"])
+    return response
+
+
+def exec_trainer(
+    verb: str, action: str, options: Mapping[str, Any], names: Sequence[str] = (), *, required_package: str = "numpy"
+) -> NoReturn:
+    """Replace this process by the trainer command `verb action`, which takes over the terminal and the exit code.
+
+    Raises SwarmtrainError if `required_package` is not installed.
+    """
+    process.exec_command(
+        [*_build_command(verb, required_package), action, json.dumps(options), *names], env={**os.environ, **_CPU_ONLY_ENV}
+    )
+
+
+def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> int:
+    """Run `verb` on `ranks` ranks of this machine, with its GPUs if it has any, and return the exit code of the first that failed, else 0.
+
+    Rank 0 has the terminal; the stderr of another rank is shown only if that rank failed first. Raises SwarmtrainError if torch is not
+    installed.
+    """
+    argv = _build_command(verb)
+    if ranks == 1:
+        process.exec_command(argv, env=os.environ, stdin=_write_input_file(request))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous_env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    shared_env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **rendezvous_env}
+    stderr_files = [None, *(tempfile.TemporaryFile() for _ in range(1, ranks))]  # noqa: SIM115  # deleted when this process ends
+    children = [
+        process.start_process(
+            argv,
+            env={**shared_env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=_write_input_file(request),
+            stderr=stderr_file,
+            die_with_parent=True,
+        )
+        for rank, stderr_file in enumerate(stderr_files)
+    ]
+    failed_rank = _wait_for_first_failure(children)
+    if failed_rank is not None and (stderr_file := stderr_files[failed_rank]) is not None:
+        stderr_file.seek(0)
+        sys.stderr.write(stderr_file.read().decode(errors="replace"))
+    return 0 if failed_rank is None else abs(children[failed_rank].returncode)
+
+
+def _wait_for_first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Return the index of the first child that fails, when all have ended. The others are killed if they do not end soon after it."""
+    failed_rank, kill_at = None, math.inf
+    while any(child.poll() is None for child in children):
+        with contextlib.suppress(KeyboardInterrupt):  # the children receive it too, and handle it
+            if failed_rank is None and (failed_ranks := [rank for rank, child in enumerate(children) if child.returncode]):
+                failed_rank, kill_at = failed_ranks[0], time.monotonic() + _EXIT_GRACE_SECONDS
+            for child in children if time.monotonic() > kill_at else ():
+                child.kill()
+            time.sleep(_POLL_SECONDS)
+    return next((rank for rank, child in enumerate(children) if child.returncode), None) if failed_rank is None else failed_rank
+
+
+def _write_input_file(request: Mapping[str, Any]) -> IO[bytes]:
+    """Return a readable file that contains `request`: a command line is too short for many prompts, and everybody can see it."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the started process inherits it
+    file.write(json.dumps(request).encode())
+    file.seek(0)
+    return file
+
+
+def _build_command(verb: str, required_package: str = "torch") -> list[str]:
+    if importlib.util.find_spec(required_package) is None:
+        raise SwarmtrainError(
+            f"{sys.executable} cannot find {required_package}, and this takes it",
+            place="this machine",
+            hint=f"pip install 'swarmtrain[{'train' if required_package == 'torch' else 'data'}]'",
+        )
+    return [sys.executable, "-m", "swarmtrain.trainer", verb]

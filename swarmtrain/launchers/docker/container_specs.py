@@ -1,0 +1,61 @@
+"""Compose document → requests to the engine: a network, and for each service the container that `docker compose` would create."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swarmtrain.launchers.swarm.service_specs import build_mount, build_ulimit, normalize_capability, parse_duration_ns
+from swarmtrain.render.stack_document import NETWORK_NAME, Stack
+
+RequestBody = dict[str, Any]
+
+_SECRETS_FOLDER = "/run/secrets"
+
+
+def build_network_body(stack: Stack) -> RequestBody:
+    """Return the request body of the run's network."""
+    network = stack.document["networks"][NETWORK_NAME]
+    return {"Name": network["name"], "Driver": network["driver"], "Internal": network.get("internal", False), "Labels": network["labels"]}
+
+
+def build_container_body(stack: Stack, name: str, image: str) -> RequestBody:
+    """Return the request body of a service's container, with the image of this id. Raises StackError."""
+    service, network_name = stack.document["services"][name], build_network_body(stack)["Name"]
+    host_config = {
+        "Init": service["init"],
+        "RestartPolicy": {"Name": service["restart"]},
+        "Mounts": [build_mount(stack, mount) for mount in service.get("volumes", [])],
+        "LogConfig": {"Type": service["logging"]["driver"], "Config": service["logging"]["options"]},
+        "Ulimits": [build_ulimit(limit_name, limit) for limit_name, limit in service.get("ulimits", {}).items()],
+        "CapAdd": [normalize_capability(capability_name) for capability_name in service.get("cap_add", [])],
+        "NanoCpus": int(float(service["cpus"]) * 10**9) if "cpus" in service else 0,
+        "Memory": int(service.get("mem_limit", 0)),
+        "NetworkMode": network_name,
+        "DeviceRequests": _build_device_requests(service.get("gpus")),
+    }
+    return {
+        "Image": image,
+        "Entrypoint": service["entrypoint"],
+        "Cmd": service["command"],
+        "Env": sorted(f"{key}={value}" for key, value in service["environment"].items()),
+        "Labels": service["labels"],
+        "User": service.get("user", ""),
+        "StopTimeout": parse_duration_ns(service["stop_grace_period"]) // 10**9,
+        "HostConfig": host_config,
+        "NetworkingConfig": {"EndpointsConfig": {network_name: {"Aliases": [name]}}},
+    }
+
+
+def collect_container_files(stack: Stack, name: str) -> dict[str, bytes]:
+    """Return the files of a service's container, by path."""
+    service, document = stack.document["services"][name], stack.document
+    objects = {item["target"]: document["configs"][item["source"]] for item in service.get("configs", [])}
+    objects |= {f"{_SECRETS_FOLDER}/{item['target']}": document["secrets"][item["source"]] for item in service.get("secrets", [])}
+    return {path: stack.files[item["file"]] for path, item in objects.items()}
+
+
+def _build_device_requests(gpus: Any) -> list[RequestBody]:
+    if not gpus:
+        return []
+    selection = {"Count": -1} if gpus == "all" else {"DeviceIDs": gpus[0]["device_ids"]}
+    return [{"Driver": "nvidia", "Capabilities": [["gpu"]], **selection}]

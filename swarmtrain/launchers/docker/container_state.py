@@ -1,0 +1,90 @@
+"""The state of a run on an engine: its containers, found by their labels, whatever created them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.base import TaskState
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
+from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
+
+FIRST_HOST = "docker0"
+"""The engine's name as the host of a run's first node."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container of a run, as the engine has it."""
+
+    id: str
+    node: str
+    """Name of the run's node, or rendezvous."""
+    spec_digest: str
+    """Digest of the spec that it was created from."""
+    image: str
+    labels: dict[str, str]
+    state: dict[str, Any]
+    """As the engine reports it."""
+
+    @property
+    def api_path(self) -> str:
+        """Path of the container in the engine's API."""
+        return f"/containers/{self.id}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is running or restarting."""
+        return bool(self.state["Running"] or self.state["Restarting"])
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether it has ended with exit code 0, which is final."""
+        return bool(self.state["Status"] == "exited" and self.state["ExitCode"] == 0)
+
+    def to_task_state(self) -> TaskState:
+        """Return its state."""
+        status, exit_code, host = self.state["Status"], self.state["ExitCode"], self.labels.get(LABEL_HOST, FIRST_HOST)
+        if self.state["Restarting"]:
+            return TaskState(self.node, host, "starting", f"starts again after: {_describe_exit(self.state)}", exit_code)
+        if status == "exited":
+            state = "complete" if exit_code == 0 else "shutdown" if exit_code == EXIT_PLANNED else "failed"
+            return TaskState(self.node, host, state, _describe_exit(self.state) if exit_code else "", exit_code)
+        return TaskState(self.node, host, {"created": "new"}.get(status, status))
+
+
+def _describe_exit(state: dict[str, Any]) -> str:
+    if state["OOMKilled"]:
+        return "the kernel had no memory left for it"
+    return str(state["Error"] or f"exit code {state['ExitCode']}")
+
+
+def list_runs(engine: DockerEngine) -> list[str]:
+    """Return the names of the runs that have containers, sorted. Raises EngineError."""
+    containers = _list_labelled(engine, LABEL_CONTAINER)
+    return sorted({item["Labels"][LABEL_RUN] for item in containers if LABEL_RUN in item["Labels"]})
+
+
+def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:
+    """Return the containers of a run by node, nodes first. Raises EngineError."""
+    containers = {}
+    for item in _list_labelled(engine, f"{LABEL_RUN}={run}"):
+        if LABEL_CONTAINER not in item["Labels"]:
+            continue  # of another launcher
+        try:
+            details = engine.get(f"/containers/{item['Id']}/json")
+        except EngineError as error:
+            if is_not_found(error):
+                continue
+            raise
+        labels = details["Config"]["Labels"]
+        node = labels[LABEL_NODE]
+        containers[node] = Container(details["Id"], node, labels[LABEL_CONTAINER], details["Image"], labels, details["State"])
+    return dict(sorted(containers.items(), key=lambda pair: (pair[0] == RENDEZVOUS_SERVICE, len(pair[0]), pair[0])))
+
+
+def _list_labelled(engine: DockerEngine, label: str) -> list[dict[str, Any]]:
+    containers: list[dict[str, Any]] = engine.get("/containers/json", {"all": "1", "filters": json.dumps({"label": [label]})})
+    return containers

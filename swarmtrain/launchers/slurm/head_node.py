@@ -1,0 +1,54 @@
+"""Monitoring of a job's first node: if it is dead, so are the coordinator and the batch script.
+
+Slurm ends a job whose first node dies, unless it has `--no-kill`, which elastic runs have so that they survive the loss of any other
+node. Such a job stays RUNNING, and nothing on its first node is left to requeue it. So its other nodes do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+import threading
+
+from swarmtrain.errors import ProcessError
+from swarmtrain.process import run_command
+
+LOG = logging.getLogger("swarmtrain")
+_CHECK_SECONDS = 5.0
+_CONNECT_TIMEOUT_SECONDS = 5.0
+_DEAD_PATTERN = re.compile(r"\bState=\S*(DOWN|NOT_RESPONDING|FAIL)|\bState=\w+\*")
+_SLURM_TIMEOUT_SECONDS = 30.0
+
+
+def requeue_if_head_dies(head_node: str, coordinator_address: tuple[str, int], job: str, finished: threading.Event) -> None:
+    """Return when `finished` is set, or when the job has been requeued because its first node, `head_node`, is dead.
+
+    As long as the coordinator at `coordinator_address` accepts connections, Slurm is not asked. Slurm refuses to requeue a job that
+    must not be requeued, and one that already is: both refusals are accepted.
+    """
+    while not finished.wait(_CHECK_SECONDS):
+        if _is_reachable(coordinator_address) or not is_node_dead(head_node):
+            continue
+        LOG.warning("%s, the first node of job %s, is dead: the job is queued again", head_node, job)
+        with contextlib.suppress(ProcessError):
+            run_command(["scontrol", "requeue", job], timeout=_SLURM_TIMEOUT_SECONDS)
+            return
+
+
+def is_node_dead(name: str) -> bool:
+    """Return whether Slurm considers a node dead; False if Slurm cannot be asked."""
+    try:
+        output = run_command(["scontrol", "show", "node", "--oneliner", name], timeout=_SLURM_TIMEOUT_SECONDS)
+    except ProcessError:
+        return False
+    return _DEAD_PATTERN.search(output) is not None
+
+
+def _is_reachable(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, _CONNECT_TIMEOUT_SECONDS).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,188 @@
+"""One node of a Slurm job: keeps its supervisor running and, on the first node, the coordinator.
+
+`python -m swarmtrain.launchers.slurm.node_keeper FOLDER`, a task of srun. It reads from Slurm's variables what the sbatch script could
+not know. When a stop is requested, by our SIGURG or Slurm's SIGTERM, it asks the supervisor to stop; the coordinator ends after the
+nodes. A SIGTERM on the first node creates a marker file, by which the script recognizes a preemption.
+
+The exit code tells the script what to do: EXIT_PLANNED means that training is not finished; otherwise the run is over, and on the first
+node the code is that of the run's outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
+from swarmtrain.errors import ProcessError
+from swarmtrain.launchers.common.history_store import EVENTS_FILE
+from swarmtrain.launchers.slurm.head_node import requeue_if_head_dies
+from swarmtrain.launchers.slurm.slurm_run_folder import JobAttempt, NodeState, adopt_job, read_node_state, read_outcome_exit_code
+from swarmtrain.process import run_command, start_process
+from swarmtrain.protocol import EXIT_PLANNED, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_RENDEZVOUS
+from swarmtrain.remote.process_spec import write_atomically
+from swarmtrain.remote.timestamped_log import open_timestamped_log
+from swarmtrain.render.process_environment import ENTRYPOINT_MODULE
+from swarmtrain.render.sbatch_script import TERMINATED_FILE
+
+_RESTART_DELAY_SECONDS = 1.0
+_SCONTROL_TIMEOUT_SECONDS = 5.0
+# Slurm's SIGTERM reaches every process of a job at once, and the coordinator is needed until the ranks have saved.
+_IGNORE_SIGTERM_ARGV = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"']
+
+
+def main(folder: Path) -> int:
+    """Keep this node running until the run is over or a stop is requested; return the exit code."""
+    environ = os.environ
+    attempt = JobAttempt(environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], int(environ.get("SLURM_RESTART_COUNT", 0)))
+    host_names = list(expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]))
+    node_index = int(environ["SLURM_NODEID"])
+    port = int(environ.get("SWARMTRAIN_MASTER_PORT") or compute_slurm_base_port(environ))
+    head_address = resolve_head_address(host_names[0])
+    environ |= {
+        "SWARMTRAIN_NODE": f"node{node_index}",
+        "SWARMTRAIN_STORE": f"{head_address}:{port}",
+        "SWARMTRAIN_COORDINATOR": f"{head_address}:{port + 1}",
+        "SWARMTRAIN_STORE_PORT": str(port),
+        "SWARMTRAIN_COORDINATOR_PORT": str(port + 1),
+    }
+    host = environ.get("SLURMD_NODENAME", socket.gethostname())
+    node = RestartingProcess(folder, f"node{node_index}", ROLE_NODE, host, attempt)
+    coordinator = RestartingProcess(folder, RENDEZVOUS_SERVICE, ROLE_RENDEZVOUS, host, attempt) if node_index == 0 else None
+
+    def handle_signal(signal_number: int, frame: FrameType | None) -> None:
+        if signal_number == signal.SIGTERM and coordinator is not None:
+            (folder / TERMINATED_FILE).touch()
+        node.stop()
+
+    for signal_number in (signal.SIGURG, signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, handle_signal)
+    if coordinator is not None:
+        adopt_job(folder, environ["SWARMTRAIN_FILES"], attempt.job)
+        coordinator.start()
+    node.start()
+    if coordinator is None:
+        finished = threading.Event()
+        args = (host_names[0], (head_address, port + 1), attempt.job, finished)
+        threading.Thread(target=requeue_if_head_dies, args=args, daemon=True).start()
+        node.wait()
+        finished.set()
+        return EXIT_PLANNED if node.exit_code else 0
+    node.wait()
+    if node.exit_code:
+        _wait_for_other_nodes(folder, len(host_names), attempt)
+        coordinator.stop()
+    coordinator.wait()
+    return EXIT_PLANNED if node.exit_code else read_outcome_exit_code(folder / EVENTS_FILE, default=0)
+
+
+def resolve_head_address(name: str) -> str:
+    """Return the address at which other nodes find the first node.
+
+    It is the node's name, or Slurm's address of it if the name does not resolve or resolves to loopback.
+    """
+    ip = _resolve_ip(name)
+    if ip and not ip.startswith("127."):
+        return name
+    with contextlib.suppress(ProcessError):
+        match = re.search(
+            r"\bNodeAddr=(\S+)", run_command(["scontrol", "show", "node", "--oneliner", name], timeout=_SCONTROL_TIMEOUT_SECONDS)
+        )
+        if match and _resolve_ip(match[1]):
+            return match[1]
+    return name
+
+
+def _resolve_ip(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def _wait_for_other_nodes(folder: Path, node_count: int, attempt: JobAttempt) -> None:
+    """Wait for the other nodes to exit: ranks that save before they exit still need the coordinator."""
+    deadline = time.monotonic() + float(os.environ["SWARMTRAIN_STOP_GRACE"])
+    while time.monotonic() < deadline and any(_is_running(folder, f"node{index}", attempt) for index in range(node_count)):
+        time.sleep(0.1)
+
+
+def _is_running(folder: Path, name: str, attempt: JobAttempt) -> bool:
+    state = read_node_state(folder, name)
+    return state is not None and state.attempt == attempt and state.state in ("running", "failed")
+
+
+class RestartingProcess:
+    """A process that is restarted when it fails, as with Swarm's `restart_policy: on-failure`: exit code 0 is final."""
+
+    def __init__(self, folder: Path, name: str, role: str, host: str, attempt: JobAttempt) -> None:
+        self.folder, self.name, self.role, self.host, self.attempt = folder, name, role, host, attempt
+        self.stopping = False
+        self.exit_code = 0
+        self.restarts = 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run_until_final)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.role == ROLE_RENDEZVOUS
+
+    def start(self) -> None:
+        self._write_state("running")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when it has finally ended; `exit_code` then holds its exit code."""
+        while self._thread.is_alive():  # a join without a timeout would delay signals
+            self._thread.join(0.1)
+
+    def stop(self) -> None:
+        """Ask it to end, and do not restart it."""
+        self.stopping = True
+        if (child := self._child) is not None:
+            self._send_stop_signal(child)
+
+    def _run_until_final(self) -> None:
+        while True:
+            self.exit_code = self._run_once()
+            if self.exit_code == 0 or self.stopping:
+                self._write_state("shutdown" if self.exit_code else "complete", self.exit_code)
+                return
+            self._write_state("failed", self.exit_code)
+            time.sleep(_RESTART_DELAY_SECONDS)
+            self.restarts += 1
+            self._write_state("running")
+
+    def _run_once(self) -> int:
+        argv = [*(_IGNORE_SIGTERM_ARGV if self.is_coordinator else []), sys.executable, "-m", ENTRYPOINT_MODULE, self.role]
+        events: Any = (self.folder / EVENTS_FILE).open("ab") if self.is_coordinator else contextlib.nullcontext()
+        with open_timestamped_log(self.folder / f"{self.name}.log") as log, events as events_out:
+            # die_with_parent refers to the thread, which lives as long as the child.
+            child = self._child = start_process(argv, stdout=events_out or log, stderr=log, die_with_parent=True)
+            if self.stopping:
+                self._send_stop_signal(child)
+            return child.wait()
+
+    def _send_stop_signal(self, child: subprocess.Popen[bytes]) -> None:
+        child.send_signal(signal.SIGINT if self.is_coordinator else signal.SIGTERM)
+
+    def _write_state(self, state: str, exit_code: int | None = None) -> None:
+        node_state = NodeState(self.host, state, self.attempt, exit_code, self.restarts)
+        with contextlib.suppress(OSError):
+            write_atomically(self.folder / f"{self.name}.state", json.dumps(asdict(node_state)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

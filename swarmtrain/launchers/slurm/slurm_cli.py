@@ -1,0 +1,108 @@
+"""Slurm's own commands, and what they report about a job."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmtrain.errors import EngineError, ProcessError
+from swarmtrain.process import run_command, start_process
+
+_COMMAND_TIMEOUT_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+_INTERACTIVE_STEP_ID = str(0xFFFFFFFA)  # the step in which salloc runs its shell, on some clusters
+_NO_SUCH_JOB_MESSAGE = "Invalid job id"
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The state of a job: `state` in Slurm's words (PENDING, RUNNING …), empty if it is no longer in a queue."""
+
+    state: str = ""
+    reason: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        return self.is_running or self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in ("RUNNING", "SIGNALING", "COMPLETING", "SUSPENDED")
+
+
+def run_slurm_command(*argv: str, stdin: str | None = None) -> str:
+    """Return the output of a Slurm command, which reads `stdin`. Raises EngineError."""
+    try:
+        return run_command(list(argv), input=stdin, timeout=_COMMAND_TIMEOUT_SECONDS)
+    except ProcessError as error:
+        missing = error.returncode in (126, 127)
+        hint = "runner_type: slurm is deployed where sbatch works, on a login node" if missing else f"{error.command} shows it"
+        reason = f"{argv[0]} is not here" if missing else error.output.strip().removeprefix(f"{argv[0]}: error: ") or "failed"
+        raise EngineError(reason, place="Slurm", hint=hint) from None
+
+
+def submit_job(script: Path) -> str:
+    """Submit the job and return its id. Raises EngineError."""
+    return run_slurm_command("sbatch", "--parsable", str(script)).strip().partition(";")[0]
+
+
+def check_script(script: str) -> None:
+    """Ask Slurm whether it would accept the job of this script. Raises EngineError with Slurm's reason."""
+    run_slurm_command("sbatch", "--test-only", stdin=script)
+
+
+def find_allocation() -> str:
+    """Return the id of the job whose nodes this process may use, from salloc or in a batch script; empty if there is none."""
+    step = os.environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP_ID)
+    return os.environ.get("SLURM_JOB_ID", "") if step == _INTERACTIVE_STEP_ID else ""
+
+
+def start_in_allocation(script: Path, output: Path) -> None:
+    """Start the script in the background: its srun uses the allocation's nodes."""
+    with output.open("ab") as log_file:
+        process = start_process(["bash", str(script)], stdout=log_file, stderr=log_file, new_session=True)
+    process.returncode = 0  # it is meant to outlive this process
+
+
+def read_job_state(job: str) -> JobState:
+    """Return the state of a job. Raises EngineError if Slurm does not answer."""
+    try:
+        line = run_slurm_command("squeue", "--noheader", "--states=all", "--format=%T|%r", f"--jobs={job}").strip()
+    except EngineError as error:
+        if _NO_SUCH_JOB_MESSAGE in error.message:
+            return JobState()
+        raise
+    state_name, _, reason = line.partition("|")
+    return JobState(state_name, "" if reason in ("None", "") else reason)
+
+
+def list_steps(job: str, name: str) -> list[str]:
+    """Return the ids, such as 12.0, of a job's running steps called `name`."""
+    try:
+        lines = run_slurm_command("squeue", "--noheader", "--steps", "--format=%i|%j", f"--jobs={job}").split()
+    except EngineError as error:
+        if _NO_SUCH_JOB_MESSAGE in error.message:
+            return []
+        raise
+    return [step_id for step_id, _, step_name in (line.partition("|") for line in lines) if step_name == name]
+
+
+def signal_or_cancel(target: str, signal: str | None = None) -> None:
+    """Send a signal to the tasks of a job or a step, or cancel it. A target that has already ended is not an error."""
+    try:
+        run_slurm_command("scancel", *([f"--signal={signal}"] if signal else []), target)
+    except EngineError as error:
+        if _NO_SUCH_JOB_MESSAGE not in error.message and "already completing" not in error.message:
+            raise
+
+
+def wait_until_gone(job: str, timeout: float, *, step: str = "") -> bool:
+    """Wait until a job has left the queue, or has no step of this name; return whether that happened within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while list_steps(job, step) if step else read_job_state(job).is_active:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -1,0 +1,200 @@
+"""The folder of one Slurm run, in the home that all nodes share: `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected).
+
+slurm.json          record of the run: its job, its files; `tear_down` removes it
+files-DIGEST/       what a job was submitted with: job.sh, deployed.json, config.json, code/, secrets/
+NODE.state          state of a node, written by its keeper      logs/       the ranks' own files
+events.jsonl        the coordinator's events                    NODE.log    a node's output, each line with its time
+slurm.out           output of Slurm and the batch script        lock        held by the process that changes the run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from dataclasses import replace as changed
+from pathlib import Path
+
+from swarmtrain.config import Config
+from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
+from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.launchers.common.history_store import resolve_state_directory
+from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
+from swarmtrain.launchers.slurm import slurm_cli
+from swarmtrain.plan import Cargo, Plan, RunFile
+from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.remote.process_spec import write_atomically
+
+_RECORD_FILE = "slurm.json"
+_SUBMITTED_RECORD_FILE = "run.json"
+_POLL_SECONDS = 2.0
+SCRIPT_FILE = "job.sh"
+
+
+@dataclass(frozen=True)
+class JobAttempt:
+    """One attempt of a job: Slurm keeps a job's id when it requeues the job."""
+
+    job: str
+    step: str
+    restarts: int
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """Last reported state of a node, in Swarm's words: running, complete, failed (and about to be restarted), shutdown."""
+
+    host: str
+    state: str
+    attempt: JobAttempt
+    exit_code: int | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class SlurmRunRecord:
+    """What a later process must know about the run."""
+
+    files: str
+    """Name of the folder with its files."""
+    code: tuple[str, ...]
+    secrets: tuple[str, ...]
+    nodes: int
+    stop_grace: float
+    cwd: str
+    job: str = ""
+    """The job's id; empty until Slurm has assigned one."""
+    allocation: bool = False
+    """The job is the user's own (salloc), and the run only a step of it."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def load(cls, path: Path) -> SlurmRunRecord | None:
+        """Return the record in the file at `path`, None if there is none."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return cls(**{**data, "code": tuple(data["code"]), "secrets": tuple(data["secrets"])})
+
+
+def is_job_active(record: SlurmRunRecord, run: str) -> bool:
+    """Return whether the run's job is pending or running. Raises EngineError."""
+    if not record.job:
+        return False
+    return bool(slurm_cli.list_steps(record.job, run)) if record.allocation else slurm_cli.read_job_state(record.job).is_active
+
+
+class SlurmRunFolder(LocalRunFolder):
+    """One run's folder."""
+
+    def __init__(self, run: str, path: Path | None = None) -> None:
+        super().__init__(run)
+        self.path = path or self.path
+        self._polled_at, self._job_active = float("-inf"), True
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / _RECORD_FILE).exists()
+
+    def get_log_path(self, name: str) -> Path:
+        return self.path / f"{name}.log"
+
+    def list_process_names(self) -> list[str]:
+        record = self.find_record()
+        return [*(f"node{index}" for index in range(record.nodes)), RENDEZVOUS_SERVICE] if record else []
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether the run's job is in Slurm's queue; Slurm is asked at most every two seconds."""
+        if time.monotonic() > self._polled_at + _POLL_SECONDS:
+            record, self._polled_at = self.find_record(), time.monotonic()
+            with contextlib.suppress(EngineError):  # Slurm may answer later
+                self._job_active = record is not None and is_job_active(record, self.run)
+        return self._job_active
+
+    def find_record(self) -> SlurmRunRecord | None:
+        """Return the run's record, None if there is none."""
+        return SlurmRunRecord.load(self.path / _RECORD_FILE)
+
+    def read_job_record(self) -> SlurmRunRecord:
+        """Return the run's record. Raises RunNotFound if there is none."""
+        if (record := self.find_record()) is None:
+            known_runs = ", ".join(list_slurm_runs()) or "none"
+            raise RunNotFound(f"there is no run of this name under Slurm; there is: {known_runs}", place=f"run {self.run}")
+        return record
+
+    def write_job_files(self, plan: Plan, record: SlurmRunRecord, script: str) -> Path:
+        """Write what a job is submitted with, and return the script's path. Raises OSError."""
+        files = self.path / record.files
+        (files / "secrets").mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.path / "logs").mkdir(exist_ok=True)
+        texts = {"deployed.json": plan.config.to_json(), "config.json": plan.config.to_node_config().to_json()}
+        texts |= {SCRIPT_FILE: script, _SUBMITTED_RECORD_FILE: record.to_json()}
+        write_files_atomically(
+            {files / "secrets" / item.name: (item.content, SECRET_MODE) for item in plan.cargo.secrets}
+            | {files / "code" / item.name: (item.content, PUBLIC_MODE) for item in plan.cargo.code}
+            | {files / name: (text.encode(), PUBLIC_MODE) for name, text in texts.items()}
+        )
+        return files / SCRIPT_FILE
+
+    def write_record(self, record: SlurmRunRecord) -> None:
+        """Write the run's record, by which it is found. Raises OSError."""
+        write_atomically(self.path / _RECORD_FILE, record.to_json())
+
+    def load_deployment(self) -> tuple[Config, Cargo]:
+        record = self.read_job_record()
+        files = self.path / record.files
+        code = tuple(RunFile.from_content(name, (files / "code" / name).read_bytes()) for name in record.code)
+        secrets = tuple(RunFile.from_content(name, (files / "secrets" / name).read_bytes()) for name in record.secrets)
+        return Config.from_json((files / "deployed.json").read_text(encoding="utf-8")), Cargo(code, secrets)
+
+    def remove_job_files(self, *, keep: str = "") -> None:
+        """Remove the files that jobs were submitted with, including secrets, except the folder `keep`."""
+        for files in self.path.glob("files-*"):
+            if files.name != keep:
+                shutil.rmtree(files, ignore_errors=True)
+
+    def remove_run(self) -> None:
+        """Remove the run; its events and logs stay. The record goes last: until then the run can be found, and removed again."""
+        self.remove_job_files()
+        for state in self.path.glob("*.state"):
+            state.unlink(missing_ok=True)
+        (self.path / _RECORD_FILE).unlink(missing_ok=True)
+
+
+def list_slurm_runs() -> list[str]:
+    """Return the names of all runs under Slurm, sorted. Raises OSError."""
+    try:
+        return sorted(path.name for path in resolve_state_directory().iterdir() if SlurmRunFolder(path.name).exists)
+    except FileNotFoundError:
+        return []
+
+
+def adopt_job(folder: Path, files: str, job_id: str) -> None:
+    """Record that job `job_id` is the run's, which is not yet known if somebody has submitted the script by hand."""
+    job_folder = SlurmRunFolder(folder.name, folder)
+    record = job_folder.find_record()
+    if (record is None or record.job != job_id) and (
+        submitted_record := SlurmRunRecord.load(folder / files / _SUBMITTED_RECORD_FILE)
+    ) is not None:
+        job_folder.write_record(changed(submitted_record, job=job_id))
+
+
+def read_node_state(folder: Path, name: str) -> NodeState | None:
+    """Return the state that `name` last reported, None if it has reported none."""
+    try:
+        data = json.loads((folder / f"{name}.state").read_text(encoding="utf-8"))
+        return NodeState(**{**data, "attempt": JobAttempt(**data["attempt"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def read_outcome_exit_code(events_file: Path, *, default: int) -> int:
+    """Return the exit code of the last outcome in `events_file`; `default` if there is none."""
+    with events_file.open(encoding="utf-8", errors="replace") as lines:
+        outcomes = [event for line in lines if (event := Event.from_line(line)) and event.kind == EVENT_OUTCOME]
+    return int(outcomes[-1].data.get("exit_code") or 0) if outcomes else default

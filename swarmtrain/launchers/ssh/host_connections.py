@@ -1,0 +1,320 @@
+"""The machines of a run as a launcher sees them: this one, called directly, and others, called over SSH.
+
+Over SSH, one `ssh` per host carries everything for the duration of a command: first the modules of swarmtrain.remote as a zip file,
+then requests and responses. Config values never become part of a shell command line, and neither do secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import select
+import shlex
+import subprocess
+import threading
+import time
+import zipfile
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar, cast
+from weakref import finalize
+
+from swarmtrain import process
+from swarmtrain.errors import HostError, SwarmtrainError
+from swarmtrain.remote.remote_agent import READY_LINE, RemoteAgent, get_runs_folder
+
+LOCALHOST = "localhost"
+"""The name of this machine as a host; it needs no SSH."""
+T = TypeVar("T")
+_CALL_TIMEOUT_SECONDS = 60.0
+_SSH_EXIT_TIMEOUT_SECONDS = 10.0
+_CLOSE_TIMEOUT_SECONDS = 3.0
+# A dead host is noticed within 15 s; a slow login may take 15 s too.
+_SSH_ARGV = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+_MAX_PARALLEL_HOSTS = 64
+_AGENT_FILES = ("__init__.py", "errors.py", "process.py", "remote/*.py")
+_AGENT_BOOTSTRAP = """
+import sys, os, json, pathlib
+header = json.loads(sys.stdin.buffer.readline())
+base = pathlib.Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "swarmtrain" / ".hosts"
+base.mkdir(mode=0o700, parents=True, exist_ok=True)
+archive = base / (header["digest"] + ".zip")
+content = sys.stdin.buffer.read(header["size"])
+if not archive.exists():
+    new = base / (".%s.%d" % (header["host"], os.getpid()))
+    new.write_bytes(content)
+    new.replace(archive)
+sys.path.insert(0, str(archive))
+from swarmtrain.remote import remote_agent
+remote_agent.serve_requests(remote_agent.get_runs_folder(header["host"]))
+"""
+
+
+class Host(Protocol):
+    """A machine that answers the requests of swarmtrain.remote.remote_agent.RemoteAgent."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the config."""
+        ...
+
+    def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
+        """Return the response, which must come within `timeout` seconds. Raises HostError."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection; processes on the host keep running."""
+        ...
+
+
+class LocalHost:
+    """This machine."""
+
+    name = LOCALHOST
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+        self._agent = RemoteAgent(get_runs_folder(LOCALHOST), self._closed.is_set)
+
+    def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
+        """Return the response, directly from a function call. Raises HostError."""
+        try:
+            return self._agent.handle_request(method, fields)
+        except (OSError, SwarmtrainError) as error:
+            raise HostError(str(error), place=f"host {self.name}") from None
+
+    def close(self) -> None:
+        """Abort a request that is in progress."""
+        self._closed.set()
+
+
+class RemoteHost:
+    """A machine behind `ssh NAME`, with the settings that the user's own ~/.ssh/config has for this name."""
+
+    def __init__(self, name: str, python: str) -> None:
+        self.name, self.python = name, python
+        self._connection: _SshConnection | None = None
+        self._call_lock = threading.Lock()
+
+    def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
+        """Return the response. Raises HostError, after which the next request opens a new connection."""
+        with self._call_lock:
+            try:
+                if self._connection is None:
+                    self._connection = _SshConnection(self.name, self.python)
+                    self._connection.upload_agent()
+                reply = self._connection.exchange_message([method, fields], timeout)
+            except BaseException:
+                self._close_connection()
+                raise
+        if "error" in reply:
+            raise HostError(reply["error"], place=f"host {self.name}")
+        return reply["answer"]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is a connection without a request in progress."""
+        connection = self._connection
+        return connection is not None and connection.ssh.poll() is None and not self._call_lock.locked()
+
+    def close(self) -> None:
+        """Close the connection; a request in progress has a few seconds to finish, and then fails."""
+        if not self._call_lock.acquire(timeout=_CLOSE_TIMEOUT_SECONDS):
+            if (connection := self._connection) is not None:
+                connection.ssh.kill()
+            self._call_lock.acquire()
+        try:
+            self._close_connection()
+        finally:
+            self._call_lock.release()
+
+    def _close_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+class _SshConnection:
+    """One `ssh` process and its pipes."""
+
+    def __init__(self, name: str, python: str) -> None:
+        self.name, self.python = name, python
+        argv = [*_SSH_ARGV, name, shlex.join([python, "-c", f"exec({_AGENT_BOOTSTRAP!r})"])]
+        # A session of its own: otherwise Ctrl-C would break the connection before the interrupted work is undone.
+        pipe = subprocess.PIPE
+        self.ssh = process.start_process(argv, stdin=pipe, stdout=pipe, stderr=pipe, new_session=True)
+        self.stdin, self.stdout, stderr = (cast("IO[bytes]", stream) for stream in (self.ssh.stdin, self.ssh.stdout, self.ssh.stderr))
+        # An open pipe keeps ssh alive, and Python's record of a living child keeps the pipe open. The finalizer must neither start a
+        # thread nor wait: the garbage collector may run it while any lock is held.
+        finalize(self, self.stdin.close)
+        os.set_blocking(self.stdin.fileno(), False)
+        self.read_buffer = b""
+        self.stderr_lines: deque[str] = deque(maxlen=20)
+        self.stderr_reader = threading.Thread(target=_collect_lines, args=(stderr, self.stderr_lines), daemon=True)
+        self.stderr_reader.start()
+
+    def upload_agent(self) -> None:
+        """Send the remote agent and wait until it is ready. Raises HostError."""
+        archive = _build_agent_archive()
+        header = {"size": len(archive), "digest": sha256(archive).hexdigest()[:16], "host": self.name}
+        deadline = time.monotonic() + _CALL_TIMEOUT_SECONDS
+        self._send(json.dumps(header).encode() + b"\n" + archive, deadline)
+        while self._read_line(deadline).decode(errors="replace").strip() != READY_LINE:
+            pass
+
+    def exchange_message(self, message: list[Any], timeout: float) -> dict[str, Any]:
+        """Return the response to `message`. Raises HostError."""
+        deadline = time.monotonic() + timeout
+        self._send(json.dumps(message).encode() + b"\n", deadline)
+        return dict(json.loads(self._read_line(deadline)))
+
+    def close(self) -> None:
+        """Close it, and wait until the remote side has ended its current request."""
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.ssh.wait(_SSH_EXIT_TIMEOUT_SECONDS)
+        if self.ssh.poll() is None:
+            self.ssh.kill()
+            self.ssh.wait()
+        self.stdout.close()
+
+    def _send(self, content: bytes, deadline: float) -> None:
+        while content:
+            if not select.select([], [self.stdin], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise self._build_timeout_error()
+            try:
+                content = content[os.write(self.stdin.fileno(), content) :]
+            except OSError:
+                raise self._build_closed_error() from None
+
+    def _read_line(self, deadline: float) -> bytes:
+        chunks = [self.read_buffer]
+        while b"\n" not in chunks[-1]:
+            if not select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise self._build_timeout_error()
+            if not (chunk := os.read(self.stdout.fileno(), 1 << 20)):
+                raise self._build_closed_error()
+            chunks.append(chunk)
+        line, _, self.read_buffer = b"".join(chunks).partition(b"\n")
+        return line
+
+    def _build_timeout_error(self) -> HostError:
+        return HostError("does not answer", place=f"host {self.name}", hint=f"ssh {self.name} true shows whether it is there")
+
+    def _build_closed_error(self) -> HostError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.ssh.wait(_SSH_EXIT_TIMEOUT_SECONDS)
+        self.stderr_reader.join(1.0)
+        messages = [line for line in self.stderr_lines if not line.startswith("Warning: Permanently added")]
+        text = messages[-1].strip() if messages else "the connection has ended"
+        return HostError(text, place=f"host {self.name}", hint=_suggest_fix(self.name, text, self.python, self.ssh.returncode))
+
+
+class ConnectionPool:
+    """Connections that one command opens only once, although it calls the same hosts repeatedly; idle ones end with the pool."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, str], RemoteHost] = {}
+
+    def build_host_group(self, names: Sequence[str], pythons: Mapping[str, str]) -> HostGroup:
+        """Return hosts by their names, and by the interpreter of each. A missing connection is opened on the first request."""
+        return HostGroup([self._take_host(name, pythons) for name in names], pythons, self._return_host)
+
+    def _take_host(self, name: str, pythons: Mapping[str, str]) -> Host:
+        if name == LOCALHOST:
+            return LocalHost()
+        host = self._idle.pop((name, pythons[name]), None)
+        return host if host and host.is_idle else RemoteHost(name, pythons[name])
+
+    def _return_host(self, host: Host) -> None:
+        if isinstance(host, RemoteHost) and host.is_idle and (host.name, host.python) not in self._idle:
+            self._idle[host.name, host.python] = host
+        else:
+            host.close()
+
+
+class HostGroup:
+    """Several hosts, called in parallel."""
+
+    def __init__(
+        self, hosts: Sequence[Host], pythons: Mapping[str, str], release: Callable[[Host], None] = lambda host: host.close()
+    ) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self._pythons, self._release = pythons, release
+
+    def __enter__(self) -> HostGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_interpreter(self, name: str) -> str:
+        """Return the interpreter of a host."""
+        return self._pythons[name]
+
+    def run_on_all(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> dict[str, T]:
+        """Return what `work` returns for each host, or for those in `subset`. Raises the first HostError, when all are done."""
+        results, failed = self.try_on_all(work, subset)
+        for error in failed.values():
+            raise error
+        return results
+
+    def try_on_all(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> tuple[dict[str, T], dict[str, HostError]]:
+        """Return what `work` returns for each host on which it succeeds, and the errors of the others."""
+        names = [name for name in self.hosts if subset is None or name in subset]
+        results: dict[str, T] = {}
+        failed: dict[str, HostError] = {}
+        if not names:
+            return results, failed
+        with ThreadPoolExecutor(min(_MAX_PARALLEL_HOSTS, len(names))) as pool:
+            futures = {name: pool.submit(work, self.hosts[name]) for name in names}
+        for name, future in futures.items():
+            try:
+                results[name] = future.result()
+            except HostError as error:
+                failed[name] = error
+        return results, failed
+
+    def close(self) -> None:
+        """Release all of them."""
+        with contextlib.suppress(HostError):
+            self.run_on_all(self._release)
+
+
+def connect_hosts(names: Sequence[str], pythons: Mapping[str, str]) -> HostGroup:
+    """Return hosts by their names, and by the interpreter of each. Connections are opened on the first request."""
+    return HostGroup([LocalHost() if name == LOCALHOST else RemoteHost(name, pythons[name]) for name in names], pythons)
+
+
+def _build_agent_archive() -> bytes:
+    """Return the modules that a host needs, as a zip file whose main program is the process keeper; its bytes are deterministic."""
+    root = Path(__file__).parents[2]
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(path for pattern in _AGENT_FILES for path in root.glob(pattern)):
+            archive.writestr(zipfile.ZipInfo(f"swarmtrain/{path.relative_to(root)}"), path.read_bytes())
+        archive.writestr(
+            zipfile.ZipInfo("__main__.py"), b"import runpy\nrunpy.run_module('swarmtrain.remote.process_keeper', run_name='__main__')\n"
+        )
+    return content.getvalue()
+
+
+def _collect_lines(stream: IO[bytes], lines: deque[str]) -> None:
+    with stream:
+        lines.extend(line.decode(errors="replace").rstrip() for line in stream if line.strip())
+
+
+def _suggest_fix(name: str, text: str, python: str, exit_code: int | None) -> str:
+    if "Permission denied" in text:
+        return f"ssh-copy-id {name} lets you in without a password; ssh {name} true proves it"
+    if "Host key verification failed" in text:
+        return f"ssh {name} asks once whether its key is the right one"
+    if exit_code in (126, 127):
+        return f"runner.python is the interpreter on the hosts; {python} is not on {name}"
+    return f"ssh {name} true shows more"

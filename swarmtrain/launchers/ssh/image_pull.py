@@ -1,0 +1,78 @@
+"""The image on the hosts of a run: pulled before anything starts, with the registry login of the user who deploys."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+from swarmtrain.errors import ImageError
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
+from swarmtrain.launchers.ssh.process_specs import build_docker_argv
+from swarmtrain.plan import Plan
+from swarmtrain.remote.remote_agent import SECRET_FILE_MODE
+
+_PULL_TIMEOUT_SECONDS = 3600.0
+_INSPECT_TIMEOUT_SECONDS = 60.0
+_LOGIN_FILE = "docker/config.json"
+_DOCKER_HUB_REGISTRY = "https://index.docker.io/v1/"
+
+
+def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progress: ProgressReporter) -> None:
+    """Pull the image on all `hosts` in parallel. A host that cannot pull it, but has it, uses what it has. Raises ImageError."""
+    image, docker = plan.config.runner.docker_config.docker_container, build_docker_argv(plan)
+    report_progress(f"pulling {image}")
+    login = _build_registry_login(image)
+
+    def pull_on_host(host: Host) -> str:
+        result = _run_pull(host, plan.run, [*docker], image, login)
+        if result["exit_code"] == 0:
+            return ""
+        inspection = host.call_agent(
+            "run_command", argv=[*docker, "image", "inspect", image], seconds=_INSPECT_TIMEOUT_SECONDS, timeout=_INSPECT_TIMEOUT_SECONDS
+        )
+        if inspection["exit_code"] == 0:
+            report_progress(f"{host.name} could not pull {image}, and uses the image that it has")
+            return ""
+        return str(result["output"]).strip() or f"exit code {result['exit_code']}"
+
+    for name, error in host_group.run_on_all(pull_on_host, hosts).items():
+        if error:
+            hint = f"docker login on this machine, or on {name}; ssh {name} docker pull {image} shows more"
+            raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)
+
+
+def _run_pull(host: Host, run: str, docker: list[str], image: str, login: str) -> dict[str, object]:
+    """Pull with the host's own login, or with `login`, which is a file on the host only during the pull."""
+    if not login:
+        return dict(
+            host.call_agent(
+                "run_command", argv=[*docker, "pull", "--quiet", image], seconds=_PULL_TIMEOUT_SECONDS, timeout=_PULL_TIMEOUT_SECONDS
+            )
+        )
+    host.call_agent("write_files", run=run, files={_LOGIN_FILE: (login, SECRET_FILE_MODE)})
+    try:
+        folder = str(Path(host.call_agent("inspect_run", run=run)["path"]) / _LOGIN_FILE).removesuffix("/config.json")
+        argv = [*docker, "--config", folder, "pull", "--quiet", image]
+        return dict(host.call_agent("run_command", argv=argv, seconds=_PULL_TIMEOUT_SECONDS, timeout=_PULL_TIMEOUT_SECONDS))
+    finally:
+        host.call_agent("delete_files", run=run, names=[_LOGIN_FILE])
+
+
+def _build_registry_login(image: str) -> str:
+    """Return a docker config with only this machine's login for the image's registry, in base64; empty if its config file has none.
+
+    Logins in a credential helper are not used.
+    """
+    first_part = image.partition("/")[0]
+    registry = (
+        first_part if "/" in image and ("." in first_part or ":" in first_part or first_part == "localhost") else _DOCKER_HUB_REGISTRY
+    )
+    path = Path(os.environ.get("DOCKER_CONFIG") or "~/.docker").expanduser() / "config.json"
+    try:
+        auth = json.loads(path.read_text(encoding="utf-8"))["auths"][registry]["auth"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return base64.b64encode(json.dumps({"auths": {registry: {"auth": auth}}}).encode()).decode()

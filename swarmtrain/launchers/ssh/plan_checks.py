@@ -1,0 +1,110 @@
+"""Checks of a run's hosts before it starts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from swarmtrain import __version__
+from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.errors import HostError
+from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
+from swarmtrain.launchers.ssh.process_specs import build_docker_argv
+from swarmtrain.plan import Plan
+
+_MAX_CLOCK_OFFSET_SECONDS = 5.0
+_COMMAND_TIMEOUT_SECONDS = 30.0
+
+
+def collect_findings(plan: Plan, host_group: HostGroup, *, ports: tuple[int, ...]) -> list[Finding]:
+    """Return what each host lacks; `ports` must be free on the first. An unreachable host is a finding, not an error."""
+    uses_docker = plan.config.runner.runner_type is RunnerType.ssh_docker
+    coordinator_host = plan.nodes[0].host
+
+    def check_host(host: Host) -> list[Finding]:
+        started_at = time.time()
+        host_info = host.call_agent("describe_host", cwd=str(Path.cwd()), ports=ports if host.name == coordinator_host else ())
+        findings = _check_machine(host.name, host_info, (started_at + time.time()) / 2)
+        return findings + (
+            _check_docker(host, plan) if uses_docker else _check_python(host, host_group.get_interpreter(host.name), plan.config.runner.env)
+        )
+
+    results, failed = host_group.try_on_all(check_host)
+    findings = [Finding(str(error.place), error.message, error.hint) for error in failed.values()]
+    findings += [finding for host_findings in results.values() for finding in host_findings]
+    return [*findings, *([] if failed or uses_docker else _check_shared_save_dir(plan, host_group))]
+
+
+def _check_machine(name: str, host_info: dict[str, Any], expected_time: float) -> list[Finding]:
+    place = f"host {name}"
+    findings = []
+    if host_info["taken_ports"]:
+        ports = ", ".join(map(str, host_info["taken_ports"]))
+        findings.append(
+            Finding(place, f"something listens at port {ports} already, and the run needs it", "choose another: runner.master_port")
+        )
+    if abs(host_info["time"] - expected_time) > _MAX_CLOCK_OFFSET_SECONDS:
+        hint = "timedatectl set-ntp true"
+        findings.append(
+            Finding(
+                place, f"its clock is {host_info['time'] - expected_time:+.0f} s off ours: logs will be out of order", hint, fatal=False
+            )
+        )
+    if not host_info["cwd"]:
+        message = f"has no folder {Path.cwd()}: there, relative paths are from the home of its user"
+        findings.append(Finding(place, message, "absolute paths mean the same everywhere", fatal=False))
+    return findings
+
+
+def _check_python(host: Host, python: str, env: dict[str, str]) -> list[Finding]:
+    place = f"host {host.name}"
+    result = host.call_agent("check_interpreter", argv=[python], env=env)
+    if "error" in result:
+        return [
+            Finding(place, f"{python} cannot import swarmtrain: {result['error']}", f"{python} -m pip install 'swarmtrain[train]' there")
+        ]
+    findings = []
+    if result["swarmtrain"] != __version__:
+        message = f"has swarmtrain {result['swarmtrain']}, and this is {__version__}"
+        findings.append(Finding(place, message, "the same version everywhere: runner.python chooses the interpreter"))
+    if not result["torch"]:
+        findings.append(
+            Finding(place, f"{python} cannot find torch, and ranks run in it", f"{python} -m pip install 'swarmtrain[train]' there")
+        )
+    return findings
+
+
+def _check_docker(host: Host, plan: Plan) -> list[Finding]:
+    argv = [*build_docker_argv(plan), "version", "--format", "{{.Server.Version}}"]
+    result = host.call_agent("run_command", argv=argv, seconds=_COMMAND_TIMEOUT_SECONDS)
+    if result["exit_code"] == 0:
+        return []
+    output_lines = result["output"].strip().splitlines()
+    hint = (
+        f"its user must be in the group docker, or sudo without a password: runner.docker_config.docker_sudo ({' '.join(argv)} shows more)"
+    )
+    return [Finding(f"host {host.name}", output_lines[-1] if output_lines else "docker does not answer", hint)]
+
+
+def _check_shared_save_dir(plan: Plan, host_group: HostGroup) -> list[Finding]:
+    """Return a finding if save_dir is not shared: each host then has only a part of the checkpoints."""
+    folder = plan.config.trainer.save_dir
+    hosts = list(host_group.hosts)
+    if folder is None or len(hosts) == 1:
+        return []
+    marker = str(Path.cwd() / folder / f".swarmtrain-seen-{uuid4().hex}")
+    first_host = host_group.hosts[hosts[0]]
+    try:
+        if not first_host.call_agent("update_marker", path=marker, action="create"):
+            return []
+        visible = host_group.run_on_all(lambda host: bool(host.call_agent("update_marker", path=marker, action="check")))
+        first_host.call_agent("update_marker", path=marker, action="remove")
+    except HostError:
+        return []
+    if hosts_without_marker := [name for name, is_visible in visible.items() if not is_visible]:
+        message = f"is another folder on {', '.join(hosts_without_marker)} than on {hosts[0]}: each disk will have its own checkpoints"
+        return [Finding(f"save_dir {folder}", message, "a folder that all hosts share", fatal=False)]
+    return []

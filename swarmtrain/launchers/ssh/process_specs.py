@@ -1,0 +1,165 @@
+"""Plan → the processes that each host keeps running. Values in, values out. A container is a function on argv."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from swarmtrain.config.schema.runner import DockerConfig, RunnerType
+from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE
+from swarmtrain.remote.process_spec import ProcessSpec
+from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
+
+_WORKSPACE_FOLDER = PurePosixPath("/workspace")
+_SECRETS_FOLDER = PurePosixPath("/run/secrets")
+_LOGS_FOLDER = "/tmp/swarmtrain"  # noqa: S108  # in the container
+# RDMA adapters need memory that cannot be paged out. Not every engine may allow that: a rootless one may not.
+_RDMA_OPTIONS = ["--ulimit", "memlock=-1", "--cap-add", "IPC_LOCK"]
+
+
+@dataclass(frozen=True)
+class HostContext:
+    """What a process spec must know about its host."""
+
+    folder: PurePosixPath
+    """The run's folder."""
+    cwd: str
+    gpus: int
+    user: str
+    """Numeric user and group of the SSH user on the host."""
+
+
+@dataclass(frozen=True)
+class ProcessCommands:
+    """The command to start, and those to run before it, to stop it and after it: as in ProcessSpec."""
+
+    argv: list[str]
+    prepare_command: list[str] = field(default_factory=list)
+    stop_command: list[str] = field(default_factory=list)
+    cleanup_command: list[str] = field(default_factory=list)
+
+
+def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
+    """Return the processes of each host, by host, the coordinator first."""
+    uses_docker = plan.config.runner.runner_type is RunnerType.ssh_docker
+    content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
+    specs_by_host: dict[str, list[ProcessSpec]] = {node.host: [] for node in plan.nodes}
+    for name, node in [(RENDEZVOUS_SERVICE, None), *((node.name, node) for node in plan.nodes)]:
+        host = node.host if node else record.coordinator_host
+        host_context = hosts[host]
+        layout = _build_node_layout(plan, record, host_context, uses_docker=uses_docker)
+        env = (
+            build_node_env(plan, node, layout) | _build_gpu_env(node, uses_docker=uses_docker)
+            if node
+            else build_coordinator_env(plan, layout)
+        )
+        argv = ["python3" if uses_docker else record.interpreters[host], "-u", "-m", ENTRYPOINT_MODULE, "node" if node else "rendezvous"]
+        commands = wrap_in_container(plan, node, host_context, argv, env) if uses_docker else ProcessCommands(argv)
+        log = str(host_context.folder / f"{name}.log")
+        stdout = log if node else str(host_context.folder / "events.jsonl")
+        specs_by_host[host].append(
+            ProcessSpec(
+                name,
+                env=env,
+                cwd=host_context.cwd,
+                stdout=stdout,
+                stderr=log,
+                content_digest=content_digest if node else "",
+                **asdict(commands),
+            )
+        )
+    return specs_by_host
+
+
+def _build_gpu_env(node: PlannedNode, *, uses_docker: bool) -> dict[str, str]:
+    """Return which GPUs a node may use, if `hosts` names them; a container is given only those."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)} if node.gpus and not uses_docker else {}
+
+
+def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostContext, *, uses_docker: bool) -> NodeLayout:
+    return NodeLayout(
+        coordinator_host=record.address,
+        bind_address="0.0.0.0",  # noqa: S104  # the host network: whatever name or address the others use
+        config_path=CONFIG_PATH if uses_docker else str(host_context.folder / "config.json"),
+        code_dir=_WORKSPACE_FOLDER if uses_docker else host_context.folder / "code",
+        secrets_dir=_SECRETS_FOLDER if uses_docker else host_context.folder / "secrets",
+        log_dir=_LOGS_FOLDER if uses_docker else str(host_context.folder / "logs"),
+        store_port=record.store_port,
+        coordinator_port=record.coordinator_port,
+        mounts=tuple(target for _, target in plan.config.runner.docker_config.docker_mounts) if uses_docker else (),
+        environment=_build_container_env(plan.config.runner.docker_config) if uses_docker else {},
+    )
+
+
+def _build_container_env(docker: DockerConfig) -> dict[str, str]:
+    """Return the container's variables. The user may be unknown to the image, so that HOME would be / without this."""
+    return {**docker.cache_variables, "HOME": docker.cache_dir or "/tmp"}  # noqa: S108  # in the container
+
+
+def _format_mount_option(docker: DockerConfig, source: str, target: str) -> list[str]:
+    """Return the option that mounts a path or a volume; a volume with options of its own is created with them."""
+    if source not in docker.volumes:
+        return ["--volume", f"{source}:{target}"]
+    line = io.StringIO()
+    volume_options = [f"volume-opt={key}={value}" for key, value in docker.volumes[source].items()]
+    csv.writer(line, lineterminator="").writerow(["type=volume", f"source={source}", f"target={target}", *volume_options])
+    return ["--mount", line.getvalue()]
+
+
+def wrap_in_container(
+    plan: Plan, node: PlannedNode | None, host_context: HostContext, argv: list[str], env: dict[str, str]
+) -> ProcessCommands:
+    """Return the commands that run `argv` with `env` in a container.
+
+    Only the names of the variables are in them: docker takes the values from its own environment. A `docker run` that is ended while it
+    waits for the engine leaves a container behind that nothing knows of, so create and start are separate. SIGTERM is sent to the
+    container: at SIGTERM, docker 28 exits with 0 if it has only started a container.
+    """
+    docker, cargo = plan.config.runner.docker_config, plan.cargo
+    docker_argv = build_docker_argv(plan, preserve=",".join(env))
+    container_name = f"{plan.run}-{node.name if node else RENDEZVOUS_SERVICE}"
+    files = [("config.json", CONFIG_PATH), *((f"code/{item.name}", str(_WORKSPACE_FOLDER / item.name)) for item in cargo.code)]
+    files += [(f"secrets/{item.name}", str(_SECRETS_FOLDER / item.name)) for item in cargo.secrets]
+    own_mounts = [f"{host_context.folder / source}:{target}:ro" for source, target in files] if node else []
+    options: dict[str, Any] = {
+        "--name": container_name,
+        "--network": "host",
+        "--ipc": "host",
+        "--user": docker.user or host_context.user,
+        "--gpus": _format_gpus_option(node, host_context),
+        "--cpus": docker.cpus if node else None,
+        "--memory": docker.memory if node else None,
+    }
+    option_words = [word for option, value in options.items() if value for word in (option, str(value))]
+    option_words += [word for source, target in docker.docker_mounts if node for word in _format_mount_option(docker, source, target)]
+    option_words += [word for mount in own_mounts for word in ("--volume", mount)]
+    option_words += [word for variable in env for word in ("--env", variable)]
+    option_words += ["--privileged"] if docker.privileged else []
+    option_words += _RDMA_OPTIONS if node and plan.config.runner.swarm.rdma else []
+    option_words += ["--label", f"swarmtrain.run={plan.run}"]
+    program, *arguments = argv
+    return ProcessCommands(
+        argv=[*build_docker_argv(plan), "start", "--attach", container_name],
+        prepare_command=[*docker_argv, "create", "--rm", *option_words, "--entrypoint", program, docker.docker_container, *arguments],
+        stop_command=[*build_docker_argv(plan), "kill", "--signal", "TERM", container_name],
+        cleanup_command=[*build_docker_argv(plan), "rm", "--force", container_name],
+    )
+
+
+def build_docker_argv(plan: Plan, preserve: str = "") -> list[str]:
+    """Return how `docker` is called on a host; sudo keeps the variables in `preserve`, and must not need a password."""
+    if not plan.config.runner.docker_config.docker_sudo:
+        return ["docker"]
+    return ["sudo", "-n", *([f"--preserve-env={preserve}"] if preserve else []), "docker"]
+
+
+def _format_gpus_option(node: PlannedNode | None, host_context: HostContext) -> str:
+    if node is None or not (node.gpus or host_context.gpus):
+        return ""
+    return f'"device={",".join(node.gpus)}"' if node.gpus else "all"

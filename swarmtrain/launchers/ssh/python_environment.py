@@ -1,0 +1,349 @@
+"""The same environment on all hosts of a run: a pinned list, installed in parallel, and a test that its backends work."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from swarmtrain import __version__
+from swarmtrain.config.schema.runner import RunnerConfig, RunnerType
+from swarmtrain.config.schema.validators import parse_host_gpus
+from swarmtrain.errors import ConfigError, HostError, Problem, SwarmtrainError
+from swarmtrain.images.wheels import build_swarmtrain_wheel
+from swarmtrain.launchers.base import Finding, ProgressReporter
+from swarmtrain.launchers.ssh import resolve_host_address
+from swarmtrain.launchers.ssh.host_connections import LOCALHOST, Host, HostGroup, connect_hosts
+
+BACKENDS = ("gloo", "nccl", "mpi")
+_PIN_PATTERN = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[\w.,-]+\])?==([\w.!+-]+)(?:\s*;.*)?")
+_DEFAULT_ENVIRONMENT_FOLDER = Path("~/.local/share/swarmtrain/env")
+_CHUNK_BYTES = 8 << 20
+_BUILD_TIMEOUT_SECONDS = 7200.0
+_VERIFY_TIMEOUT_SECONDS = 150.0
+_RETRY_SECONDS = 1.0
+_PORT_RANGE = range(20000, 29997)
+_PORT_CANDIDATES = 16
+_BACKEND_PROBE_SCRIPT = Path(__file__).parents[2] / "entrypoint" / "probe" / "backend_probe.py"
+
+
+@dataclass(frozen=True)
+class PinnedRequirements:
+    """What an environment contains: requirements for pip, and wheels to upload, which are the only source if `use_index` is False."""
+
+    lines: tuple[str, ...]
+    wheels: tuple[Path, ...] = ()
+    use_index: bool = True
+
+    @property
+    def digest(self) -> str:
+        """Digest of all of it."""
+        parts = [*self.lines, str(self.use_index), *(f"{path.name} {sha256(path.read_bytes()).hexdigest()}" for path in self.wheels)]
+        return sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclass
+class EnvironmentReport:
+    """What was built and what was verified. str() formats it."""
+
+    python: str
+    hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each host's interpreter has; empty for a host on which that could not be determined."""
+    verified: dict[str, str] = field(default_factory=dict)
+    """Result of each backend: empty if its group computed the right sum, else why it is not verified."""
+    findings: list[Finding] = field(default_factory=list)
+    configured: bool = False
+    """The config already names this interpreter."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether runs can use it."""
+        return not any(finding.fatal for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON output."""
+        return {**asdict(self), "ok": self.is_usable}
+
+    def __str__(self) -> str:
+        return "\n".join(self._format_lines())
+
+    def _format_lines(self) -> Iterator[str]:
+        rows: list[tuple[str, ...]] = [("host", "python", "torch", "GPUs", *BACKENDS)]
+        for name, host_info in self.hosts.items():
+            cells = [host_info.get("python", ""), host_info.get("torch", ""), str(len(host_info.get("gpus", ()))) if host_info else ""]
+            rows.append((name, *(cell or "-" for cell in cells), *(self._format_cell(host_info, backend) for backend in BACKENDS)))
+        widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+        yield from ("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        world_size = len(self.hosts)
+        for backend, why in self.verified.items():
+            yield (
+                f"{backend} is not proved: {why}"
+                if why
+                else f"{backend}: a group of {world_size} has added up to {world_size * (world_size + 1) // 2}"
+            )
+        for finding in self.findings:
+            yield f"{'error' if finding.fatal else 'warning'}: {finding.place}: {finding.message}"
+            yield from [f"hint: {finding.hint}"] * bool(finding.hint)
+        if self.configured:
+            yield f"the config has it: runner.python is {self.python}"
+        elif self.is_usable:
+            yield f"for the config:\nrunner:\n  python: {self.python}"
+
+    def _format_cell(self, host_info: dict[str, Any], backend: str) -> str:
+        if backend not in host_info.get("backends", ()):
+            return "no" if host_info else "-"
+        return "not proved" if self.verified[backend] else "ok"
+
+
+def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) -> str:
+    """Return the interpreter of the environment at `path`; without `path`, that of the config. Raises ConfigError.
+
+    Only with `check` may the interpreter be outside a folder named bin.
+    """
+    if runner.runner_type is not RunnerType.ssh:
+        hint = "swarmtrain image build makes the image that containers run"
+        raise ConfigError((Problem("runner.runner_type", f"is {runner.runner_type}, and environments on hosts are for ssh", hint=hint),))
+    if path:
+        return str(PurePosixPath(path) / "bin" / "python3")
+    if check or not runner.python:
+        return runner.python or (sys.executable if check else str(_DEFAULT_ENVIRONMENT_FOLDER.expanduser() / "bin" / "python3"))
+    if PurePosixPath(runner.python).parts[-2:] != ("bin", "python3"):
+        raise ConfigError((Problem("runner.python", f"{runner.python} is in no environment: PATH/bin/python3", hint="--path says where"),))
+    return runner.python
+
+
+def build_environment(
+    runner: RunnerConfig, target: str, requirements: Path | None, wheels: Path | None, *, python: str, report_progress: ProgressReporter
+) -> EnvironmentReport:
+    """Build the environment whose interpreter is `target` on each host, with the host's `python`, and verify it.
+
+    It gets the pins in the file `requirements`; without one, what the running interpreter has. A failure on a host is a finding. Raises
+    SwarmtrainError.
+    """
+    names = _list_host_names(runner)
+    lines = read_requirements(requirements) if requirements else freeze_installed()
+    with tempfile.TemporaryDirectory() as folder, connect_hosts(names, dict.fromkeys(names, python)) as host_group:
+        failed = _build_on_hosts(
+            host_group,
+            str(PurePosixPath(target).parents[1]),
+            pin_requirements(lines, wheels, Path(folder) / "wheel", report_progress),
+            python,
+            report_progress,
+        )
+        return verify_environment(runner, target, host_group, report_progress, failed)
+
+
+def check_environment(runner: RunnerConfig, python: str, report_progress: ProgressReporter) -> EnvironmentReport:
+    """Verify the interpreter `python` on all hosts, without changing anything there."""
+    names = _list_host_names(runner)
+    with connect_hosts(names, dict.fromkeys(names, python)) as host_group:
+        return verify_environment(runner, python, host_group, report_progress, {})
+
+
+def verify_environment(
+    runner: RunnerConfig, python: str, host_group: HostGroup, report_progress: ProgressReporter, failed: dict[str, HostError]
+) -> EnvironmentReport:
+    """Return what `python` has on each host of `host_group` that is not in `failed`, and which backends work between all hosts."""
+    report = EnvironmentReport(python, configured=runner.python == python)
+    results, unreachable = host_group.try_on_all(
+        lambda host: _run_backend_probe(host, python, runner, {}), host_group.hosts.keys() - failed
+    )
+    report.hosts = {name: {} if "error" in results.get(name, {"error": ""}) else results[name] for name in host_group.hosts}
+    for name, error in (failed | unreachable).items():
+        report.findings.append(Finding(error.place or f"host {name}", error.message, error.hint))
+    for name, host_info in results.items():
+        for problem in [host_info["error"]] if "error" in host_info else host_info["problems"]:
+            hint = "swarmtrain env without --check makes an environment that has it, if it is in the list"
+            report.findings.append(Finding(f"host {name}", f"{python}: {problem}", hint))
+    report.findings += _find_version_differences(report.hosts)
+    for backend in BACKENDS:
+        why = _find_obstacle(backend, report.hosts)
+        if not why:
+            report_progress(f"adding up by {backend} over {', '.join(host_group.hosts)}")
+            why = _verify_backend(backend, runner, python, host_group)
+            report.findings += [Finding(f"backend {backend}", why, "swarmtrain doctor CONFIG measures the links between hosts")] * bool(why)
+        report.verified[backend] = why
+    return report
+
+
+def read_requirements(file: Path) -> tuple[str, ...]:
+    """Return the pins in a file. Raises SwarmtrainError for a line that is not a pin."""
+    lines = []
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SwarmtrainError(str(getattr(error, "strerror", None) or error).lower(), place=str(file)) from None
+    for number, line in enumerate(text.splitlines(), 1):
+        pin = re.sub(r"(^|\s)#.*", "", line).strip()
+        if pin and not _PIN_PATTERN.fullmatch(pin):
+            hint = "every line is NAME==VERSION, as pip freeze writes them: hosts are to get the same, today and later"
+            raise SwarmtrainError(f"{pin!r} pins no version", place=f"{file}:{number}", hint=hint)
+        lines += [pin] if pin else []
+    return tuple(lines)
+
+
+def freeze_installed() -> tuple[str, ...]:
+    """Return pins of everything that the running interpreter has. Raises SwarmtrainError for a package that came from no index."""
+    pins: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.name).lower()
+        if name in pins or name == "pip":
+            continue
+        if name != "swarmtrain" and distribution.read_text("direct_url.json"):
+            hint = "--requirements FILE lists what hosts are to have, and --wheels DIR holds what no index has"
+            raise SwarmtrainError(
+                f"{distribution.name} was installed from a file or a folder, so its version names nothing", place="pip freeze", hint=hint
+            )
+        pins[name] = f"{name}=={distribution.version}"
+    return tuple(sorted({**pins, "swarmtrain": f"swarmtrain=={__version__}"}.values()))
+
+
+def pin_requirements(lines: Sequence[str], wheels: Path | None, folder: Path, report_progress: ProgressReporter) -> PinnedRequirements:
+    """Return what is to be installed; this version of swarmtrain becomes a wheel in `folder`, built from the running code.
+
+    Raises SwarmtrainError.
+    """
+    wheel_files = sorted(wheels.glob("*.whl")) if wheels else []
+    if wheels and not wheel_files:
+        raise SwarmtrainError("has no wheels", place=str(wheels), hint=f"pip download --no-deps -r LIST -d {wheels}")
+    if (own_requirement := f"swarmtrain=={__version__}") in lines:
+        build_swarmtrain_wheel(folder, report_progress=report_progress)
+        wheel = next(folder.glob("*.whl"))
+        wheel_files = [*(path for path in wheel_files if path.name != wheel.name), wheel]
+        lines = [f"./{wheel.name}" if line == own_requirement else line for line in lines]
+    return PinnedRequirements(tuple(lines), tuple(wheel_files), use_index=wheels is None)
+
+
+def _list_host_names(runner: RunnerConfig) -> list[str]:
+    return [host.split()[0] for host in runner.hosts or (LOCALHOST,)]
+
+
+def _build_on_hosts(
+    host_group: HostGroup, path: str, pins: PinnedRequirements, python: str, report_progress: ProgressReporter
+) -> dict[str, HostError]:
+    """Build the environment on each host that does not have it; return the errors of hosts that do not have it in the end."""
+    owner, digest = f"process {os.getpid()} on {socket.gethostname()}", pins.digest
+    failed: dict[str, HostError] = {}
+    known_holders: dict[str, str] = {}
+
+    def build_on_host(host: Host) -> str:
+        started_at = time.monotonic()
+        status = host.call_agent("claim_venv", path=path, python=python, digest=digest, owner=owner)
+        if status["holder"]:
+            return str(status["holder"])
+        if status["current"]:
+            report_progress(f"{host.name} has it already")
+            return ""
+        for wheel in pins.wheels:
+            with wheel.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    content = base64.b64encode(chunk).decode()
+                    host.call_agent("write_wheel_chunk", path=path, name=wheel.name, offset=file.tell() - len(chunk), content=content)
+        arguments = {"path": path, "python": python, "key": status["key"], "requirements": pins.lines, "use_index": pins.use_index}
+        if failure := host.call_agent("build_venv", timeout=_BUILD_TIMEOUT_SECONDS, **arguments):
+            raise HostError(
+                "\n  ".join([failure["error"], *failure["output"].splitlines()]),
+                place=f"host {host.name}",
+                hint=_suggest_fix(failure["output"]),
+            )
+        report_progress(f"{host.name} has it after {time.monotonic() - started_at:.0f} s")
+        return ""
+
+    waiting = list(host_group.hosts)
+    while waiting:
+        holder_by_host, errors = host_group.try_on_all(build_on_host, waiting)
+        for name, error in errors.items():
+            report_progress(f"{name} has it not: {error.message.splitlines()[0]}")
+        for name in holder_by_host.keys() - known_holders.keys():
+            if holder_by_host[name]:
+                report_progress(f"{name} is waited for: {holder_by_host[name]} makes it")
+        failed |= errors
+        known_holders |= {name: holder for name, holder in holder_by_host.items() if holder}
+        waiting = [name for name, holder in holder_by_host.items() if holder]
+        time.sleep(_RETRY_SECONDS if waiting else 0)
+    return failed
+
+
+def _suggest_fix(output: str) -> str:
+    if "ensurepip" in output:
+        return "the system's package python3-venv, on that host; or --python with another interpreter"
+    if "requires" in output and "which is not installed" in output:
+        return "every package's own requirements belong into the list: pip freeze where all of it works"
+    return "what was there before is still used; that host's pip config list shows its index, and --wheels DIR needs none"
+
+
+def _run_backend_probe(
+    host: Host, python: str, runner: RunnerConfig, question: dict[str, Any], launch_prefix: Sequence[str] = ()
+) -> dict[str, Any]:
+    gpus = parse_host_gpus(next((entry for entry in runner.hosts or () if entry.split()[0] == host.name), host.name))
+    env = {**runner.env, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+    argv = [*launch_prefix, python, "-c", _BACKEND_PROBE_SCRIPT.read_text(encoding="utf-8"), json.dumps(question)]
+    result = host.call_agent("run_command", timeout=2 * _VERIFY_TIMEOUT_SECONDS, argv=argv, seconds=_VERIFY_TIMEOUT_SECONDS, env=env)
+    lines = [line for line in result["output"].splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    return {"error": lines[-1] if lines else f"exit code {result['exit_code']}"}
+
+
+def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    """Yield version differences between the hosts that report them; a different Python is less harmful than a different torch."""
+    for component in ("python", "swarmtrain", "torch", "cuda", "nccl"):
+        version_by_host = {name: host_info[component] for name, host_info in hosts.items() if host_info.get(component)}
+        if len(set(version_by_host.values())) > 1:
+            versions = ", ".join(f"{version} on {name}" for name, version in version_by_host.items())
+            yield Finding(component, f"differs: {versions}", "swarmtrain env makes them the same", fatal=component != "python")
+
+
+def _find_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
+    """Return why `backend` cannot be tested on all hosts; empty if it can."""
+    hosts_by_obstacle = {
+        "nothing to try": [name for name, host_info in hosts.items() if not host_info],
+        "no torch": [name for name, host_info in hosts.items() if not host_info.get("torch")],
+        "no swarmtrain": [name for name, host_info in hosts.items() if not host_info.get("swarmtrain")],
+        f"torch is built without {backend}": [name for name, host_info in hosts.items() if backend not in host_info.get("backends", ())],
+        "no GPU": [name for name, host_info in hosts.items() if backend == "nccl" and not host_info.get("gpus")],
+        "no mpirun": [name for name, host_info in hosts.items() if backend == "mpi" and not host_info.get("mpirun")],
+    }
+    return next((f"{obstacle} on {', '.join(names)}" for obstacle, names in hosts_by_obstacle.items() if names), "")
+
+
+def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group: HostGroup) -> str:
+    """Have one process on each host all-reduce its number; return what went wrong, or nothing."""
+    names, world_size = list(host_group.hosts), len(host_group.hosts)
+    expected_sum = world_size * (world_size + 1) / 2
+    # Random, so that two simultaneous tests do not collide.
+    ports = [runner.master_port] if runner.master_port else random.sample(_PORT_RANGE, _PORT_CANDIDATES)
+    try:
+        host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host", ports=ports if host.name == names[0] else ()))
+        if not (free_ports := [port for port in ports if port not in host_info[names[0]]["taken_ports"]]):
+            return f"something listens at port {ports[0]} of {names[0]} already: -o runner.master_port chooses another"
+        store = f"{resolve_host_address(runner, names[0], host_info)}:{free_ports[0]}"
+        question = {"backend": backend, "size": world_size, "store": store, "interface": runner.interface or ""}
+        if backend == "mpi":
+            launch = ["mpirun", "-n", str(world_size), *(["-host", ",".join(names)] if names != [LOCALHOST] else [])]
+            results = {names[0]: _run_backend_probe(host_group.hosts[names[0]], python, runner, {**question, "rank": 0}, launch)}
+        else:
+            results = host_group.run_on_all(
+                lambda host: _run_backend_probe(host, python, runner, {**question, "rank": names.index(host.name)})
+            )
+    except HostError as error:
+        return str(error)
+    failures = [
+        f"{name}: {result.get('error') or 'it found ' + str(result['sum'])}"
+        for name, result in results.items()
+        if result.get("sum") != expected_sum
+    ]
+    return "; ".join(failures)

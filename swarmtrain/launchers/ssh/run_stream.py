@@ -1,0 +1,228 @@
+"""Updates from the hosts of a run: one thread polls each host, and all of them form one stream."""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from swarmtrain.errors import HostError
+from swarmtrain.launchers.base import LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.common.history_store import parse_timed_line
+from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
+from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.remote.run_folder import EVENTS_FILE
+
+_LONG_POLL_SECONDS = 2.0
+_RETRY_SECONDS = 2.0
+_TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may still print their last lines
+_FINAL_STATES = ("complete", "shutdown")
+
+
+def build_task_state(node: str, host: str, state: dict[str, Any] | None) -> TaskState:
+    """Return the state of a process, from its keeper's state."""
+    if state is None:
+        return TaskState(node, host, "starting")
+    code = state["exit_code"]
+    return TaskState(node, host, state["state"], f"exit code {code}" if code else "", code)
+
+
+def build_unreachable_state(node: str, host: str, error: HostError) -> TaskState:
+    """Return the state of a process whose host cannot be reached."""
+    return TaskState(node, host, "unreachable", error.message)
+
+
+def read_events(host: Host, run: str) -> list[Event]:
+    """Return the coordinator's events so far. Raises HostError."""
+    return [event for line in read_file_lines(host, run, EVENTS_FILE) if (event := Event.from_line(line))]
+
+
+def read_log_lines(host: Host, run: str, tail: int | None = None) -> list[LogLine]:
+    """Return the output of a host's processes, ordered by time. Raises HostError."""
+    return _parse_log_lines(_read_files(host, run, None, tail), {})
+
+
+def read_file_lines(host: Host, run: str, file: str) -> list[str]:
+    """Return the lines of one file in the run's folder. Raises HostError."""
+    return [line for _, line in _read_files(host, run, [file], None)]
+
+
+def _read_files(host: Host, run: str, only_files: list[str] | None, tail: int | None) -> list[tuple[str, str]]:
+    """Return the lines that files have so far, each with its file's name."""
+    offsets: dict[str, int] = {}
+    file_lines: list[tuple[str, str]] = []
+    while True:
+        update = host.call_agent("poll_changes", run=run, offsets=offsets, file_names=only_files, tail=tail)
+        file_lines += [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
+        offsets |= update["offsets"]
+        if not update["has_more"]:
+            return file_lines
+
+
+def _parse_log_lines(file_lines: list[tuple[str, str]], times: dict[str, float]) -> list[LogLine]:
+    lines = []
+    for name, text in file_lines:
+        if name != EVENTS_FILE:
+            node = name.removesuffix(".log")
+            lines.append(parse_timed_line(node, text, times.get(node, 0.0)))
+            times[node] = lines[-1].time
+    return sorted(lines, key=lambda line: line.time)
+
+
+class HostPoller(threading.Thread):
+    """Polls one host for updates until it is stopped, and puts them into `output_queue`."""
+
+    def __init__(self, host: Host, run: str, output_queue: queue.Queue[tuple[str, dict[str, Any] | HostError]], tail: int | None) -> None:
+        super().__init__(daemon=True)
+        self.host, self.run_name, self.output_queue, self.tail = host, run, output_queue, tail
+        self.running = threading.Event()
+        self.running.set()
+
+    def run(self) -> None:
+        """Poll until `running` is cleared."""
+        offsets: dict[str, int] = {}
+        wait = 0.0
+        while self.running.is_set():
+            try:
+                update = self.host.call_agent(
+                    "poll_changes", run=self.run_name, offsets=offsets, wait_seconds=wait, tail=None if offsets else self.tail
+                )
+            except HostError as error:
+                self.output_queue.put((self.host.name, error))
+                time.sleep(_RETRY_SECONDS)
+                continue
+            offsets |= update["offsets"]
+            self.output_queue.put((self.host.name, update))
+            wait = 0.0 if update["has_more"] else _LONG_POLL_SECONDS
+
+
+class HostUpdateStream:
+    """The pollers of all hosts of a run. Iterating yields a host's update or its error, or None if there was nothing for 0.2 s."""
+
+    def __init__(self, host_group: HostGroup, run: str, tail: int | None) -> None:
+        self._output_queue: queue.Queue[tuple[str, dict[str, Any] | HostError]] = queue.Queue()
+        self._pollers = [HostPoller(host, run, self._output_queue, tail) for host in host_group.hosts.values()]
+        self._host_group = host_group
+
+    def __enter__(self) -> HostUpdateStream:
+        for poller in self._pollers:
+            poller.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for poller in self._pollers:
+            poller.running.clear()
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any] | HostError] | None]:
+        while True:
+            try:
+                yield self._output_queue.get(timeout=0.2)
+            except queue.Empty:
+                yield None
+
+
+def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator[RunUpdate]:
+    """Yield events from the start, output and states from now on, until the outcome and its last lines, or the run's removal."""
+    states: dict[str, TaskState] = {}
+    times: dict[str, float] = {}
+    nodes = {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}
+    outcome_at: float | None = None
+    with host_group, HostUpdateStream(host_group, run, 0) as stream:
+        for message in stream:
+            if message is not None:
+                host, update = message
+                for state in _build_task_states(host, update, nodes):
+                    if states.get(state.node) != state:
+                        states[state.node] = state
+                        yield state
+                if isinstance(update, HostError):
+                    continue
+                if not update["exists"]:
+                    if host == record.coordinator_host:
+                        return
+                    continue
+                file_lines = [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
+                yield from _parse_log_lines(file_lines, times)
+                for name, line in file_lines:
+                    if name == EVENTS_FILE and (event := Event.from_line(line)):
+                        outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)
+                        yield event
+            if outcome_at is not None:
+                reachable_states = [state for state in states.values() if state.state != "unreachable"]
+                ended = bool(reachable_states) and all(state.state in _FINAL_STATES for state in reachable_states)
+                if ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS:
+                    return
+
+
+def _build_task_states(host: str, update: dict[str, Any] | HostError, nodes: dict[str, str]) -> list[TaskState]:
+    if isinstance(update, HostError):
+        return [build_unreachable_state(node, host, update) for node, node_host in nodes.items() if node_host == host]
+    return [build_task_state(node, host, state) for node, state in update["states"].items()]
+
+
+def stream_logs(
+    record: SshRunRecord,
+    host_group: HostGroup,
+    run: str,
+    *,
+    follow: bool,
+    tail: int | None,
+    since: float | None,
+    node: str | None,
+    report_progress: ProgressReporter | None,
+) -> Iterator[LogLine]:
+    """Yield the output of all nodes, or of `node`; with `follow`, until the run ends."""
+    with host_group:
+        if not follow:
+            lines_by_host, failed = host_group.try_on_all(lambda host: read_log_lines(host, run, tail))
+            for error in failed.values():
+                if report_progress:
+                    report_progress(f"{error}; what it printed is missing here")
+            selected = [[line for line in lines if _is_selected(line, node, since)] for lines in lines_by_host.values()]
+            yield from heapq.merge(*selected, key=lambda line: line.time)
+            return
+        yield from _follow_logs(host_group, run, tail=tail, since=since, node=node, report_progress=report_progress)
+
+
+def _follow_logs(
+    host_group: HostGroup, run: str, *, tail: int | None, since: float | None, node: str | None, report_progress: ProgressReporter | None
+) -> Iterator[LogLine]:
+    initial_lines: dict[str, list[LogLine]] = {}
+    times: dict[str, float] = {}
+    alive: dict[str, bool] = {}
+    reachable: dict[str, bool] = {}
+    caught_up = False
+    with HostUpdateStream(host_group, run, tail) as stream:
+        for message in stream:
+            if message is None:
+                continue
+            host, update = message
+            if isinstance(update, HostError):
+                alive[host], lines = False, []
+                if report_progress and reachable.get(host, True):
+                    report_progress(f"{update}; its output comes when it does")
+            else:
+                if report_progress and not reachable.get(host, True):
+                    report_progress(f"host {host} answers again")
+                alive[host] = bool(update["alive"]) or update["has_more"]
+                file_lines = [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
+                lines = [line for line in _parse_log_lines(file_lines, times) if _is_selected(line, node, since)]
+            reachable[host] = not isinstance(update, HostError)
+            if caught_up:
+                yield from lines
+            else:
+                initial_lines[host] = initial_lines.get(host, []) + lines
+                has_more = not isinstance(update, HostError) and update["has_more"]
+                caught_up = len(initial_lines) == len(host_group.hosts) and not has_more
+                if caught_up:
+                    yield from heapq.merge(*initial_lines.values(), key=lambda line: line.time)
+            if caught_up and not any(alive.values()):
+                return
+
+
+def _is_selected(line: LogLine, node: str | None, since: float | None) -> bool:
+    return node in (None, line.node) and line.time >= (since or 0.0)

@@ -1,0 +1,316 @@
+"""The current state: a stack's services, networks, configs, secrets and tasks, found by their label, and the swarm's nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.launchers.base import TaskState
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm.generic_resources import count_by_kind, describe_resources, get_assigned_resources
+from swarmtrain.plan import Inventory, Machine
+from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
+
+# On the lock of a run, on its entry in the GPU queue, and on both.
+LABEL_LOCK = "swarmtrain.lock.run"
+LABEL_QUEUE = "swarmtrain.queue.run"
+LABEL_LOCK_OWNER = "swarmtrain.lock.owner"
+LABEL_LOCK_ACTION = "swarmtrain.lock.action"
+_NODE_PREFIX = f"{ENV_PREFIX}NODE="
+# The config object with the run's config: created first and removed last, so that no run is forgotten.
+_MARKER_CONFIG_PATTERN = re.compile(r"config-[0-9a-f]{10}")
+# States after which a task never runs again; the others are running, or lead to it.
+FINAL_STATES = frozenset({"complete", "shutdown", "failed", "rejected", "remove", "orphaned"})
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service in the swarm; `version` guards an update against a concurrent one."""
+
+    id: str
+    version: int
+    spec: dict[str, Any]
+    is_modified: bool = False
+    """It was updated after its creation."""
+
+    @property
+    def name(self) -> str:
+        return str(self.spec["Name"])
+
+    @property
+    def api_path(self) -> str:
+        """Path of the service in the engine's API."""
+        return f"/services/{self.id}"
+
+    @property
+    def replicas(self) -> int:
+        return int(self.spec["Mode"].get("Replicated", {}).get("Replicas", 0))
+
+    @property
+    def is_node(self) -> bool:
+        return bool(self.spec.get("Labels", {}).get(LABEL_ROLE) == ROLE_NODE)
+
+    @property
+    def is_probe(self) -> bool:
+        return bool(self.spec["TaskTemplate"].get("ContainerSpec", {}).get("Args") == [ROLE_PROBE])
+
+
+@dataclass(frozen=True)
+class Task:
+    """One start of a service's container."""
+
+    id: str
+    service_id: str
+    node_id: str
+    state: str
+    desired_state: str
+    reason: str
+    exit_code: int | None
+    created_at: str
+    node_name: str = ""
+    """Name of the run's node, or rendezvous."""
+    stop_grace: float = 0.0
+    """Seconds from the stop signal to the kill."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs or other resources assigned to it: their ids, or the count of each kind."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing of it runs, and nothing will."""
+        return self.state in FINAL_STATES
+
+
+@dataclass(frozen=True)
+class StackState:
+    """What the swarm has under one stack's label, by full name. `network_ids` has the names of all networks of the swarm, by id."""
+
+    stack: str
+    services: Mapping[str, Service]
+    networks: Mapping[str, dict[str, Any]]
+    configs: Mapping[str, str]
+    secrets: Mapping[str, str]
+    network_ids: Mapping[str, str]
+    local_networks: frozenset[str] = frozenset()
+    """Networks that exist only on this engine."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.services or self.networks or self.configs or self.secrets)
+
+    def strip_stack_prefix(self, service: Service) -> str:
+        """Return the service's name in the document, such as node0."""
+        return service.name.removeprefix(f"{self.stack}_")
+
+
+def read_stack_state(engine: DockerEngine, stack: str) -> StackState:
+    """Return the state of `stack`. Raises EngineError."""
+    label = f"{LABEL_STACK}={stack}"
+    networks = engine.list_objects("/networks")
+    services = list_services(engine, stack)
+    return StackState(
+        stack=stack,
+        services={service.name: service for service in services},
+        networks={item["Name"]: item for item in networks if (item.get("Labels") or {}).get(LABEL_STACK) == stack},
+        configs={item["Spec"]["Name"]: item["ID"] for item in engine.list_objects("/configs", label=label)},
+        secrets={item["Spec"]["Name"]: item["ID"] for item in engine.list_objects("/secrets", label=label)},
+        network_ids={item["Id"]: item["Name"] for item in networks} | _resolve_unlisted_networks(engine, services, networks),
+        local_networks=frozenset(item["Name"] for item in networks if item.get("Scope") == "local"),
+    )
+
+
+def _resolve_unlisted_networks(engine: DockerEngine, services: list[Service], networks: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the names, by id, of networks that services use and no listing shows: the host network, of which the swarm has its own."""
+    targets = {network["Target"] for service in services for network in service.spec["TaskTemplate"].get("Networks") or []}
+    names: dict[str, str] = {}
+    for target in targets - {name for item in networks for name in (item["Id"], item["Name"])}:
+        with contextlib.suppress(EngineError):  # the network has been removed
+            names[target] = read_network_name(engine, target)
+    return names
+
+
+def read_network_name(engine: DockerEngine, target: str) -> str:
+    """Return the name of the network that a service's spec refers to by id or by name. Raises EngineError."""
+    return str(engine.get(f"/networks/{target}")["Name"])
+
+
+def list_services(engine: DockerEngine, stack: str) -> list[Service]:
+    """Return the services of `stack`, nodes first, by number. Raises EngineError."""
+    services = [
+        Service(item["ID"], item["Version"]["Index"], item["Spec"], "PreviousSpec" in item)
+        for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")
+    ]
+    return sorted(services, key=lambda service: (not service.is_node, natural_sort_key(service.name)))
+
+
+def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
+    """Return the services of `run`, nodes first. Raises RunNotFound if there is no such run, or the stack is not a run of swarmtrain."""
+    services = list_services(engine, run)
+    if not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services):
+        raise build_run_not_found(engine, run)
+    return services
+
+
+def build_run_not_found(engine: DockerEngine, run: str) -> RunNotFound:
+    """Return the error for a run that does not exist, which lists the existing ones."""
+    if queue_entries := [item["Spec"]["Labels"] for item in engine.list_objects("/configs", label=f"{LABEL_QUEUE}={run}")]:
+        message = (
+            f"it is not up yet: {queue_entries[0].get(LABEL_LOCK_OWNER, 'somebody')} {queue_entries[0].get(LABEL_LOCK_ACTION, 'waits')}"
+        )
+        return RunNotFound(message, place=f"run {run}", hint=f"swarmtrain down {run} gives up its place in the queue")
+    if run in list_terminating_runs(engine):
+        hint = f"swarmtrain down {run} returns when nothing of it is left"
+        return RunNotFound("it is going down, or was left half made", place=f"run {run}", hint=hint)
+    known_runs = ", ".join(list_runs(engine)) or "none"
+    message = f"there is no such run on the swarm at {engine.address}; there is: {known_runs}"
+    return RunNotFound(message, place=f"run {run}", hint="docker stack ls")
+
+
+def list_runs(engine: DockerEngine) -> list[str]:
+    """Return the stacks whose services carry swarmtrain's label, sorted. Raises EngineError."""
+    services = engine.list_objects("/services", label=LABEL_RUN)
+    return sorted({item["Spec"]["Labels"].get(LABEL_STACK, "") for item in services} - {""})
+
+
+def list_terminating_runs(engine: DockerEngine) -> list[str]:
+    """Return the runs without services of which something still exists or is still stopping, sorted. Raises EngineError."""
+    configs = engine.list_objects("/configs")
+    terminating = {
+        _get_stack_label(item)
+        for item in configs
+        if _get_stack_label(item) and is_marker_config(_get_stack_label(item), item["Spec"]["Name"])
+    }
+    terminating |= {item["Spec"]["Labels"][LABEL_LOCK] for item in configs if LABEL_LOCK in (item["Spec"].get("Labels") or {})}
+    stopping_tasks = [item for item in engine.list_objects("/tasks", label=LABEL_RUN) if item["DesiredState"] == "remove"]
+    down_node_ids = read_down_nodes(engine) if stopping_tasks else {}
+    terminating |= {
+        item["Spec"]["ContainerSpec"]["Labels"][LABEL_STACK] for item in stopping_tasks if item.get("NodeID", "") not in down_node_ids
+    }
+    return sorted(terminating - {_get_stack_label(item) for item in engine.list_objects("/services")})
+
+
+def is_marker_config(stack: str, config: str) -> bool:
+    """Return whether this config is the one by which a run is found when its services are gone."""
+    return bool(_MARKER_CONFIG_PATTERN.fullmatch(config.removeprefix(f"{stack}_")))
+
+
+def _get_stack_label(item: dict[str, Any]) -> str:
+    return str((item["Spec"].get("Labels") or {}).get(LABEL_STACK, ""))
+
+
+def list_tasks(engine: DockerEngine, stack: str) -> list[Task]:
+    """Return all tasks of `stack` that the swarm still knows, oldest first, including those of removed services. Raises EngineError."""
+    tasks = [_parse_task(item) for item in engine.list_objects("/tasks", label=f"{LABEL_STACK}={stack}")]
+    return sorted(tasks, key=lambda task: task.created_at)
+
+
+def _parse_task(item: dict[str, Any]) -> Task:
+    status = item.get("Status", {})
+    container = status.get("ContainerStatus") or {}
+    spec = item["Spec"].get("ContainerSpec", {})
+    return Task(
+        id=item["ID"],
+        service_id=item.get("ServiceID", ""),
+        node_id=item.get("NodeID", ""),
+        state=status.get("State", "new"),
+        desired_state=item.get("DesiredState", ""),
+        reason=status.get("Err", ""),
+        exit_code=container.get("ExitCode") if status.get("State") in ("failed", "complete") else None,
+        created_at=item["CreatedAt"],
+        node_name=next(
+            (setting.removeprefix(_NODE_PREFIX) for setting in spec.get("Env") or [] if setting.startswith(_NODE_PREFIX)),
+            RENDEZVOUS_SERVICE,
+        ),
+        stop_grace=float(spec.get("StopGracePeriod", 10 * 10**9)) / 1e9,
+        gpus=describe_resources(get_assigned_resources(item)) if item.get("NodeID") and status.get("State") not in FINAL_STATES else (),
+    )
+
+
+def find_newest_task(tasks: list[Task], service_id: str) -> Task | None:
+    """Return the newest task of the service with this id."""
+    return next((task for task in reversed(tasks) if task.service_id == service_id), None)
+
+
+def find_replaced_tasks(tasks: list[Task], service_id: str) -> frozenset[str]:
+    """Return the ids of the service's tasks that a newer one has replaced."""
+    return frozenset([task.id for task in tasks if task.service_id == service_id][:-1])
+
+
+def build_task_state(node_name: str, tasks: list[Task], service: Service, hosts: Mapping[str, str]) -> TaskState:
+    """Return the state of `service`, in Swarm's words; while a task waits to start, the reason is why the previous one ended."""
+    task = find_newest_task(tasks, service.id)
+    host = service.spec.get("Labels", {}).get("swarmtrain.host", "")
+    if task is None or (service.replicas == 0 and task.is_final):
+        return TaskState(node_name, host, "stopped" if service.replicas == 0 else "new")
+    reason = task.reason
+    if not reason and not task.is_final and task.state != "running":
+        earlier_failures = [
+            candidate for candidate in tasks if candidate.service_id == service.id and candidate.id != task.id and candidate.reason
+        ]
+        reason = f"starts again after: {earlier_failures[-1].reason}" if earlier_failures else ""
+    return TaskState(node_name, hosts.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus)
+
+
+def list_stopping_nodes(tasks: list[Task], services: list[Service], hosts: Mapping[str, str]) -> list[TaskState]:
+    """Return the nodes whose services are removed, but whose containers still run."""
+    service_ids = {service.id for service in services}
+    leftover = [task for task in tasks if task.service_id not in service_ids and task.node_id and not task.is_final]
+    return [TaskState(task.node_name, hosts.get(task.node_id, ""), "stopping", "its service is removed") for task in leftover]
+
+
+def read_host_names(engine: DockerEngine) -> dict[str, str]:
+    """Return the host name of each node id. Raises EngineError."""
+    return {node["ID"]: node["Description"]["Hostname"] for node in engine.list_objects("/nodes")}
+
+
+def list_managers(engine: DockerEngine) -> list[str]:
+    """Return the host names of the swarm's managers, sorted. Raises EngineError."""
+    return sorted((node["Description"]["Hostname"] for node in engine.list_objects("/nodes", role="manager")), key=natural_sort_key)
+
+
+def read_down_nodes(engine: DockerEngine) -> dict[str, str]:
+    """Return the host names, by id, of nodes that do not answer the managers. Raises EngineError."""
+    return {node["ID"]: node["Description"]["Hostname"] for node in engine.list_objects("/nodes") if node["Status"]["State"] == "down"}
+
+
+def read_inventory(engine: DockerEngine) -> Inventory:
+    """Return the swarm's nodes sorted by name, node2 before node10. Raises EngineError."""
+    machines = sorted(
+        (_parse_machine(node) for node in engine.list_objects("/nodes")), key=lambda machine: (natural_sort_key(machine.host), machine.id)
+    )
+    count = f"{len(machines)} node{'' if len(machines) == 1 else 's'}"
+    return Inventory(f"the swarm of {count} at {engine.endpoint}", tuple(machines))
+
+
+def _parse_machine(node: dict[str, Any]) -> Machine:
+    description = node["Description"]
+    return Machine(
+        host=description["Hostname"],
+        id=node["ID"],
+        # Old engines show a leader's own address as 0.0.0.0; a manager's valid address is the one that it advertises to the others.
+        address=(node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]") or node["Status"].get("Addr", ""),
+        is_manager=node["Spec"]["Role"] == "manager",
+        unavailable_reason=_describe_unavailability(node),
+        labels=node["Spec"].get("Labels") or {},
+        resources=count_by_kind(description.get("Resources", {}).get("GenericResources") or []),
+        engine=description.get("Engine", {}).get("EngineVersion", ""),
+    )
+
+
+def _describe_unavailability(node: dict[str, Any]) -> str:
+    if node["Status"]["State"] != "ready":
+        return str(node["Status"]["State"])
+    return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")
+
+
+def natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a key that sorts the numbers in a name as numbers."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def find_coordinator(services: list[Service], stack: str) -> Service | None:
+    """Return the rendezvous service."""
+    return next((service for service in services if service.name == f"{stack}_{RENDEZVOUS_SERVICE}"), None)

@@ -1,0 +1,206 @@
+"""Waits until a stack runs, shows what each service waits for in Swarm's own words, and detects when waiting is pointless.
+
+A task that no node can take at the moment is shown and then left pending: a node may come back. A task that its node repeatedly rejects
+(no such image, no such folder) is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarmtrain.errors import StackError
+from swarmtrain.launchers.base import ProgressReporter, TaskState
+from swarmtrain.launchers.common import container_logs
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
+
+_POLL_SECONDS = 0.5
+_REMINDER_SECONDS = 15.0
+_START_TIMEOUT_SECONDS = 1800.0
+# What a node reports when it cannot start a container, how often that may happen, and a hint.
+_NO_FOLDER_HINT = "make the folder on every node, or mount a disk there that all nodes share"
+_NO_PROGRAM_HINT = "the image needs python3 and swarmtrain in it: swarmtrain image build makes one from any base image"
+_START_FAILURES = (
+    ("bind source path does not exist", 2, _NO_FOLDER_HINT),
+    ("source path not found", 2, _NO_FOLDER_HINT),
+    ("No such image: sha256:", 2, "swarmtrain image distribute IMAGE gives it to the nodes that do not have it"),
+    ("No such image", 2, "docker pull IMAGE on that node shows why; a registry without TLS must be in its engine's insecure-registries"),
+    ("executable file not found", 2, _NO_PROGRAM_HINT),
+    ("non-zero exit (127)", 2, _NO_PROGRAM_HINT),
+    ("non-zero exit (126)", 2, _NO_PROGRAM_HINT),
+)
+_OTHER_START_FAILURE = (5, "docker service ps shows every attempt; docker events on that node shows more")
+# This comes from the managers, not from a node: engines before 25.0.3 report it for every task that reserves GPUs when its node changes
+# in any way, for example when it joins a network, and then restart the task. If it is true, the next task finds no node and stays
+# pending.
+_CONSTRAINTS_NOT_MET = "assigned node no longer meets constraints"
+# No restart budget covers the coordinator itself.
+_COORDINATOR_FAILURE = (3, "its log says why; an image without swarmtrain needs swarmtrain image build")
+# Seconds without a change: for a start, and for a coordinator that has already failed.
+_STEADY_SECONDS = 0.8
+_STEADY_AFTER_FAILURE_SECONDS = 3.0
+_FINAL_LINES = 5
+
+
+@dataclass
+class _StartupProgress:
+    """What was already reported, and when something last changed."""
+
+    reported_lines: dict[str, str] = field(default_factory=dict)
+    started_at: float = field(default_factory=time.monotonic)
+    changed_at: float = field(default_factory=time.monotonic)
+    reminded_at: float = field(default_factory=time.monotonic)
+
+
+def list_task_ids(engine: DockerEngine, stack: str) -> frozenset[str]:
+    """Return the ids of the tasks that exist before anything is changed: their failures do not belong to this deploy."""
+    return frozenset(task.id for task in cluster_state.list_tasks(engine, stack))
+
+
+def wait_until_running(
+    engine: DockerEngine,
+    stack: str,
+    old_task_ids: frozenset[str],
+    restarted_service_ids: frozenset[str],
+    *,
+    report_progress: ProgressReporter,
+    check_ownership: Callable[[], None],
+    timeouts: SwarmTimeouts,
+) -> None:
+    """Return when every service of `stack` runs, has run, or waits for a node that is not available.
+
+    `old_task_ids` are the tasks that existed before; the services in `restarted_service_ids` get a new task. `check_ownership` is
+    called on each poll, and raises if somebody else has changed the stack.
+
+    Raises StackError, with the node's reason, for a service that cannot be started.
+    """
+    progress = _StartupProgress()
+    hosts = cluster_state.read_host_names(engine)
+    while True:
+        check_ownership()
+        services = cluster_state.list_services(engine, stack)
+        tasks = cluster_state.list_tasks(engine, stack)
+        new_tasks = [task for task in tasks if task.id not in old_task_ids]
+        _raise_if_unstartable(engine, stack, services, new_tasks, hosts)
+        # Until Swarm has created the new task, the newest one is the old one, whose state is irrelevant.
+        stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
+        tasks = [task for task in tasks if task.id not in stale_ids]
+        states = [cluster_state.build_task_state(service.name.removeprefix(f"{stack}_"), tasks, service, hosts) for service in services]
+        _report_states(
+            states,
+            {service.name.removeprefix(f"{stack}_") for service in services if _is_unchanged(service, tasks, old_task_ids)},
+            progress,
+            report_progress,
+        )
+        waiting = [state for state in states if not _has_converged(state)]
+        if not waiting and _is_steady(stack, services, new_tasks, progress):
+            return
+        if waiting and _should_stop_waiting(waiting, progress, report_progress, timeouts):
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _has_converged(state: TaskState) -> bool:
+    if state.state in ("running", "complete", "stopped"):
+        return True
+    # A container that ran and failed is the job's failure: the coordinator keeps the restart budget for that.
+    return (
+        state.node != RENDEZVOUS_SERVICE
+        and "task: non-zero exit" in state.reason
+        and not any(code in state.reason for code in ("(126)", "(127)"))
+    )
+
+
+def _is_steady(stack: str, services: list[Service], new_tasks: list[Task], progress: _StartupProgress) -> bool:
+    """Return whether what was started has run long enough to rule out a container that fails immediately."""
+    coordinator = cluster_state.find_coordinator(services, stack)
+    has_coordinator_failed = coordinator is not None and any(
+        task.service_id == coordinator.id and task.state == "failed" for task in new_tasks
+    )
+    return not new_tasks or time.monotonic() - progress.changed_at > (
+        _STEADY_AFTER_FAILURE_SECONDS if has_coordinator_failed else _STEADY_SECONDS
+    )
+
+
+def _is_unchanged(service: Service, tasks: list[Task], old_task_ids: frozenset[str]) -> bool:
+    task = cluster_state.find_newest_task(tasks, service.id)
+    return task is not None and task.id in old_task_ids and task.state in ("running", "complete")
+
+
+def _report_states(
+    states: list[TaskState], unchanged_nodes: set[str], progress: _StartupProgress, report_progress: ProgressReporter
+) -> None:
+    for state in states:
+        if state.node in unchanged_nodes:
+            continue
+        line = _format_state(state)
+        if progress.reported_lines.get(state.node) != line:
+            progress.reported_lines[state.node] = line
+            progress.changed_at = progress.reminded_at = time.monotonic()
+            report_progress(line)
+
+
+def _format_state(state: TaskState) -> str:
+    location = f" on {state.host}" if state.host else ""
+    return f"{state.node}{location}: {state.state}{f', {state.reason}' if state.reason else ''}"
+
+
+def _should_stop_waiting(
+    waiting: list[TaskState], progress: _StartupProgress, report_progress: ProgressReporter, timeouts: SwarmTimeouts
+) -> bool:
+    now = time.monotonic()
+    names = "; ".join(_format_state(state) for state in waiting)
+    all_pending = all(state.state in ("new", "allocated", "pending") for state in waiting)
+    if (all_pending and now - progress.changed_at > timeouts.pending_seconds) or now - progress.started_at > _START_TIMEOUT_SECONDS:
+        report_progress(f"left waiting: {names}")
+        return True
+    if now - progress.reminded_at > _REMINDER_SECONDS:
+        progress.reminded_at = now
+        report_progress(f"still waiting for: {names}")
+    return False
+
+
+def _raise_if_unstartable(engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], hosts: dict[str, str]) -> None:
+    complaints = []
+    hints = []
+    for service in services:
+        name = service.name.removeprefix(f"{stack}_")
+        failed_tasks = [
+            task
+            for task in new_tasks
+            if task.service_id == service.id and _is_start_failure(task, is_coordinator=name == RENDEZVOUS_SERVICE)
+        ]
+        if not failed_tasks:
+            continue
+        reason = failed_tasks[-1].reason
+        default = _COORDINATOR_FAILURE if name == RENDEZVOUS_SERVICE and failed_tasks[-1].state == "failed" else _OTHER_START_FAILURE
+        limit, hint = next(
+            ((limit, hint) for final_lines, limit, hint in _START_FAILURES if final_lines.lower() in reason.lower()), default
+        )
+        if len(failed_tasks) >= limit:
+            final_lines = _read_final_lines(engine, service, name) if failed_tasks[-1].state == "failed" else ""
+            complaints.append(f"{name} on {hosts.get(failed_tasks[-1].node_id, 'no host')}: {reason}{final_lines}")
+            hints.append(hint)
+    if complaints:
+        raise StackError("cannot be started: " + "; ".join(complaints), place=f"run {stack}", hint=hints[0])
+
+
+def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:
+    """Return whether a container could not be started, as opposed to one that ran and failed; for the coordinator, both count."""
+    if task.state == "failed":
+        return is_coordinator or task.exit_code in (126, 127) or task.reason.startswith("starting container failed")
+    return task.state == "rejected" and _CONSTRAINTS_NOT_MET not in task.reason
+
+
+def _read_final_lines(engine: DockerEngine, service: Service, name: str) -> str:
+    lines = [
+        line.text for line in container_logs.read_lines(engine, service.api_path, name, tail=_FINAL_LINES) if line.parse_event() is None
+    ]
+    # Lines that differ only in numbers count as repeats.
+    return "".join(f"\n  {line}" for line in {re.sub(r"\d+", "", line): line for line in lines}.values())

@@ -1,0 +1,149 @@
+"""Checks of a plan against this swarm that only need the managers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.config.schema.validators import HOST_NETWORK
+from swarmtrain.errors import EngineError, ImageError, StackError
+from swarmtrain.images import contents, pin_image
+from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.generic_resources import format_gpu_settings
+from swarmtrain.launchers.swarm.reconcile import check_networks
+from swarmtrain.launchers.swarm.service_specs import StackSpecs
+from swarmtrain.plan import Machine, Plan
+from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS
+
+_STORE_PORT_PREFIX = f"{ENV_PREFIX}STORE_PORT="
+# The store, the coordinator, and a probe.
+_PORTS_PER_RUN = 3
+# The first engine that does not reject tasks with reserved GPUs after any change of their node.
+_MIN_GPU_ENGINE_VERSION = (25, 0, 3)
+# These refuse an image that the node already has if the registry answers "unauthorized".
+_BROKEN_PULL_VERSIONS = ((29, 6, 0), (29, 6, 2))
+
+
+def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
+    """Return what would keep `plan` from working. Raises EngineError if the managers cannot be asked."""
+    machines = cluster_state.read_inventory(engine).machines
+    planned_machines = [machine for node in plan.nodes for machine in machines if node.host in (machine.host, machine.id)]
+    return [
+        *_check_foreign_stack(engine, plan),
+        *_check_image(engine, plan),
+        *_check_managers(machines),
+        *_check_ports(engine, plan),
+        *_check_resources(plan, planned_machines),
+        *_check_engine_versions(plan, planned_machines),
+    ]
+
+
+def collect_network_findings(specs: StackSpecs, existing: cluster_state.StackState) -> list[Finding]:
+    """Return what keeps the stack's networks from being used as they are."""
+    try:
+        check_networks(specs, existing)
+    except StackError as error:
+        return [Finding(error.place or "network", error.message, error.hint)]
+    return []
+
+
+def is_foreign_stack(services: list[cluster_state.Service]) -> bool:
+    """Return whether these services are a stack that is not a run of swarmtrain."""
+    return bool(services) and not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services)
+
+
+def build_foreign_stack_finding(run: str) -> Finding:
+    """Return the finding for a foreign stack that has the run's name."""
+    return Finding(f"run {run}", "a stack of this name exists that is not a swarmtrain run", "give the run another name: --name")
+
+
+def _check_foreign_stack(engine: DockerEngine, plan: Plan) -> list[Finding]:
+    if not is_foreign_stack(cluster_state.list_services(engine, plan.run)):
+        return []
+    return [build_foreign_stack_finding(plan.run)]
+
+
+def _check_image(engine: DockerEngine, plan: Plan) -> list[Finding]:
+    image = plan.config.runner.docker_config.docker_container
+    try:
+        pinned = pin_image(engine, image)
+    except ImageError as error:
+        return [Finding(error.place or "image", error.message, error.hint)]
+    try:
+        image_contents = contents.read_contents(engine.get(f"/images/{pinned.reference}/json"))
+    except EngineError:  # this engine does not have the image, and only those that do know its contents
+        return []
+    built, added = contents.find_changes(image_contents, Path.cwd(), {item.name for item in plan.cargo.code})
+    if not built and not added:
+        return []
+    message = f"changed since it was built: {', '.join([*built, *(f'{name}/' for name in added)])}"
+    why = "the nodes run what is in the image; only the script, runner.code and the config come with the run"
+    return [Finding(f"image {image}", message, contents.build_rebuild_command(image, image_contents, built, added), fatal=False, why=why)]
+
+
+def _check_managers(machines: tuple[Machine, ...]) -> list[Finding]:
+    managers = [machine for machine in machines if machine.is_manager]
+    if any(not machine.unavailable_reason for machine in managers):
+        return []
+    states = ", ".join(f"{machine.host} is {machine.unavailable_reason}" for machine in managers)
+    hint = f"docker node update --availability active {managers[0].host}"
+    return [Finding("rendezvous", f"it runs on a manager, and none takes containers: {states}", hint)]
+
+
+def _check_ports(engine: DockerEngine, plan: Plan) -> list[Finding]:
+    """Return a finding for each other run on the host network whose ports overlap with this one's."""
+    if plan.coordinator_machine is None:
+        return []
+    findings = []
+    for item in engine.list_objects("/services", label=f"{LABEL_ROLE}={ROLE_RENDEZVOUS}"):
+        run, template = item["Spec"]["Labels"].get(LABEL_RUN, ""), item["Spec"]["TaskTemplate"]
+        port = next(
+            (int(variable.partition("=")[2]) for variable in template["ContainerSpec"]["Env"] if variable.startswith(_STORE_PORT_PREFIX)), 0
+        )
+        if run == plan.run or abs(port - plan.master_port) >= _PORTS_PER_RUN:
+            continue
+        if HOST_NETWORK in {cluster_state.read_network_name(engine, network["Target"]) for network in template.get("Networks") or []}:
+            hint = f"-o runner.master_port={port + _PORTS_PER_RUN}, or any port with two free ones behind it"
+            findings.append(Finding("config runner.master_port", f"run {run} listens on {port} and the next ones, as this one would", hint))
+    return findings
+
+
+def _check_resources(plan: Plan, planned_machines: list[Machine]) -> list[Finding]:
+    swarm = plan.config.runner.swarm
+    if swarm.gpu is not GpuMode.reserve:
+        return []
+    slots = {node.host: node.slots for node in plan.nodes}
+    return [
+        Finding(
+            f"node {machine.host}",
+            f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are wanted",
+            format_gpu_settings(swarm.generic_resource),
+            why="Swarm knows of no GPUs but those that an engine's settings name; fewer slots would do too",
+        )
+        for machine in planned_machines
+        if machine.resources.get(swarm.generic_resource, 0) < slots.get(machine.host, 0)
+    ]
+
+
+def _check_engine_versions(plan: Plan, planned_machines: list[Machine]) -> list[Finding]:
+    findings = []
+    for machine in planned_machines:
+        version = _parse_version(machine.engine)
+        if plan.config.runner.swarm.gpu is GpuMode.reserve and version < _MIN_GPU_ENGINE_VERSION:
+            message = (
+                f"engine {machine.engine} rejects tasks that reserve GPUs whenever the node changes, for instance when a network is added"
+            )
+            findings.append(
+                Finding(f"node {machine.host}", message, "update it to 25.0.3, or set runner.swarm.gpu to visible", fatal=False)
+            )
+        if _BROKEN_PULL_VERSIONS[0] <= version <= _BROKEN_PULL_VERSIONS[1]:
+            message = f"engine {machine.engine} rejects images that it has, if their registry wants a login"
+            findings.append(Finding(f"node {machine.host}", message, "update it to 29.7", fatal=False))
+    return findings
+
+
+def _parse_version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])

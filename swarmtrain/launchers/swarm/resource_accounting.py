@@ -1,0 +1,98 @@
+"""Which stacks have which GPUs, or other generic resources, on which node: the engine's responses → values.
+
+What a service reserves counts from its creation until its container has finally ended: a service that waits for a GPU will get it, and
+one that is being restarted has released it only for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES
+from swarmtrain.launchers.swarm.generic_resources import ApiObject, count_resources, get_assigned_resources, get_reserved_resources
+from swarmtrain.protocol import LABEL_STACK
+
+RequestedAmounts = Mapping[str, int]
+"""How many of a kind a run reserves, by the constraint that pins its node: node.hostname==gpu-1."""
+
+
+@dataclass(frozen=True)
+class ResourceSupply:
+    """The resources of one kind on one node: how many it declares, and how many each other stack has claimed ("": no stack)."""
+
+    host: str
+    declared: int
+    claimed: Mapping[str, int]
+
+    @property
+    def free_count(self) -> int:
+        return max(0, self.declared - sum(self.claimed.values()))
+
+
+def compute_supplies(
+    nodes: Iterable[ApiObject], services: Iterable[ApiObject], tasks: Iterable[ApiObject], kind: str, *, excluded_stack: str = ""
+) -> dict[str, ResourceSupply]:
+    """Return the supply of `kind`, by node id, without the claims of the stack `excluded_stack`."""
+    nodes, services, tasks = list(nodes), list(services), list(tasks)
+    claims: dict[tuple[str, str, str], int] = {}
+    for task in tasks:
+        if (
+            task.get("NodeID")
+            and task["Status"]["State"] not in FINAL_STATES
+            and (count := count_resources(get_assigned_resources(task), kind))
+        ):
+            key = (task["NodeID"], _get_task_stack_label(task), task.get("ServiceID", ""))
+            claims[key] = claims.get(key, 0) + count
+    for service, node, count in _list_pinned_services(nodes, services, tasks, kind):
+        key = (node["ID"], _get_stack_label(service["Spec"]), service["ID"])
+        claims[key] = max(claims.get(key, 0), count)
+    return {node["ID"]: _build_supply(node, claims, kind, excluded_stack) for node in nodes}
+
+
+def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject | None:
+    """Return the node to which a constraint pins, None if it pins to none."""
+    key, _, value = (part.strip() for part in constraint.partition("=="))
+    pinned = {"node.id": lambda node: node["ID"] == value, "node.hostname": lambda node: node["Description"].get("Hostname") == value}
+    return next((node for node in nodes if key in pinned and pinned[key](node)), None)
+
+
+def _build_supply(node: ApiObject, claims: Mapping[tuple[str, str, str], int], kind: str, excluded_stack: str) -> ResourceSupply:
+    claimed: dict[str, int] = {}
+    for (node_id, stack, _), count in claims.items():
+        if node_id == node["ID"] and (stack != excluded_stack or not excluded_stack):
+            claimed[stack] = claimed.get(stack, 0) + count
+    declared = (node["Description"].get("Resources") or {}).get("GenericResources") or []
+    return ResourceSupply(node["Description"].get("Hostname", node["ID"]), count_resources(declared, kind), claimed)
+
+
+def _list_pinned_services(
+    nodes: list[ApiObject], services: list[ApiObject], tasks: list[ApiObject], kind: str
+) -> Iterator[tuple[ApiObject, ApiObject, int]]:
+    """Yield the services that have or will have some of `kind` on a specific node, with that node and the count."""
+    finished = _find_finished_services(tasks)
+    for service in services:
+        template = service["Spec"].get("TaskTemplate") or {}
+        count = count_resources(get_reserved_resources(template), kind) * int(
+            service["Spec"]["Mode"].get("Replicated", {}).get("Replicas", 0)
+        )
+        constraints = (template.get("Placement") or {}).get("Constraints") or []
+        node = next(filter(None, (find_pinned_node(constraint, nodes) for constraint in constraints)), None)
+        if count and node is not None and service["ID"] not in finished:
+            yield service, node, count
+
+
+def _find_finished_services(tasks: list[ApiObject]) -> set[str]:
+    """Return the services whose newest task is complete, and which will not be restarted."""
+    newest: dict[str, ApiObject] = {}
+    for task in sorted(tasks, key=lambda task: str(task["CreatedAt"])):
+        newest[task.get("ServiceID", "")] = task
+    return {service for service, task in newest.items() if task["Status"]["State"] == "complete" and task["DesiredState"] == "shutdown"}
+
+
+def _get_stack_label(spec: ApiObject) -> str:
+    return str((spec.get("Labels") or {}).get(LABEL_STACK, ""))
+
+
+def _get_task_stack_label(task: ApiObject) -> str:
+    return _get_stack_label(task["Spec"].get("ContainerSpec") or {})

@@ -1,0 +1,209 @@
+"""One change of a run at a time: a lock in the swarm itself, since any machine that reaches a manager may deploy.
+
+It is a config object in addition to the stack's own: the managers create only one of a name, and accept an update only with its newest
+version. While the lock is *held*, its holder makes changes and renews it every few seconds; a lock that is no longer renewed has lost
+its holder, and is taken over. While it is *preemptible*, its holder only waits for containers, and any other command that wants to make
+changes takes it: its loss tells the first holder to leave everything alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import getpass
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from swarmtrain.errors import EngineError, StackError
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
+from swarmtrain.launchers.swarm.cluster_state import LABEL_LOCK, LABEL_LOCK_ACTION, LABEL_LOCK_OWNER
+from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
+from swarmtrain.process import defer_signals
+
+_TOKEN_LABEL = "swarmtrain.lock.token"  # noqa: S105  # a label's name
+_SINCE_LABEL = "swarmtrain.lock.since"
+_PREEMPTIBLE_LABEL = "swarmtrain.lock.preemptible"
+_POLL_SECONDS = 0.5
+_LOG_INTERVAL_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class _LockState:
+    """The lock as stored in the swarm."""
+
+    id: str
+    version: int
+    labels: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.labels.get(LABEL_LOCK_OWNER, 'somebody')} {self.labels.get(LABEL_LOCK_ACTION, 'changes it')}"
+
+
+class RunLock:
+    """The lock of one run, for one change. `action` says what is done to the run, in words that follow a name.
+
+    `kind_label` is the label by which locks of this kind are found, and determines the suffix of the lock's name; `labels` are
+    additional labels.
+    """
+
+    def __init__(
+        self, engine: DockerEngine, run: str, action: str, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS, *, kind_label: str = LABEL_LOCK
+    ) -> None:
+        self._engine, self._run, self._action, self._timeouts, self._kind_label = engine, run, action, timeouts, kind_label
+        self._name = f"{run}_{kind_label.split('.')[1]}"
+        self.labels: dict[str, str] = {}
+        self._token = secrets.token_hex(8)
+        self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._is_preemptible = False
+        self._is_lost = False
+        self._renewed_at = time.monotonic()
+        self._released = threading.Event()
+
+    @contextlib.contextmanager
+    def holding(self, report_progress: ProgressReporter) -> Iterator[None]:
+        """Wait until the lock is acquired, reporting its holder, and release it at the end. Raises EngineError."""
+        try:
+            self._wait_until_ours(report_progress)
+            threading.Thread(target=self._renew_periodically, name=f"lock of {self._run}", daemon=True).start()
+            yield
+        except BaseException:
+            # A lock that cannot be released now is taken over by the next command.
+            with contextlib.suppress(EngineError):
+                self._release()
+            raise
+        self._release()
+
+    def check_held(self) -> None:
+        """Raise StackError if the lock has been lost, so that nothing more may be changed."""
+        if self._is_lost or time.monotonic() - self._renewed_at > self._timeouts.lock_valid_seconds:
+            raise StackError(
+                f"this command was suspended for {self._timeouts.lock_valid_seconds:.0f} s or longer, and has lost its turn to change the "
+                f"run",
+                place=f"run {self._run}",
+                hint=f"swarmtrain status {self._run}, and repeat the command",
+            )
+
+    def allow_preemption(self) -> None:
+        """Let other commands take the lock from now on. Raises EngineError, StackError."""
+        self._is_preemptible = True
+        if not self._rewrite():
+            raise self.build_preempted_error()
+
+    def reacquire(self) -> bool:
+        """Hold the lock again; return False if somebody else has taken it meanwhile. Raises EngineError."""
+        self._is_preemptible = False
+        self._is_lost = not self._rewrite()
+        return not self._is_lost
+
+    def write_labels(self) -> None:
+        """Write the current `labels` to the lock. Raises EngineError, and StackError if it has been lost."""
+        if not self._rewrite():
+            raise self.build_preempted_error()
+
+    def is_ours(self) -> bool:
+        """Return whether nobody else has taken the lock since it became preemptible. Raises EngineError."""
+        state = self._read_state()
+        return state is not None and state.labels.get(_TOKEN_LABEL) == self._token
+
+    def build_preempted_error(self) -> StackError:
+        """Return the error for a lock that somebody else has taken. Raises EngineError."""
+        state = self._read_state()
+        owner = str(state) if state else "somebody has changed it or taken it down"
+        return StackError(
+            f"{owner} meanwhile; this command leaves everything alone", place=f"run {self._run}", hint=f"swarmtrain status {self._run}"
+        )
+
+    def _wait_until_ours(self, report_progress: ProgressReporter) -> None:
+        previous_state, unchanged_polls, reported_at = None, 0, float("-inf")
+        while True:
+            state = self._read_state()
+            if state is None:
+                if self._try_create():
+                    return
+                continue
+            unchanged_polls, previous_state = (unchanged_polls + 1 if state == previous_state else 1), state
+            if (_PREEMPTIBLE_LABEL in state.labels or unchanged_polls > self._timeouts.stale_lock_polls) and self._try_update(state):
+                return
+            if time.monotonic() - reported_at > _LOG_INTERVAL_SECONDS:
+                reported_at = time.monotonic()
+                report_progress(f"waiting: {state}, since {state.labels.get(_SINCE_LABEL, 'some time')}")
+            time.sleep(_POLL_SECONDS)
+
+    def _renew_periodically(self) -> None:
+        while not self._released.wait(self._timeouts.lock_renew_seconds):
+            with contextlib.suppress(EngineError):
+                if not self._is_preemptible and not self._rewrite() and not self._is_preemptible and not self._released.is_set():
+                    self._is_lost = True
+
+    def _release(self) -> None:
+        with defer_signals():
+            self._released.set()
+            # Reacquired first: somebody else may take a preemptible lock at any moment, and then it is not ours to remove.
+            if self.reacquire():
+                self._engine.delete(f"/configs/{self._name}")
+
+    def _rewrite(self) -> bool:
+        """Write the lock again, held or preemptible; return False if somebody else has it."""
+        while True:
+            state = self._read_state()
+            if state is None or state.labels.get(_TOKEN_LABEL) != self._token:
+                return False
+            if self._try_update(state):
+                return True
+
+    def _read_state(self) -> _LockState | None:
+        try:
+            item = self._engine.get(f"/configs/{self._name}")
+        except EngineError as error:
+            if is_not_found(error):
+                return None
+            raise
+        return _LockState(item["ID"], item["Version"]["Index"], item["Spec"].get("Labels") or {})
+
+    def _try_create(self) -> bool:
+        """Create the lock; return False if somebody else was faster."""
+        data = base64.b64encode(f"Somebody changes the run {self._run} of swarmtrain. The labels say who.\n".encode()).decode()
+        started_at = time.monotonic()
+        try:
+            self._engine.post("/configs/create", {**self._build_spec(), "Data": data})
+        except EngineError as error:
+            if error.status == 409:
+                return False
+            raise
+        self._renewed_at = started_at
+        return True
+
+    def _try_update(self, state: _LockState) -> bool:
+        """Acquire or renew the lock; return False if it has changed since it was read."""
+        started_at = time.monotonic()
+        try:
+            self._engine.post(f"/configs/{state.id}/update", self._build_spec(), {"version": str(state.version)})
+        except EngineError as error:
+            if is_not_found(error) or "out of sequence" in error.message:
+                return False
+            raise
+        self._renewed_at = started_at
+        return True
+
+    def _build_spec(self) -> dict[str, Any]:
+        labels = {
+            self._kind_label: self._run,
+            _TOKEN_LABEL: self._token,
+            LABEL_LOCK_OWNER: _describe_user(),
+            LABEL_LOCK_ACTION: self._action,
+            _SINCE_LABEL: self._since,
+        }
+        return {"Name": self._name, "Labels": {**self.labels, **labels, **({_PREEMPTIBLE_LABEL: "yes"} if self._is_preemptible else {})}}
+
+
+def _describe_user() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (OSError, KeyError):  # a user id without a name
+        return f"somebody@{socket.gethostname()}"

@@ -1,0 +1,257 @@
+"""Everything that happens to a run as one stream: output of all nodes, states of their tasks, events of the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.base import RunUpdate, TaskState
+from swarmtrain.launchers.common.container_logs import ContainerLogLine, LogReader, take_line_batch
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.log_recorder import LogRecorder
+from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.launchers.swarm.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
+from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
+from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+
+# After the outcome, for lines that are still on their way.
+_TRAILING_LINES_SECONDS = 1.0
+# A node that still prints this long after the outcome has not received it, and may never end.
+_MAX_TRAILING_LINES_SECONDS = 10.0
+# A run without an outcome has ended when none of its tasks has been meant to run for this long.
+_FINISHED_SECONDS = 5.0
+# A log that is silent for this many seconds is requested again.
+_MAX_COORDINATOR_SILENCE_SECONDS = 10.0
+_MAX_NODE_SILENCE_SECONDS = 30.0
+# Readers wait when the consumer is this far behind.
+_MAX_QUEUED_LINES = 50_000
+# Lines of each container that are still read when it is stopped, whatever was followed before.
+_FINAL_LINES = 1000
+
+
+@dataclass(frozen=True)
+class LogScope:
+    """Which part of the nodes' logs is followed; the coordinator's is always read from its start."""
+
+    since: float | None = None
+    """Seconds since the epoch, None for everything available."""
+    tail: int | None = None
+    """Limits the earlier lines of each node."""
+    already_read: Sequence[ContainerLogLine] = ()
+    """Lines that were read before, ordered by time: their nodes are followed after them."""
+    node: str | None = None
+    """The only node to follow."""
+
+
+def watch_run(engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> Iterator[RunUpdate]:
+    """Yield what happens to `run` until its outcome or its removal.
+
+    When the manager does not answer, a note reports that, and another when it answers again; nothing is lost meanwhile. Raises
+    EngineError if it does not answer for `timeouts.manager_seconds`.
+    """
+    stream = _SwarmStream(engine, run, scope, timeouts)
+    try:
+        yield from stream.stream_updates()
+    finally:
+        stream.close()
+
+
+@contextlib.contextmanager
+def recording_final_lines(engine: DockerEngine, run: str, services: list[Service]) -> Iterator[None]:
+    """Record the services' output during the block in the state directory: Swarm deletes a task's log with the task."""
+    lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
+    readers = [
+        LogReader(
+            engine, service.api_path, _strip_run_prefix(service, run), lines, since=None, tail=_FINAL_LINES if service.is_node else None
+        )
+        for service in services
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        yield
+    finally:
+        recorder = LogRecorder(run)
+        for line in sorted(_drain_queue(lines), key=lambda line: line.time):
+            recorder.append(line)
+        recorder.close()
+        for reader in readers:
+            reader.close()
+
+
+def _drain_queue(lines: queue.Queue[ContainerLogLine]) -> Iterator[ContainerLogLine]:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield lines.get_nowait()
+
+
+def describe_manager(engine: DockerEngine) -> str:
+    """Return the name of the manager in messages; notes about it have this as their node."""
+    return f"the manager at {engine.address}"
+
+
+class _SwarmStream:
+    def __init__(self, engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTimeouts) -> None:
+        self._engine, self._run, self._scope, self._timeouts = engine, run, scope, timeouts
+        self._already_read: dict[str, list[ContainerLogLine]] = {}
+        for line in scope.already_read:
+            self._already_read.setdefault(line.node, []).append(line)
+        self._lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
+        self._readers: dict[str, LogReader] = {}
+        self._states: dict[str, TaskState] = {}
+        self._recorder = LogRecorder(run)
+        self._replaced_coordinators: frozenset[str] = frozenset()
+        self._is_removed = False
+        self._finished_since: float | None = None
+        self._poller = StatePoller(engine, run)
+        self._answered_at = time.monotonic()
+        self._lost_reason = ""
+
+    def stream_updates(self) -> Iterator[RunUpdate]:
+        """Poll, read, and stop when nothing more will come."""
+        outcome_at: float | None = None
+        self._poller.start()
+        while True:
+            yield from self._stream_states()
+            batch = self._take_lines()
+            for line in batch:
+                update = self._convert_line(line)
+                if update is not None:
+                    yield update
+                    if isinstance(update, Event) and update.kind == EVENT_OUTCOME:
+                        outcome_at = time.monotonic()
+            if self._is_done(outcome_at, is_quiet=not batch):
+                return
+
+    def close(self) -> None:
+        """End all threads and close the record."""
+        self._poller.close()
+        for reader in self._readers.values():
+            reader.close()
+        self._recorder.close()
+
+    def _take_lines(self) -> list[ContainerLogLine]:
+        """Return the lines of the next batch, ordered by time, and record them."""
+        lines = take_line_batch(self._lines)
+        for line in lines:
+            self._recorder.append(line)
+        self._recorder.flush()
+        return lines
+
+    def _convert_line(self, line: ContainerLogLine) -> RunUpdate | None:
+        event = line.parse_event()
+        if event is None:
+            return line.to_log_line()
+        # The log of a run that was restarted after its outcome still contains that outcome.
+        stale = event.kind == EVENT_OUTCOME and line.task in self._replaced_coordinators
+        return None if stale else event
+
+    def _is_done(self, outcome_at: float | None, *, is_quiet: bool) -> bool:
+        now = time.monotonic()
+        if outcome_at is not None:
+            return now - outcome_at > (_TRAILING_LINES_SECONDS if is_quiet else _MAX_TRAILING_LINES_SECONDS)
+        return is_quiet and (self._is_removed or (self._finished_since is not None and now - self._finished_since > _FINISHED_SECONDS))
+
+    def _stream_states(self) -> Iterator[RunUpdate]:
+        """Yield updates from the newest snapshots, or one note that there are none. Raises EngineError if there were none for too long."""
+        while not self._poller.snapshots.empty():
+            snapshot = self._poller.snapshots.get()
+            self._answered_at = time.monotonic()
+            if self._lost_reason:
+                self._lost_reason = ""
+                yield self._build_note("answers again")
+            yield from self._process_snapshot(snapshot)
+        unanswered_seconds = time.monotonic() - self._answered_at
+        if unanswered_seconds > UNREACHABLE_AFTER_SECONDS and not self._lost_reason:
+            self._lost_reason = self._describe_lost()
+            yield self._build_note(f"{self._lost_reason}; {self._run} continues; the log stream is lost, reconnecting")
+        if unanswered_seconds > self._timeouts.manager_seconds:
+            raise EngineError(
+                f"{self._describe_lost()} for {unanswered_seconds:.0f} s",
+                place=describe_manager(self._engine),
+                hint=self._suggest_next_step(),
+            )
+
+    def _build_note(self, message: str) -> Event:
+        return Event(EVENT_NOTE, {"node": describe_manager(self._engine), "message": message})
+
+    def _describe_lost(self) -> str:
+        error = self._poller.last_error
+        # Without a status, there was no response at all, whatever the error's message says.
+        return error.message if error and error.status is not None else "does not answer"
+
+    def _suggest_next_step(self) -> str:
+        other_managers = f", or through another manager ({', '.join(self._poller.managers)}) with DOCKER_HOST=ssh://MANAGER"
+        alternative = other_managers if len(self._poller.managers) > 1 else ""
+        return f"{self._run} continues; follow it again with swarmtrain logs -f {self._run}{alternative}"
+
+    def _process_snapshot(self, snapshot: SwarmSnapshot) -> list[TaskState]:
+        self._is_removed = not snapshot.services
+        self._remember_replaced_coordinators(snapshot)
+        self._start_new_readers(snapshot.services)
+        self._update_finished_since(snapshot)
+        return self._collect_changed_states(snapshot)
+
+    def _remember_replaced_coordinators(self, snapshot: SwarmSnapshot) -> None:
+        coordinator = cluster_state.find_coordinator(snapshot.services, self._run)
+        if coordinator is not None:
+            self._replaced_coordinators = cluster_state.find_replaced_tasks(snapshot.tasks, coordinator.id)
+
+    def _start_new_readers(self, services: list[Service]) -> None:
+        for service in services:
+            node = _strip_run_prefix(service, self._run)
+            if service.id not in self._readers and (node == RENDEZVOUS_SERVICE or self._scope.node in (None, node)):
+                # The lines read before came from the first service of this name: any later one is a new service.
+                already_read = () if node == RENDEZVOUS_SERVICE else self._already_read.pop(node, ())
+                scope = LogScope() if node == RENDEZVOUS_SERVICE else replace(self._scope, already_read=already_read)
+                reader = LogReader(
+                    self._engine, service.api_path, node, self._lines, since=scope.since, tail=scope.tail, already_read=scope.already_read
+                )
+                self._readers[service.id] = reader
+                reader.start()
+
+    def _reconnect_silent_readers(self, services: list[Service], ended_nodes: set[str]) -> None:
+        for service in services:
+            reader, node = self._readers.get(service.id), _strip_run_prefix(service, self._run)
+            if reader is None:
+                continue
+            if node in ended_nodes or reader.silent_seconds > (
+                _MAX_COORDINATOR_SILENCE_SECONDS if node == RENDEZVOUS_SERVICE else _MAX_NODE_SILENCE_SECONDS
+            ):
+                reader.reconnect()
+
+    def _update_finished_since(self, snapshot: SwarmSnapshot) -> None:
+        nodes = [service for service in snapshot.services if service.is_node]
+        # The coordinator of a stopped run keeps running.
+        is_stopped = bool(nodes) and not any(service.replicas for service in nodes)
+        is_finished = all(_is_finished(service, snapshot.tasks) for service in (nodes if is_stopped else snapshot.services))
+        self._finished_since = (self._finished_since or time.monotonic()) if is_finished else None
+
+    def _collect_changed_states(self, snapshot: SwarmSnapshot) -> list[TaskState]:
+        states = [
+            cluster_state.build_task_state(_strip_run_prefix(service, self._run), snapshot.tasks, service, snapshot.hosts)
+            for service in snapshot.services
+        ]
+        present = {state.node for state in states}
+        removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
+        changed = [state for state in states if self._states.get(state.node) != state]
+        self._reconnect_silent_readers(snapshot.services, {state.node for state in changed if state.state in cluster_state.FINAL_STATES})
+        self._states = {state.node: state for state in states}
+        return [*changed, *removed]
+
+
+def _is_finished(service: Service, tasks: list[Task]) -> bool:
+    """Return whether nothing of the service runs, and nothing will."""
+    task = cluster_state.find_newest_task(tasks, service.id)
+    if service.replicas == 0:
+        return task is None or task.is_final
+    return task is not None and task.is_final and task.desired_state in ("shutdown", "remove")
+
+
+def _strip_run_prefix(service: Service, run: str) -> str:
+    return service.name.removeprefix(f"{run}_")

@@ -1,0 +1,147 @@
+"""Deploys a stack: one deploy at a time, whatever exists or is still being removed, with a rollback if a first deploy fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from swarmtrain.errors import EngineError, StackError, SwarmtrainError
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
+from swarmtrain.launchers.swarm import cluster_state, teardown
+from swarmtrain.launchers.swarm.convergence import list_task_ids, wait_until_running
+from swarmtrain.launchers.swarm.gang_queue import ResourceRequest, waiting_for_resources
+from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
+from swarmtrain.launchers.swarm.run_lock import RunLock
+from swarmtrain.launchers.swarm.step_executor import apply_steps
+from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
+
+# A network that is being removed is still listed for a moment after its last task, and services cannot be created with it.
+_MAX_APPLY_ATTEMPTS = 10
+_RETRY_SECONDS = 0.5
+
+
+def deploy_stack(
+    engine: DockerEngine,
+    request: ResourceRequest,
+    plan_steps: Callable[[], list[ReconcileStep]],
+    report_progress: ProgressReporter,
+    timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS,
+) -> None:
+    """Carry out the steps that `plan_steps` then returns, and return when the stack runs. Raises SwarmtrainError.
+
+    If `request` has reserved resources, nothing is changed before all of them are free. The lock is held during changes, and
+    preemptible while resources or containers are waited for: another command may then go first, and this one leaves everything alone.
+    """
+    deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts)
+    with deployment.lock.holding(report_progress):
+        deployment.run()
+
+
+class _StackDeployment:
+    def __init__(
+        self,
+        engine: DockerEngine,
+        request: ResourceRequest,
+        plan_steps: Callable[[], list[ReconcileStep]],
+        report_progress: ProgressReporter,
+        timeouts: SwarmTimeouts,
+    ) -> None:
+        self._engine, self._request, self._plan_steps, self._report_progress, self._timeouts = (
+            engine,
+            request,
+            plan_steps,
+            report_progress,
+            timeouts,
+        )
+        self._stack = request.run
+        self.lock = RunLock(engine, request.run, "brings it up", timeouts)
+        self._created: set[str] = set()
+
+    def run(self) -> None:
+        """Deploy, with the lock held."""
+        is_first_deploy = self._wait_for_earlier_teardown()
+        try:
+            self._apply_and_wait()
+        except BaseException:
+            if is_first_deploy:
+                self._roll_back()
+            raise
+
+    def _wait_for_earlier_teardown(self) -> bool:
+        """Wait until no earlier stack of this name is being removed; return whether this is a first deploy."""
+        if cluster_state.list_services(self._engine, self._stack):
+            return False
+        if cluster_state.list_tasks(self._engine, self._stack):
+            self.lock.allow_preemption()
+            teardown.wait_until_tasks_cleared(self._engine, self._stack, self._report_progress)
+            if not self.lock.reacquire():
+                raise self.lock.build_preempted_error()
+        return True
+
+    def _apply_and_wait(self) -> None:
+        with waiting_for_resources(self._engine, self._compute_request(), self.lock, self._report_progress, self._timeouts):
+            old_task_ids = list_task_ids(self._engine, self._stack)
+            applied = self._apply_steps()
+        if not applied:
+            self._report_progress(f"{self._stack} is as it should be: nothing to do")
+        self.lock.allow_preemption()
+        restarted_service_ids = frozenset(step.id for step in applied if step.restarts)
+        wait_until_running(
+            self._engine,
+            self._stack,
+            old_task_ids,
+            restarted_service_ids,
+            report_progress=self._report_progress,
+            check_ownership=self._check_ownership,
+            timeouts=self._timeouts,
+        )
+        removed_services = [step.service for step in applied if step.verb is StepVerb.remove and step.service]
+        teardown.wait_until_stopped(self._engine, self._stack, removed_services, self._report_progress)
+
+    def _compute_request(self) -> ResourceRequest:
+        """Return an empty request if no container is to be started: a finished run needs no resources to stay as it is."""
+        starts_containers = self._request.amounts and any(
+            step.kind is ObjectKind.service and step.verb is not StepVerb.remove for step in self._plan_steps()
+        )
+        return self._request if starts_containers else ResourceRequest(self._stack)
+
+    def _apply_steps(self) -> list[ReconcileStep]:
+        """Make the changes; retry if an object that they depend on disappears meanwhile. Return the steps that were taken."""
+        applied: list[ReconcileStep] = []
+        for attempts_left in reversed(range(_MAX_APPLY_ATTEMPTS)):
+            steps = self._plan_steps()
+            applied += steps
+            try:
+                apply_steps(
+                    self._engine,
+                    self._stack,
+                    steps,
+                    created=self._created,
+                    report_progress=self._report_progress,
+                    check_lock=self.lock.check_held,
+                )
+                break
+            except EngineError as error:
+                if not is_not_found(error) or not attempts_left:
+                    raise
+                self._report_progress(f"{error.message}: once more")
+            time.sleep(_RETRY_SECONDS)
+        return applied
+
+    def _check_ownership(self) -> None:
+        """Raise StackError if somebody else has changed the stack, or taken it down."""
+        if not self.lock.is_ours():
+            raise self.lock.build_preempted_error()
+        if not cluster_state.list_services(self._engine, self._stack):
+            raise StackError("it was taken down meanwhile", place=f"run {self._stack}", hint="deploy again")
+
+    def _roll_back(self) -> None:
+        try:
+            if not self.lock.reacquire():
+                self._report_progress("failed or interrupted: somebody else has changed the run since, so nothing is removed")
+                return
+            self._report_progress("failed or interrupted: removing what was made")
+            teardown.roll_back_deploy(self._engine, self._stack, self._created, self._report_progress, self.lock.check_held)
+        except SwarmtrainError as error:
+            self._report_progress(f"what was made could not be removed: {error}; swarmtrain down {self._stack} does that")

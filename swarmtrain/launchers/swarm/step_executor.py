@@ -1,0 +1,154 @@
+"""Steps → requests to the engine: first what services need, then the services in parallel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from swarmtrain.errors import EngineError, StackError
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm.cluster_state import read_stack_state
+from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
+from swarmtrain.launchers.swarm.service_specs import ApiSpec
+
+_MAX_PARALLEL_REQUESTS = 8
+_MAX_UPDATE_ATTEMPTS = 10
+_Item = TypeVar("_Item")
+
+LockCheck = Callable[[], None]
+"""Raises StackError if nothing may be changed any more."""
+
+
+def apply_steps(
+    engine: DockerEngine,
+    stack: str,
+    steps: list[ReconcileStep],
+    *,
+    created: set[str],
+    report_progress: ProgressReporter,
+    check_lock: LockCheck,
+) -> None:
+    """Carry out `steps`, reporting each. Raises EngineError, StackError.
+
+    The names of created objects are added to `created` before the request is sent: the response may be lost.
+    """
+    for step in steps:
+        if step.verb is StepVerb.create and step.kind is not ObjectKind.service:
+            report_progress(str(step))
+            check_lock()
+            _create_object(engine, step, created)
+    services = [step for step in steps if step.kind is ObjectKind.service]
+    if services:
+        existing = read_stack_state(engine, stack)
+        for step in services:
+            report_progress(str(step))
+        check_lock()
+        run_parallel(lambda step: _apply_service_step(engine, step, existing.configs, existing.secrets, created), services)
+    for step in steps:
+        if step.verb is StepVerb.remove and step.kind is not ObjectKind.service:
+            report_progress(str(step))
+            check_lock()
+            _remove_object(engine, step, report_progress)
+
+
+def run_parallel(work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
+    """Run `work` on all items, a few at a time; the first error is raised when those already started have finished."""
+    pool = ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="swarm")
+    try:
+        for future in [pool.submit(work, item) for item in items]:
+            future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _create_object(engine: DockerEngine, step: ReconcileStep, created: set[str]) -> None:
+    body = step.spec or {}
+    created.add(step.name)
+    try:
+        if step.kind is ObjectKind.network:
+            # Before API 1.44 the engine creates a second network of the same name unless it is asked to check.
+            engine.post("/networks/create", {"Name": step.name, "CheckDuplicate": True, **body})
+        else:
+            _check_secret_content(step)
+            engine.post(f"/{step.kind}s/create", body)
+    except EngineError as error:
+        if error.status != 409:
+            raise
+        # Another command has created it meanwhile. The names of configs and secrets contain their digest, so it is the same.
+        created.discard(step.name)
+
+
+def _check_secret_content(step: ReconcileStep) -> None:
+    if step.kind is ObjectKind.secret and not (step.spec or {}).get("Data"):
+        raise StackError(
+            "its content is not on the swarm any more and cannot be read back",
+            place=f"secret {step.name}",
+            hint="swarmtrain deploy CONFIG, which reads the secret's file again",
+        )
+
+
+def _apply_service_step(
+    engine: DockerEngine, step: ReconcileStep, configs: Mapping[str, str], secrets: Mapping[str, str], created: set[str]
+) -> None:
+    if step.verb is StepVerb.remove:
+        engine.delete(f"/services/{step.id}")
+        return
+    spec = resolve_file_ids(step.spec or {}, configs, secrets)
+    image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
+    if step.verb is StepVerb.create:
+        _create_service(engine, step, spec, image, created)
+    else:
+        update_service(engine, step.id, step.service.version if step.service else 0, spec)
+
+
+def _create_service(engine: DockerEngine, step: ReconcileStep, spec: ApiSpec, image: str, created: set[str]) -> None:
+    created.add(step.name)
+    try:
+        engine.post("/services/create", spec, image=image)
+    except EngineError as error:
+        if error.status is not None:
+            created.discard(step.name)
+        if error.status == 409:
+            raise StackError("somebody else has made it meanwhile", place=f"service {step.name}", hint="deploy again") from None
+        raise
+
+
+def update_service(engine: DockerEngine, service: str, version: int, spec: ApiSpec) -> None:
+    """Give the service its new spec; retry if somebody else has changed the service since it was read. Raises EngineError."""
+    image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
+    for attempt in range(_MAX_UPDATE_ATTEMPTS):
+        try:
+            engine.post(f"/services/{service}/update", spec, {"version": str(version), "registryAuthFrom": "spec"}, image=image)
+            return
+        except EngineError as error:
+            if "out of sequence" not in error.message or attempt == _MAX_UPDATE_ATTEMPTS - 1:
+                raise
+        time.sleep(0.1 * (attempt + 1))
+        version = engine.get(f"/services/{service}")["Version"]["Index"]
+
+
+def resolve_file_ids(spec: ApiSpec, configs: Mapping[str, str], secrets: Mapping[str, str]) -> ApiSpec:
+    """Return a service's spec with the ids that its configs and secrets have on this swarm."""
+    container = dict(spec["TaskTemplate"]["ContainerSpec"])
+    for kind, ids in (("Config", configs), ("Secret", secrets)):
+        if f"{kind}s" in container:
+            container[f"{kind}s"] = [_resolve_file_id(reference, kind, ids) for reference in container[f"{kind}s"]]
+    return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ContainerSpec": container}}
+
+
+def _resolve_file_id(reference: dict[str, Any], kind: str, ids: Mapping[str, str]) -> dict[str, Any]:
+    name = reference[f"{kind}Name"]
+    if name not in ids:
+        raise StackError("it was removed while the stack was brought up", place=f"{kind.lower()} {name}", hint="deploy again")
+    return {**reference, f"{kind}ID": ids[name]}
+
+
+def _remove_object(engine: DockerEngine, step: ReconcileStep, report_progress: ProgressReporter) -> None:
+    try:
+        engine.delete(f"/{step.kind}s/{step.id}")
+    except EngineError as error:
+        # Only cleanup is incomplete: the next deploy tries again.
+        report_progress(f"{step.kind} {step.name} remains for now: {error.message}")

@@ -1,0 +1,29 @@
+"""Timeouts of the Swarm launcher, as a value, since callers differ in how long they can wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SwarmTimeouts:
+    """In seconds, unless stated otherwise."""
+
+    lock_renew_seconds: float = 3.0
+    """Between two renewals of the lock by its holder."""
+    lock_valid_seconds: float = 10.0
+    """After this time without a renewal, the holder makes no more changes; a waiting command takes over a little later."""
+    stale_lock_polls: int = 30
+    """After this many polls of an unchanged lock, half a second apart, its holder is considered dead.
+
+    Clocks are never compared: the waiting command counts its own polls.
+    """
+    queue_entry_ttl_seconds: float = 30.0
+    """A queue entry that has not been renewed for this long no longer counts."""
+    pending_seconds: float = 20.0
+    """A deploy stops waiting for tasks that are only pending when nothing has changed for this long; pulling an image may take longer."""
+    manager_seconds: float = 120.0
+    """Following a run ends with an error after this time without an answer from the manager."""
+
+
+DEFAULT_TIMEOUTS = SwarmTimeouts()

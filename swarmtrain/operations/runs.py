@@ -1,0 +1,238 @@
+"""Deploying, following and scaling a run as the user sees it: the launcher acts, this module reports."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from swarmtrain import protocol
+from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
+from swarmtrain.launchers import load_deployment
+from swarmtrain.launchers.base import Change, Launcher, ProgressReporter
+from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.provenance import read_git_checkout
+from swarmtrain.plan import Plan
+from swarmtrain.protocol import Event, RunOutcome
+from swarmtrain.view.console import ask_confirmation, print_message, show_finding, show_progress
+from swarmtrain.view.deploy_diff import list_differences
+from swarmtrain.view.formatting import format_count
+from swarmtrain.view.output import print_json, print_result
+from swarmtrain.view.run_state import diagnose_live_run
+from swarmtrain.view.update_printer import follow_updates, format_event
+from swarmtrain.view.worlds import find_quarantined_nodes
+
+_WORLD_TIMEOUT_SECONDS = 180.0
+
+
+def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
+    """Show the plan and, if the run is up, what deploying it again would change."""
+    if not as_json:
+        print_result(plan, as_json=False)
+    is_up = plan.run in launcher.list_runs()
+    changes, blocker = _compute_changes(launcher, plan) if is_up else ([], None)
+    difference_lines = _describe_differences(launcher, plan, changes) if changes or blocker else []
+    if as_json:
+        print_json({**plan.to_dict(), "up": is_up, "differences": difference_lines, "changes": [str(change) for change in changes]})
+    elif is_up:
+        print_message(f"{plan.run} is up; a deploy would change {'this:' if changes or blocker else 'nothing'}")
+        for line in difference_lines:
+            print_message(f"  {line}")
+        for change in changes:
+            print_message(f"  - {change}")
+    if blocker:
+        raise blocker
+
+
+def _compute_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:
+    """Return the changes that deploying `plan` would make, or the error that prevents them in the run's current state."""
+    try:
+        return launcher.plan_changes(plan), None
+    except StackError as error:
+        return [], error
+
+
+def _describe_differences(launcher: Launcher, plan: Plan, changes: Sequence[Change]) -> list[str]:
+    """Return how `plan` differs from what the run was deployed with; if that cannot be read any more, the error."""
+    try:
+        config, cargo = load_deployment(launcher, plan.run)
+    except StackError as error:
+        return [str(error)]
+    return list_differences(plan, config, cargo, launcher.list_tasks(plan.run), sum(change.interrupts for change in changes))
+
+
+def run_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
+    """Show the plan, and run it on this machine with `rank` in this terminal; return that rank's exit code. Raises PlanError."""
+    from swarmtrain.launchers.local.attach import attach_rank
+
+    _show_and_check(launcher, plan)
+    return attach_rank(plan, rank, print_message)
+
+
+def deploy_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
+    """Show the plan, check it, and deploy it; if that restarts something that is running, the user is asked first, unless `yes`.
+
+    Raises StackError if a check finds what would keep it from running, if the user declines, or if there is no terminal to ask at.
+    """
+    _show_and_check(launcher, plan)
+    if plan.run in launcher.list_runs():
+        _confirm_restart(launcher, plan, yes=yes)
+    try:
+        git_checkout = read_git_checkout(Path.cwd())
+        history_store.record_operation(plan.run, "up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
+        history_store.save_diff(plan.run, git_checkout.diff if git_checkout else "")
+        with show_progress(f"bringing {plan.run} up") as report_progress:
+            launcher.deploy(plan, report_progress)
+    except KeyboardInterrupt:
+        print_message(f"interrupted: {_describe_leftovers(launcher, plan.run)}")
+        raise
+
+
+def _show_and_check(launcher: Launcher, plan: Plan) -> None:
+    print_message(str(plan))
+    findings = launcher.check_plan(plan)
+    fatal = [finding for finding in findings if finding.fatal]
+    for finding in findings:
+        if finding not in fatal[-1:]:
+            show_finding(finding)
+    if fatal:
+        raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
+
+
+def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
+    changes = launcher.plan_changes(plan)
+    interrupted_services = format_count(sum(change.interrupts for change in changes), "service")
+    if not any(change.interrupts for change in changes):
+        return
+    print_message(f"{plan.run} runs; this changes:")
+    for line in _describe_differences(launcher, plan, changes):
+        print_message(f"  {line}")
+    if yes:
+        return
+    confirmed = ask_confirmation(f"restart {interrupted_services} of {plan.run}?")
+    if confirmed is None:
+        raise StackError(
+            f"this would restart {interrupted_services}, and there is no terminal for a confirmation",
+            place=f"run {plan.run}",
+            hint="the same command with --yes does it",
+        )
+    if not confirmed:
+        raise StackError("left as it is", place=f"run {plan.run}")
+
+
+def _describe_leftovers(launcher: Launcher, run: str) -> str:
+    try:
+        exists = run in (*launcher.list_runs(), *launcher.list_terminating_runs())
+    except SwarmtrainError:
+        return f"swarmtrain status {run} shows what is there"
+    return f"the same command again makes the rest of the change; swarmtrain down {run} removes it" if exists else "nothing of it is left"
+
+
+def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
+    """Follow `run` and return the exit code for its outcome."""
+    try:
+        print_message(f"following {run}; Ctrl-C detaches, the job continues")
+        outcome = follow_updates(launcher.watch(run))
+    except KeyboardInterrupt:
+        print_message(f"\ndetached; {run} continues\nhint: swarmtrain status {run} | logs -f {run} | down {run}")
+        return EXIT_INTERRUPTED
+    was_stopped = outcome is None and run in launcher.list_runs()
+    if as_json:
+        print_json(
+            {
+                "run": run,
+                "status": outcome.status if outcome else "stopped" if was_stopped else "gone",
+                "reason": outcome.reason if outcome else "",
+                "exit_code": outcome.exit_code if outcome else None,
+            }
+        )
+    if outcome is None:
+        description = f"stopped before it ended\nhint: deploying {run} again resumes it" if was_stopped else "taken down before it ended"
+        print_message(f"{run} was {description}")
+        return EXIT_JOB_FAILED
+    if outcome.is_success:
+        print_message(f"{run} is done\nhint: swarmtrain down {run} removes its services; checkpoints are kept")
+        return EXIT_OK
+    _explain_failure(launcher, run, outcome)
+    return EXIT_JOB_FAILED
+
+
+def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
+    """Print how the run failed: on a terminal as one full screen, since the failure itself has scrolled away by now; elsewhere in short."""
+    try:
+        diagnosis = diagnose_live_run(launcher, run)
+    except SwarmtrainError:  # the run's updates were already printed
+        diagnosis = None
+    if diagnosis is not None and os.isatty(2):
+        print_message(str(diagnosis))
+    print_message(f"{run} failed with exit code {outcome.exit_code}: {outcome.reason}")
+    if diagnosis is not None and diagnosis.meaning:
+        print_message(f"means: {diagnosis.meaning}")
+    for hint in dict.fromkeys((outcome.hint, diagnosis.fix if diagnosis else "", f"swarmtrain why {run} shows what came before")):
+        if hint:
+            print_message(f"hint: {hint}")
+
+
+def scale_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
+    """Deploy a run's new plan and return when the new world has formed. Raises StackError if none forms in time."""
+    events = launcher.read_events(plan.run)
+    seen_count = len(events)
+    if _is_training_on(events, len(plan.nodes)) and not launcher.plan_changes(plan):
+        print_message(f"{plan.run} trains on {format_count(len(plan.nodes), 'node')} already")
+        return
+    deploy_run(launcher, plan, yes=yes)
+    with show_progress(
+        f"waiting for a world of {len(plan.nodes)} nodes", interrupt_hint=f"{plan.run} continues; swarmtrain status {plan.run}"
+    ) as report_progress:
+        _wait_for_world(launcher, plan, seen_count, report_progress)
+
+
+def _is_training_on(events: Sequence[Event], nodes: int) -> bool:
+    boundary_events = [event for event in events if event.kind in (protocol.EVENT_WORLD_FORMED, protocol.EVENT_OUTCOME)]
+    return (
+        bool(boundary_events) and boundary_events[-1].kind == protocol.EVENT_WORLD_FORMED and boundary_events[-1].data.get("nodes") == nodes
+    )
+
+
+def _wait_for_world(launcher: Launcher, plan: Plan, seen_count: int, report_progress: ProgressReporter) -> None:
+    deadline = time.monotonic() + _WORLD_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        events = launcher.read_events(plan.run)
+        seen_count = seen_count if seen_count <= len(events) else 0  # a new coordinator's events start from zero
+        for event in events[seen_count:]:
+            line = format_event(event)
+            if line:
+                report_progress(line)
+            if event.kind == protocol.EVENT_OUTCOME:
+                report_progress("the run ended before that")
+                return
+            if event.kind == protocol.EVENT_WORLD_FORMED and event.data.get("nodes") == len(plan.nodes) - len(
+                find_quarantined_nodes(events)
+            ):
+                return
+        seen_count = max(seen_count, len(events))
+        time.sleep(1)
+    raise StackError(
+        f"no world of {len(plan.nodes)} nodes within {_WORLD_TIMEOUT_SECONDS:.0f} s",
+        place=f"run {plan.run}",
+        hint=f"swarmtrain status {plan.run}",
+    )
+
+
+def stop_run(launcher: Launcher, run: str) -> None:
+    """Let the ranks save and exit, and wait for that."""
+    with show_progress(
+        f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for what still runs"
+    ) as report_progress:
+        launcher.stop(run, report_progress)
+        history_store.record_operation(run, "stop")
+
+
+def remove_run(launcher: Launcher, run: str) -> None:
+    """Remove a run, and record that, so that its history is not mistaken for that of a later run of the same name."""
+    with show_progress(
+        f"taking {run} down on {launcher.location}", interrupt_hint=f"swarmtrain down {run} again removes what is left"
+    ) as report_progress:
+        launcher.tear_down(run, report_progress)
+        history_store.record_operation(run, "down")

@@ -1,0 +1,326 @@
+"""Protocol between the launcher and the nodes, defined once for both sides.
+
+    launcher --NodeEnv, CoordinatorEnv--> containers                (environment variables)
+    containers --Event--> coordinator --JSON lines--> launcher      (the log of the rendezvous service)
+
+Values only, standard library only: the entrypoint reads this inside images in which everything else may be broken.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, get_type_hints
+
+ENV_PREFIX = "SWARMTRAIN_"
+ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
+"""Set for ranks if a user's terminal is attached to one of them, which may pause for as long as the user likes."""
+
+# Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: stop requested, state saved, run again.
+EXIT_PLANNED = 75
+
+# Labels by which a stack is found. The first two are Docker's own, so that `docker stack` recognizes our stacks.
+LABEL_STACK = "com.docker.stack.namespace"
+LABEL_STACK_IMAGE = "com.docker.stack.image"
+LABEL_RUN = "swarmtrain.run"
+LABEL_ROLE = "swarmtrain.role"
+LABEL_HOST = "swarmtrain.host"
+LABEL_SLOTS = "swarmtrain.slots"
+LABEL_CONFIG = "swarmtrain.config"
+LABEL_HOSTS = "swarmtrain.hosts"
+# Labels of containers outside a swarm: the node name, a digest of the container's specification, and the digests of its secrets.
+LABEL_NODE = "swarmtrain.node"
+LABEL_CONTAINER = "swarmtrain.container"
+LABEL_SECRETS = "swarmtrain.secrets"
+# Label of an image: its build inputs.
+LABEL_CONTENTS = "swarmtrain.contents"
+ROLE_NODE = "node"
+ROLE_PROBE = "probe"
+ROLE_RENDEZVOUS = "rendezvous"
+
+RENDEZVOUS_SERVICE = "rendezvous"
+CONFIG_PATH = "/etc/swarmtrain/config.json"
+
+
+@dataclass(frozen=True)
+class _EnvironmentMessage:
+    """A dataclass that is passed as environment variables: one per field, `SWARMTRAIN_` and the field name in capitals.
+
+    Fields are str, int, float or, as JSON, tuple and dict.
+    """
+
+    def to_env(self) -> dict[str, str]:
+        """Return all variables, in field order."""
+        return {ENV_PREFIX + item.name.upper(): _encode_value(getattr(self, item.name)) for item in fields(self)}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self:
+        """Read the variables back. Raises ValueError with the name of the variable that is missing or malformed."""
+        hints = get_type_hints(cls)
+        values = {}
+        for item in fields(cls):
+            name = ENV_PREFIX + item.name.upper()
+            if name not in environ:
+                raise ValueError(f"environment variable {name} is not set: this program is started by swarmtrain, not by hand")
+            try:
+                values[item.name] = _decode_value(environ[name], hints[item.name])
+            except ValueError as error:
+                raise ValueError(f"environment variable {name} is malformed: {error}") from None
+        return cls(**values)
+
+
+def _encode_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _decode_value(text: str, type_hint: Any) -> Any:
+    if type_hint is str:
+        return text
+    value = json.loads(text)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class NodeEnv(_EnvironmentMessage):
+    """Environment of a node's supervisor, the same under every launcher.
+
+    Nothing here depends on the current number of nodes, so that adding or removing nodes within min_nodes..max_nodes leaves every other
+    node's environment, and so its container, unchanged.
+    """
+
+    run: str
+    """Name of the run; under Swarm the stack's name."""
+    node: str
+    """Name of this node in the run: node0, node1 …"""
+    slots: int
+    """Number of ranks to start on this node."""
+    min_nodes: int
+    """Minimum number of nodes to train."""
+    max_nodes: int
+    """Maximum number of nodes that may join."""
+    coordinator: str
+    """host:port of the coordinator."""
+    store: str
+    """host:port of the rendezvous store."""
+    config: str
+    """Path of the resolved config, JSON."""
+    script: str
+    """Path of the user's script."""
+    script_args: tuple[str, ...]
+    """Its arguments, JSON."""
+    secrets: dict[str, str]
+    """Path of the file of each secret by its name, JSON. The secrets themselves never enter the environment."""
+    stop_grace: float
+    """Seconds from SIGTERM to SIGKILL."""
+    log_dir: str
+    """Directory for the ranks' error files and logs; created if missing."""
+    mounts: tuple[str, ...]
+    """Paths of the config's mounts in this container, JSON; empty if nothing is mounted."""
+    interface: str
+    """Interface for communication between ranks: its name, subnet, address or host name; empty: that of the route to the coordinator."""
+    numa: str
+    """CPU binding of ranks to the cores near their GPUs, as one of torchrun's modes; empty: none."""
+
+
+@dataclass(frozen=True)
+class ProbeEnv(_EnvironmentMessage):
+    """Environment of a node's probe in addition to NodeEnv."""
+
+    peers: tuple[str, ...]
+    """Names of all probed nodes, including this one, JSON."""
+    addresses: dict[str, str]
+    """Addresses of the nodes on a network that cannot resolve their names, JSON; otherwise empty."""
+    probe_port: int
+    """Port that probes listen on, TCP and UDP."""
+
+
+@dataclass(frozen=True)
+class CoordinatorEnv(_EnvironmentMessage):
+    """Environment of the rendezvous role."""
+
+    run: str
+    """Name of the run."""
+    coordinator_port: int
+    """Port that the coordinator listens on."""
+    store_port: int
+    """Port that the rendezvous store listens on."""
+    bind: str
+    """Address to listen on: 0.0.0.0 inside the run's own network, 127.0.0.1 for a run on one machine."""
+    max_restarts: int
+    """Consecutive failures, without a new step in between, after which the run is given up."""
+    max_restarts_per_hour: int
+    """Failures within an hour, regardless of progress, after which the run is also given up."""
+    min_nodes: int
+    """Minimum number of nodes to train: a flaky node is quarantined if at least this many others are present."""
+
+
+@dataclass(frozen=True)
+class SurvivorState:
+    """State of one surviving rank of a failed world. What it holds is complete."""
+
+    step: int
+    """Optimizer steps done."""
+    ready: bool
+    """Whether it has all inputs of the next step, and can complete it alone."""
+    shard: int
+    """Index of the shard of parameters and state that it holds; ranks with the same index hold the same."""
+    shards: int
+    """Total number of shards: one, unless the state is sharded."""
+    world_size: int
+    """Number of ranks of the world."""
+    disk: int = 0
+    """Index of the disk that it would save to: its node's, or the shared one."""
+    disks: int = 1
+    """Total number of disks."""
+
+
+# Event kinds. The comment above each names the fields that readers may rely on.
+# run
+EVENT_COORDINATOR_STARTED = "coordinator"
+# node, host, address, interface, slots
+EVENT_NODE_JOINED = "joined"
+# world, world_size, nodes, ranks: {node: [rank, …]}; printed once every node of the world has joined it
+EVENT_WORLD_FORMED = "world"
+# node, world: the script has returned on that node
+EVENT_SCRIPT_RETURNED = "script_returned"
+# step, steps, loss, tokens_per_second, eta_seconds, learning_rate; if known gradient_norm, max_replica_loss, accuracy, tflops, mfu, phases:
+# seconds of a step by phase (swarmtrain.trainer.health.step_timer), memory: bytes (swarmtrain.trainer.metrics.memory_usage)
+EVENT_PROGRESS = "progress"
+# node, and what swarmtrain.trainer.run_report collects: versions, devices, git …; text by name, or mappings of such
+EVENT_RUN_REPORT = "report"
+# step, loss
+EVENT_EVALUATION = "evaluation"
+# step, path, seconds
+EVENT_CHECKPOINT = "checkpoint"
+# step, path
+EVENT_RESUMED = "resumed"
+# node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom, step;
+# permanent: see PERMANENT_BEFORE_FIRST_STEP
+EVENT_FAILURE = "failure"
+# node, message: something that the user should know, for example a skipped corrupt checkpoint
+EVENT_NOTE = "note"
+# message, and rank, node, slowdown (0.3: its steps take 30 % longer), phase: data | compute; rank null: no straggler any more
+EVENT_STRAGGLER = "straggler"
+# step, and initial_validation_loss, final_validation_loss, bigram_baseline_loss if known: the last step is done and saved
+EVENT_TRAINING_FINISHED = "finished"
+# node, exit_code; null if the node became silent
+EVENT_NODE_LEFT = "left"
+# node, and what swarmtrain.entrypoint.probe.node_probe finds on it
+EVENT_NODE_PROBE = "probe"
+# the fields of swarmtrain.entrypoint.probe.link_probe.Link
+EVENT_LINK = "link"
+# node, and what swarmtrain.entrypoint.probe.collective_probe finds: torch, devices, seconds of an all-reduce, or error
+EVENT_COLLECTIVE = "collective"
+# posted: node, and what swarmtrain.entrypoint.resource_usage reads; printed: nodes: {node: …}, all of them every few seconds
+EVENT_USAGE = "usage"
+# node, seconds, reason: quarantined for this time, unless it is needed earlier
+EVENT_NODE_QUARANTINED = "quarantined"
+# node, reason: it may train again
+EVENT_NODE_RELEASED = "released"
+# status: done | failed, reason, exit_code, hint if there is one
+EVENT_OUTCOME = "outcome"
+# operation: up | stop | down, nodes, and code: the commit that is checked out in the user's project. Never sent to the coordinator: the
+# machine that requested it stores it next to the run's events
+EVENT_OPERATION = "operation"
+
+PERMANENT_BEFORE_FIRST_STEP = "before_first_step"
+"""A value of a failure's `permanent`. True: it recurs at every retry.
+
+PERMANENT_BEFORE_FIRST_STEP: it recurs unless a step has been done before, for example a missing file. False: a retry may succeed. Absent: a
+retry may succeed, unless it recurs at the same step.
+"""
+
+
+def build_world_key(environ: Mapping[str, str]) -> str:
+    """Return the key of the world of the rank with this environment: the same for all its ranks, different for each world."""
+    return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+
+
+_COLLATERAL_PATTERN = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
+    r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM",
+    re.IGNORECASE,
+)
+
+
+def is_collateral_failure(failure: Mapping[str, Any]) -> bool:
+    """Return whether a failure is a consequence of another one: a peer is gone, or did not answer in time."""
+    return bool(_COLLATERAL_PATTERN.search(f"{failure.get('error', '')} {failure.get('signal', '')}"))
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of the coordinator's log."""
+
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch, by the coordinator's clock: those of nodes may be wrong."""
+
+    def to_line(self) -> str:
+        """Return the event as one line of JSON, `event` first, so that a reader can distinguish it from other output."""
+        return json.dumps({"event": self.kind, "time": round(self.time, 3), **self.data}, default=str)
+
+    @classmethod
+    def from_line(cls, line: str) -> Event | None:
+        """Parse a line of the coordinator's log. Return None if it is not an event."""
+        if not line.startswith('{"event"'):
+            return None
+        try:
+            data = json.loads(line)
+            return cls(kind=str(data.pop("event")), time=float(data.pop("time")), data=data)
+        except (ValueError, KeyError):
+            return None
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How the run ended. The coordinator publishes it; a node that receives one has nothing left to do."""
+
+    status: str
+    """done or failed"""
+    reason: str
+    exit_code: int
+    hint: str = ""
+    """The next step, if the failure came with one."""
+
+    @property
+    def is_success(self) -> bool:
+        return self.status == "done"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The coordinator's response to an event."""
+
+    is_known: bool = False
+    """The event is a failure whose reason another rank of its world has already reported."""
+    run_failed: bool = False
+    """The run has failed: nothing may be started again."""
+
+
+@dataclass(frozen=True)
+class RescueAssignment:
+    """The coordinator's response to surviving ranks: which of them save which step."""
+
+    step: int = 0
+    writers: tuple[int, ...] = ()
+    """Writing ranks, one for each shard and disk; the first one of a disk assembles the checkpoint from its shards. Empty until decided."""
+    attempt: int = 0
+    """Incremented when a writer has died and new ones are chosen."""
+    is_finished: bool = False
+    """The checkpoint is committed, or none is possible: there is nothing left to wait for."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The coordinator's response to a supervisor: stop (an outcome), or train in this rendezvous round."""
+
+    round: str
+    """Run id for the rendezvous. A new one is issued when the old one is closed, since a closed rendezvous refuses everyone forever."""
+    outcome: RunOutcome | None = None
+    wait: bool = False
+    """Ask again in a moment. Other nodes are still arriving, or this node is quarantined."""

@@ -1,0 +1,118 @@
+"""Managed venv: built next to the current one, and replaces it once complete.
+
+PATH                 symlink to the environment in use; switching is a rename of the link
+PATH.made/KEY        an environment; KEY is a hash of its list of versions, its wheels, and the Python that it was built with
+PATH.made/wheels     wheels uploaded with the list, during a build        PATH.made/lock   held by the process that builds
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import IO
+
+from swarmtrain.process import run_command, start_process
+from swarmtrain.remote.process_spec import write_atomically
+
+_OUTPUT_TAIL_LINES = 6
+_POLL_SECONDS = 0.1
+_PYTHON_IDENTITY_SCRIPT = "import platform, sys; print(platform.python_version(), platform.machine(), sys.base_prefix)"
+_IDENTITY_TIMEOUT_SECONDS = 60.0
+
+
+class ManagedVenv:
+    """The environment at one path, for the holder of `lock`."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self.lock = lock
+        self._build_folder = get_build_folder(path)
+
+    def compute_key(self, python: str, digest: str) -> str:
+        """Return the key of the content `digest` with `python`. Raises ProcessError if `python` is not a Python interpreter."""
+        return sha256(
+            f"{digest} {run_command([python, '-I', '-c', _PYTHON_IDENTITY_SCRIPT], timeout=_IDENTITY_TIMEOUT_SECONDS)}".encode()
+        ).hexdigest()[:16]
+
+    def is_current(self, key: str) -> bool:
+        """Return whether the environment in use is that of `key`. Raises FileExistsError if something else is at its path."""
+        if self.path.exists() and not self.path.is_symlink():
+            raise FileExistsError(17, "is there, and swarmtrain env has not made it", str(self.path))
+        return self.path.is_symlink() and self.path.readlink() == self._get_link_target(key) and (self.path / "bin" / "python3").exists()
+
+    def write_wheel_chunk(self, name: str, offset: int, content: str) -> None:
+        """Write a chunk of a wheel, in base64."""
+        folder = self._build_folder / "wheels"
+        folder.mkdir(exist_ok=True)
+        with (folder / name).open("ab") as file:
+            file.truncate(offset)
+            file.write(base64.b64decode(content))
+
+    def build_and_activate(
+        self, python: str, key: str, requirements: Sequence[str], *, use_index: bool, is_caller_gone: Callable[[], bool]
+    ) -> dict[str, str]:
+        """Build the environment from `requirements`, whose paths are relative to the wheels, and activate it.
+
+        Return `error` and `output` of a failed step, or nothing. Without `use_index`, only the uploaded wheels are used. The build is
+        aborted once `is_caller_gone` returns True. On any failure the previous environment stays active.
+        """
+        venv, wheels = self._build_folder / key, self._build_folder / "wheels"
+        active_key = self.path.readlink().name if self.path.is_symlink() else ""
+        self._remove_except({active_key, "lock", "wheels"} - {key})
+        wheels.mkdir(exist_ok=True)
+        write_atomically(wheels / "list.txt", "".join(f"{line}\n" for line in requirements))
+        pip = [str(venv / "bin" / "python3"), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        index_options = [] if use_index else ["--no-index", "--find-links=."]
+        steps = {
+            f"{python} cannot make a venv": [python, "-I", "-m", "venv", str(venv)],
+            # Older Pythons install setuptools into each venv; the list determines which version is installed, if any.
+            "pip cannot remove setuptools": [*pip, "uninstall", "--yes", "setuptools"],
+            "pip cannot install the list": [*pip, "install", "--no-deps", *index_options, "--requirement=list.txt"],
+            "the list is incomplete": [*pip, "check"],
+        }
+        try:
+            for error, argv in steps.items():
+                code, output = _run_step(argv, wheels, is_caller_gone)
+                if code:
+                    return {"error": error, "output": output}
+            link = self._build_folder / "link"
+            link.symlink_to(self._get_link_target(key))
+            link.replace(self.path)
+            active_key = key
+            return {}
+        finally:
+            self._remove_except({active_key, "lock"})
+
+    def _get_link_target(self, key: str) -> Path:
+        return Path(self._build_folder.name) / key
+
+    def _remove_except(self, kept_names: set[str]) -> None:
+        for path in self._build_folder.iterdir():
+            if path.name not in kept_names:
+                path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path, ignore_errors=True)
+
+
+def get_build_folder(path: Path) -> Path:
+    """Return the folder in which the environment at `path` is built."""
+    return path.with_name(f"{path.name}.made")
+
+
+def _run_step(argv: list[str], cwd: Path, is_caller_gone: Callable[[], bool]) -> tuple[int, str]:
+    """Return the exit code and the last output lines. If the caller is gone, everything that was started is killed."""
+    log = cwd / "log"
+    with log.open("wb") as output:
+        child = start_process(argv, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, new_session=True, die_with_parent=True)
+    while child.poll() is None:
+        if is_caller_gone():
+            os.killpg(child.pid, 9)
+            child.wait()
+            return 130, "interrupted"
+        time.sleep(_POLL_SECONDS)
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return child.returncode, "\n".join(lines[-_OUTPUT_TAIL_LINES:])

@@ -1,0 +1,116 @@
+"""Process keeper: restarts one process of a run, as Swarm's `restart_policy: on-failure` does. 0 is final, any other exit code restarts.
+
+`python -m swarmtrain.remote.process_keeper SPEC`, started by the launcher in its own session. SIGTERM is forwarded to the process, which is
+then not restarted. The state is written to a sidecar file of SPEC with the suffix .state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from swarmtrain.process import start_process
+from swarmtrain.remote.process_spec import ProcessSpec, ProcessState, write_atomically
+from swarmtrain.remote.run_folder import run_cleanup_command
+from swarmtrain.remote.timestamped_log import open_timestamped_log
+
+_RESTART_DELAY_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+
+
+class ProcessKeeper:
+    """Restart loop around one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.spec = ProcessSpec.load(path)
+        self.state_path = path.with_suffix(".state")
+        self.stop_requested = False
+        self.restarts = 0
+
+    def run(self) -> int:
+        """Return when the process has ended with 0, or a stop was requested."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._request_stop)
+        while not self.stop_requested:
+            code = self._run_once()
+            if code == 0:
+                self._write_state("complete", 0)
+                return 0
+            self._write_state("shutdown" if self.stop_requested else "failed", code)
+            self._wait_before_restart()
+            self.restarts += 1
+        return 0
+
+    def _run_once(self) -> int:
+        with self._open_output() as (out, errors):
+            if self.spec.prepare_command and (code := self._prepare_process(errors)):
+                return code
+            child = start_process(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
+            self._write_state("running")
+            return self._wait_for_exit(child)
+
+    def _wait_for_exit(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait until the child exits. A stop of this keeper is forwarded to it once, and retried if that failed."""
+        exit_requested = False
+        while True:
+            if self.stop_requested and not exit_requested:
+                exit_requested = self._request_exit(child)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(timeout=_POLL_SECONDS)
+
+    def _request_exit(self, child: subprocess.Popen[bytes]) -> bool:
+        if not self.spec.stop_command:
+            child.terminate()
+            return True
+        return subprocess.run(self.spec.stop_command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+
+    def _prepare_process(self, errors: IO[bytes]) -> int:
+        """Return 0 if the process can be started, and a stop was not requested.
+
+        Clean up leftovers of an earlier process only if preparing fails.
+        """
+        code = self._run_prepare_command(subprocess.DEVNULL)
+        if code and not self.stop_requested:
+            run_cleanup_command(self.spec)
+            code = self._run_prepare_command(errors)
+        return code or (-signal.SIGTERM if self.stop_requested else 0)
+
+    def _run_prepare_command(self, errors: IO[bytes] | int) -> int:
+        return start_process(
+            self.spec.prepare_command, env=self.spec.env, cwd=self.spec.cwd, stdout=subprocess.DEVNULL, stderr=errors
+        ).wait()
+
+    @contextlib.contextmanager
+    def _open_output(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+        """Yield the files for standard output and errors: one log for both, or a plain output file and a log of errors."""
+        out, errors = Path(self.spec.stdout), Path(self.spec.stderr)
+        with open_timestamped_log(errors) as log:
+            if out == errors:
+                yield log, log
+            else:
+                with out.open("ab") as file:
+                    yield file, log
+
+    def _wait_before_restart(self) -> None:
+        deadline = time.monotonic() + _RESTART_DELAY_SECONDS
+        while not self.stop_requested and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _write_state(self, state: str, exit_code: int | None = None) -> None:
+        write_atomically(self.state_path, json.dumps(asdict(ProcessState(os.getpid(), state, exit_code, self.restarts))))
+
+    def _request_stop(self, *_: Any) -> None:
+        self.stop_requested = True
+
+
+if __name__ == "__main__":
+    sys.exit(ProcessKeeper(Path(sys.argv[1])).run())

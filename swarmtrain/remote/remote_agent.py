@@ -1,0 +1,346 @@
+"""The agent of a launcher on one machine: called directly there, or over SSH by JSON lines, one request and one response at a time.
+
+Over SSH this module arrives in a zip file on the same standard input, so the machine needs nothing but Python. Each public method of
+RemoteAgent is a request. Request data never appears in a command line or environment.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from swarmtrain.remote.managed_venv import ManagedVenv, get_build_folder
+from swarmtrain.remote.process_spec import ProcessSpec, write_bytes_atomically
+from swarmtrain.remote.run_folder import EVENTS_FILE, LOCK_FILE, MARKER_FILE, HostRunFolder
+
+READY_LINE = "swarmtrain remote agent"
+"""Printed before the first response: the output of shell start-up files comes before it."""
+SECRET_FILE_MODE, PUBLIC_FILE_MODE = 0o600, 0o644
+_NVIDIA_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
+_MAX_READ_BYTES = 1 << 22
+_POLL_SECONDS = 0.1
+_CHECK_TIMEOUT_SECONDS = 60.0
+_CHECK_SCRIPT = """
+import importlib.util, json, sys
+import swarmtrain
+print(json.dumps({"swarmtrain": swarmtrain.__version__, "torch": importlib.util.find_spec("torch") is not None}))
+"""
+
+
+class RemoteAgent:
+    """Operates on the run folders below `base`. Long operations are aborted once `is_caller_gone` returns True."""
+
+    def __init__(self, base: Path, is_caller_gone: Callable[[], bool] = lambda: False) -> None:
+        self.base = base
+        self._is_caller_gone = is_caller_gone
+        self._locks: dict[str, IO[str]] = {}
+        self._venvs: dict[str, ManagedVenv] = {}
+
+    def handle_request(self, method: str, fields: dict[str, Any]) -> Any:
+        """Return the response to the request `method`. Raises whatever fails."""
+        if method.startswith("_") or method == "handle_request":
+            raise ValueError(f"no such question: {method}")
+        return getattr(self, method)(**fields)
+
+    def describe_host(self, cwd: str = "", ports: tuple[int, ...] = ()) -> dict[str, Any]:
+        """Return facts about this machine, which of `ports` are in use, and whether the folder `cwd` exists."""
+        connection = os.environ.get("SSH_CONNECTION", "").split()
+        return {
+            "host": socket.gethostname(),
+            "address": connection[2] if len(connection) == 4 else "",  # as sshd documents it
+            "python": platform.python_version(),
+            "gpus": len(list(_NVIDIA_GPUS_FOLDER.glob("*"))),
+            "time": time.time(),
+            "user": f"{os.getuid()}:{os.getgid()}",
+            "home": str(Path.home()),
+            "cwd": bool(cwd) and Path(cwd).is_dir(),
+            "taken_ports": [port for port in ports if _is_port_taken(port)],
+        }
+
+    def check_interpreter(self, argv: list[str], env: dict[str, str]) -> dict[str, Any]:
+        """Return the version of swarmtrain that the interpreter `argv` finds, and whether it finds torch; otherwise the `error`."""
+        try:
+            completed = subprocess.run(
+                [*argv, "-c", _CHECK_SCRIPT],
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_CHECK_TIMEOUT_SECONDS,
+                check=True,
+            )
+            return dict(json.loads(completed.stdout.splitlines()[-1]))
+        except subprocess.CalledProcessError as error:
+            return {"error": error.stderr.strip().splitlines()[-1] if error.stderr.strip() else f"exit code {error.returncode}"}
+        except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+            return {"error": str(error)}
+
+    def run_command(self, argv: list[str], seconds: float, env: dict[str, str] | None = None) -> dict[str, Any]:
+        """Run `argv` with `env` added, for at most `seconds`. Return its exit code and output."""
+        environment = {**os.environ, **env} if env else None
+        try:
+            completed = subprocess.run(
+                argv, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"exit_code": 127, "output": str(error)}
+        return {"exit_code": completed.returncode, "output": completed.stdout + completed.stderr}
+
+    def update_marker(self, path: str, action: str) -> bool:
+        """Create the empty file `path`, remove it, or only check for it, by `action`. Return whether it exists then; False on any error."""
+        with contextlib.suppress(OSError):
+            if action == "create":
+                Path(path).touch()
+            elif action == "remove":
+                Path(path).unlink(missing_ok=True)
+            return Path(path).exists()
+        return False
+
+    def runs(self) -> list[str]:
+        """Return the names of the runs on this machine, sorted."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(path.name for path in self.base.iterdir() if HostRunFolder(path).exists)
+        return []
+
+    def inspect_run(self, run: str) -> dict[str, Any]:
+        """Return the content of the run's folder: path, marker (None: there is no such run here), specs, states, and live processes."""
+        folder = self._get_run_folder(run)
+        names = folder.list_process_names()
+        # First, so that a process started meanwhile is absent rather than alive with a spec that has not been read.
+        alive = [name for name in names if folder.is_alive(name)]
+        return {
+            "path": str(folder.path),
+            "marker": json.loads((folder.path / MARKER_FILE).read_text(encoding="utf-8")) if folder.exists else None,
+            "specs": {name: asdict(spec) for name in names if (spec := folder.load_spec(name))},
+            "states": {name: asdict(state) if (state := folder.load_state(name)) else None for name in names},
+            "alive": alive,
+        }
+
+    def write_files(self, run: str, files: dict[str, tuple[str, int]]) -> None:
+        """Write files in this order, each given as base64 content and mode."""
+        folder = self._get_run_folder(run).path
+        for name, mode in ((".", 0o700), ("code", 0o755), ("logs", 0o755), ("secrets", 0o700)):
+            (folder / name).mkdir(mode=mode, parents=True, exist_ok=True)
+        for name, (content, mode) in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomically(folder / name, base64.b64decode(content), mode=mode)
+
+    def read_files(self, run: str, names: list[str]) -> dict[str, str]:
+        """Return the content of files, in base64."""
+        folder = self._get_run_folder(run).path
+        return {name: base64.b64encode((folder / name).read_bytes()).decode() for name in names}
+
+    def delete_files(self, run: str, names: list[str]) -> None:
+        """Delete files."""
+        for name in names:
+            (self._get_run_folder(run).path / name).unlink(missing_ok=True)
+
+    def start_processes(self, run: str, specs: list[dict[str, Any]]) -> None:
+        """Start a keeper for each of `specs`."""
+        for spec in specs:
+            self._get_run_folder(run).start_keeper(ProcessSpec(**spec))
+
+    def stop_processes(self, run: str, names: list[str] | None, grace: float) -> None:
+        """Stop the processes `names`, or all, with all their descendants. Their files stay."""
+        folder = self._get_run_folder(run)
+        folder.stop_processes(folder.list_process_names() if names is None else names, grace)
+
+    def delete_process_files(self, run: str, names: list[str]) -> None:
+        """Delete the keepers' files; their logs stay."""
+        for name in names:
+            self._get_run_folder(run).delete_process_files(name)
+
+    def rotate_events(self, run: str) -> None:
+        """Start new events and log files."""
+        self._get_run_folder(run).rotate_events()
+
+    def remove_run(self, run: str) -> None:
+        """Remove the run and everything that is stored of it here."""
+        folder = self._get_run_folder(run)
+        folder.remove_run()
+        folder.delete_folder()
+        with contextlib.suppress(OSError):
+            self.base.rmdir()
+
+    def lock_run(self, run: str, owner: str) -> str:
+        """Acquire the lock to change the run, for the lifetime of this agent or until `unlock_run`. If it is held, return its holder."""
+        folder = self._get_run_folder(run).path
+        folder.mkdir(parents=True, exist_ok=True)
+        file, holder = _acquire_lock(folder / LOCK_FILE, owner)
+        if file:
+            self._locks[run] = file
+        return holder
+
+    def unlock_run(self, run: str) -> None:
+        """Release the lock. A folder that contains nothing else is removed."""
+        if file := self._locks.pop(run, None):
+            folder = self._get_run_folder(run).path
+            with contextlib.suppress(OSError):
+                if [entry.name for entry in folder.iterdir()] == [LOCK_FILE]:
+                    (folder / LOCK_FILE).unlink()
+                    folder.rmdir()
+            file.close()
+
+    def claim_venv(self, path: str, python: str, digest: str, owner: str) -> dict[str, Any]:
+        """Return the `key` of the environment at `path` with the content `digest`, and whether it is `current`.
+
+        If not, the lock to build it is acquired and held until it is built. If the lock is held by another, return the `holder`.
+        """
+        get_build_folder(Path(path)).mkdir(parents=True, exist_ok=True)
+        file, holder = _acquire_lock(get_build_folder(Path(path)) / LOCK_FILE, owner)
+        if file is None:
+            return {"holder": holder}
+        venv = ManagedVenv(Path(path), file)
+        try:
+            key = venv.compute_key(python, digest)
+            current = venv.is_current(key)
+        except BaseException:
+            file.close()
+            raise
+        if current:
+            file.close()
+        else:
+            self._venvs[path] = venv
+        return {"holder": "", "key": key, "current": current}
+
+    def write_wheel_chunk(self, path: str, name: str, offset: int, content: str) -> None:
+        """Write a chunk of a wheel for the environment to be built."""
+        self._venvs[path].write_wheel_chunk(name, offset, content)
+
+    def build_venv(self, path: str, python: str, key: str, requirements: list[str], use_index: bool) -> dict[str, str]:
+        """Build and activate the environment, and release its lock. Return what failed, if anything."""
+        venv = self._venvs.pop(path)
+        try:
+            return venv.build_and_activate(python, key, requirements, use_index=use_index, is_caller_gone=self._is_caller_gone)
+        finally:
+            venv.lock.close()
+
+    def poll_changes(
+        self, run: str, offsets: dict[str, int], wait_seconds: float = 0.0, tail: int | None = None, file_names: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Return the run's status and the file contents after `offsets`, as soon as anything changes, or after `wait` seconds.
+
+        A file without an offset is read from its start, or its last `tail` lines. `only`: names of the files to read. `has_more` in the
+        response: poll again immediately.
+        """
+        deadline = time.monotonic() + wait_seconds
+        previous_status: Any = None
+        while True:
+            inspection = self.inspect_run(run)
+            status = {key: inspection[key] for key in ("states", "alive")} | {"exists": inspection["marker"] is not None}
+            files, new_offsets, has_more = self._read_new_lines(run, offsets, tail, file_names)
+            if files or time.monotonic() >= deadline or previous_status not in (None, status):
+                return {**status, "files": files, "offsets": new_offsets, "has_more": has_more}
+            previous_status = status
+            time.sleep(_POLL_SECONDS)
+
+    def _read_new_lines(
+        self, run: str, offsets: dict[str, int], tail: int | None, file_names: list[str] | None
+    ) -> tuple[dict[str, str], dict[str, int], bool]:
+        contents: dict[str, str] = {}
+        new_offsets: dict[str, int] = {}
+        has_more = False
+        folder = self._get_run_folder(run)
+        for path in (folder.events_path, *(folder.get_log_path(name) for name in folder.list_process_names())):
+            if file_names is not None and path.name not in file_names:
+                continue
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = offsets.get(path.name)
+                offset = (
+                    (0 if tail is None or path.name == EVENTS_FILE else _find_tail_offset(file, size, tail))
+                    if offset is None or offset > size
+                    else offset
+                )
+                file.seek(offset)
+                complete_lines, newline, _ = file.read(_MAX_READ_BYTES).rpartition(b"\n")
+                new_offsets[path.name] = offset
+                if newline:
+                    contents[path.name] = complete_lines.decode(errors="replace")
+                    new_offsets[path.name] = offset + len(complete_lines) + 1
+                    has_more = has_more or offset + _MAX_READ_BYTES < size
+        return contents, new_offsets, has_more
+
+    def _get_run_folder(self, run: str) -> HostRunFolder:
+        return HostRunFolder(self.base / run)
+
+
+def serve_requests(base: Path) -> None:
+    """Answer requests on standard input until it closes: the caller is gone then, and processes that were started stay."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # output of child processes must not mix with responses
+    agent = RemoteAgent(base, _is_caller_gone)
+    out.write(READY_LINE + "\n")
+    out.flush()
+    for line in sys.stdin:
+        try:
+            method, fields = json.loads(line)
+            reply = {"answer": agent.handle_request(method, fields)}
+        except Exception as error:  # noqa: BLE001  # the caller must learn of any error
+            text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            location = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+            reply = {"error": location + text.lower() if isinstance(error, OSError) else f"{type(error).__name__}: {text}"}
+        out.write(json.dumps(reply) + "\n")
+        out.flush()
+
+
+def _is_caller_gone() -> bool:
+    poll = select.poll()
+    poll.register(0, select.POLLHUP | select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _acquire_lock(path: Path, owner: str) -> tuple[IO[str] | None, str]:
+    """Return the lock file at `path`, which holds the lock while it is open, or None and the holder."""
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read() or "somebody"
+        file.close()
+        return None, holder
+    file.truncate(0)
+    file.write(owner)
+    file.flush()
+    return file, ""
+
+
+def get_runs_folder(host: str) -> Path:
+    """Return the runs folder of the machine that launchers call `host`. Hosts may share a home directory, and have a folder each in it."""
+    state_home = os.environ.get("XDG_STATE_HOME")
+    return (Path(state_home) if state_home else Path("~/.local/state").expanduser()) / "swarmtrain" / ".hosts" / host
+
+
+def _is_port_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def _find_tail_offset(file: IO[bytes], size: int, lines: int) -> int:
+    """Return the offset at which the last `lines` lines of a file of `size` bytes begin."""
+    end, tail = size, b""
+    while end > 0 and tail.count(b"\n") <= lines:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        tail, end = file.read(end - start) + tail, start
+    last_lines = tail.splitlines(keepends=True)[-lines:] if lines else []
+    return size - sum(map(len, last_lines))

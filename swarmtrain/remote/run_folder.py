@@ -1,0 +1,198 @@
+"""A run's folder on the machine that its processes run on, and its process keepers.
+
+local.json          marker of a run, with what a later launcher must know of it; removed last
+deployed.json       the config as deployed             config.json   the same, resolved, as the nodes read it
+code/ secrets/      what is shipped with the run       logs/         the ranks' own files
+NODE.spec NODE.state  spec and state of a kept process   lock   held by the process that changes the run
+events.jsonl        the coordinator's lines            NODE.log      output of a node, each line with a timestamp
+events.N.jsonl NODE.N.log   the same, of earlier starts of the run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+
+from swarmtrain.process import defer_signals, start_process
+from swarmtrain.remote.process_spec import ProcessSpec, ProcessState, write_atomically
+
+MARKER_FILE, LOCK_FILE, EVENTS_FILE = "local.json", "lock", "events.jsonl"
+_KILL_TIMEOUT_SECONDS = 5.0
+_EXIT_GRACE_SECONDS = 3.0
+_CLEANUP_TIMEOUT_SECONDS = 60.0
+_PREPARE_TIMEOUT_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+_KEEPER_START_TIMEOUT_SECONDS = 5.0
+# In the zip file that is sent over SSH, the keeper is the main program.
+_KEEPER_ARGV = [archive] if (archive := getattr(globals()["__loader__"], "archive", "")) else ["-m", "swarmtrain.remote.process_keeper"]
+
+
+class HostRunFolder:
+    """Folder of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / EVENTS_FILE
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / MARKER_FILE).exists()
+
+    def get_log_path(self, name: str) -> Path:
+        """Return the path of the log of `name`."""
+        return self.path / f"{name}.log"
+
+    def rotate_events(self) -> None:
+        """Move events and logs away for a new coordinator.
+
+        An old outcome must not end the following of the new run, and old lines must not be taken for its own.
+        """
+        if not self.events_path.exists():
+            return
+        number = 1 + len(list(self.path.glob("events.*.jsonl")))
+        self.events_path.rename(self.path / f"events.{number}.jsonl")
+        for log in self.path.glob("node*.log"):
+            if log.stem.isalnum():  # not rotated already
+                log.rename(self.path / f"{log.stem}.{number}.log")
+
+    def list_process_names(self) -> list[str]:
+        """Return the names of all keepers, running or not: nodes in order, then the rendezvous."""
+        names = [path.stem for path in self.path.glob("*.spec")]
+        return sorted(names, key=lambda name: (not name.startswith("node"), len(name), name))
+
+    def load_spec(self, name: str) -> ProcessSpec | None:
+        """Return the spec of `name`'s keeper, or None."""
+        try:
+            return ProcessSpec.load(self.path / f"{name}.spec")
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def load_state(self, name: str) -> ProcessState | None:
+        """Return the state of `name`, or None. A keeper that died without a stop request counts as failed."""
+        try:
+            state = ProcessState(**json.loads((self.path / f"{name}.state").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        if state.state in ("running", "failed") and not self._is_keeper(state.keeper_pid, name):
+            return ProcessState(state.keeper_pid, "failed", state.exit_code, state.restarts)
+        return state
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether `name` has a running keeper."""
+        state = self.load_state(name)
+        return state is not None and self._is_keeper(state.keeper_pid, name)
+
+    def start_keeper(self, spec: ProcessSpec) -> None:
+        """Start a keeper for `spec`. Raises ProcessError."""
+        path = self.path / f"{spec.name}.spec"
+        spec.save(path)
+        path.with_suffix(".state").unlink(missing_ok=True)
+        argv = [sys.executable, *_KEEPER_ARGV, str(path)]
+        with self.get_log_path(spec.name).open("ab") as log, defer_signals():
+            keeper = start_process(argv, cwd=spec.cwd, stdout=log, stderr=log, new_session=True)
+            write_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))))
+            # A new program has no command line for a moment, and a concurrent stop of the run would not recognize it.
+            deadline = time.monotonic() + _KEEPER_START_TIMEOUT_SECONDS
+            while keeper.poll() is None and not self._is_keeper(keeper.pid, spec.name) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        keeper.returncode = 0  # it is meant to outlive us: its state file, not this handle, reports how it ends
+
+    def stop_processes(self, names: list[str], grace: float) -> None:
+        """Stop the keepers of `names` and all their descendants: SIGTERM, `grace` seconds and a few more to exit, then SIGKILL."""
+        keepers = {name: state.keeper_pid for name in names if (state := self.load_state(name)) and self._is_keeper(state.keeper_pid, name)}
+        for pid in keepers.values():
+            _send_signal(pid, signal.SIGTERM)
+        specs_with_cleanup = [spec for name in names if (spec := self.load_spec(name)) and spec.cleanup_command]
+        if specs_with_cleanup and not grace:
+            for spec in specs_with_cleanup:
+                run_cleanup_command(spec)
+        # A keeper that is just creating a container finishes that first, so that no container is left afterwards.
+        self._wait_for_keepers(keepers, grace + _EXIT_GRACE_SECONDS if grace else _PREPARE_TIMEOUT_SECONDS if specs_with_cleanup else 0.0)
+        remaining = {name: pid for name, pid in keepers.items() if self._is_keeper(pid, name)}
+        process_trees = [pid for keeper in remaining.values() for pid in [keeper, *_list_descendants(keeper)]]
+        # A process that died during its own start may have left children that have not noticed yet.
+        for pid in {*process_trees, *_list_session_processes(keepers.values())}:
+            _send_signal(pid, signal.SIGKILL)
+        self._wait_for_keepers(remaining, _KILL_TIMEOUT_SECONDS)
+        deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
+        while _list_session_processes(keepers.values()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        for spec in specs_with_cleanup:
+            run_cleanup_command(spec)
+
+    def delete_process_files(self, name: str) -> None:
+        """Delete a keeper's files; its log stays."""
+        for suffix in (".spec", ".state"):
+            (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+
+    def remove_run(self) -> None:
+        """Remove the run; its events and logs stay. The marker goes last: until then the run can be found, and removed again."""
+        for name in ("code", "secrets"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        half_written = self.path.glob(".*")
+        for path in (self.path / "deployed.json", self.path / "config.json", *half_written):
+            path.unlink(missing_ok=True)
+        for name in self.list_process_names():
+            self.delete_process_files(name)
+        (self.path / MARKER_FILE).unlink(missing_ok=True)
+
+    def delete_folder(self) -> None:
+        """Delete the folder, with events and logs. The lock is deleted too: its holder is the last user of the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _wait_for_keepers(self, keepers: dict[str, int], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(self._is_keeper(pid, name) for name, pid in keepers.items()):
+            time.sleep(_POLL_SECONDS)
+
+    def _is_keeper(self, pid: int, name: str) -> bool:
+        """Return whether `pid` is the keeper of `name`: the pid alone may have been reused."""
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+                return False
+            return str(self.path / f"{name}.spec").encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
+
+def run_cleanup_command(spec: ProcessSpec) -> None:
+    """Remove what the process may have left that does not end with it, such as a container. Errors are ignored."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(spec.cleanup_command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLEANUP_TIMEOUT_SECONDS, check=False)
+
+
+def _list_session_processes(leaders: Collection[int]) -> list[int]:
+    """Return the live processes of the sessions of `leaders`: each keeper has its own session, which its descendants stay in."""
+    pids = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            pids += [int(entry.name)] if int(session) in leaders and state != "Z" else []
+    return pids
+
+
+def _list_descendants(pid: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    children = [child for child, parent in parents.items() if parent == pid]
+    return [descendant for child in children for descendant in [child, *_list_descendants(child)]]
+
+
+def _send_signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

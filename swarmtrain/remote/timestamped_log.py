@@ -1,0 +1,53 @@
+"""Log of a node's output with a timestamp per line, since a plain file has none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+_MAX_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 20
+_DRAIN_TIMEOUT_SECONDS = 1.0
+
+
+def format_timestamp_prefix(seconds: float) -> str:
+    """Return the timestamp prefix of a line printed at `seconds` since the epoch, in Docker's format."""
+    return f"{datetime.fromtimestamp(seconds, UTC).isoformat(timespec='microseconds').removesuffix('+00:00')}Z "
+
+
+@contextlib.contextmanager
+def open_timestamped_log(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a pipe for a process's output; its lines are appended to `path`. All are written on exit.
+
+    Processes left behind may keep printing: on exit their output is awaited for 1 s, and appended as long as this process lives.
+    """
+    read_fd, write_fd = os.pipe()
+    reader = threading.Thread(target=_append_lines, args=(read_fd, path), daemon=True)
+    with os.fdopen(write_fd, "wb", buffering=0) as pipe:
+        reader.start()
+        yield pipe
+    reader.join(_DRAIN_TIMEOUT_SECONDS)
+
+
+def _append_lines(read_fd: int, path: Path) -> None:
+    with os.fdopen(read_fd, "rb", buffering=0) as pipe, path.open("ab", buffering=0) as log:
+        partial_line = b""
+        while chunk := pipe.read(_MAX_READ_BYTES):
+            *lines, partial_line = (partial_line + chunk).split(b"\n")
+            if len(partial_line) > _MAX_LINE_BYTES:
+                lines, partial_line = [*lines, partial_line], b""
+            _write_lines(log, lines)
+        _write_lines(log, [partial_line] if partial_line else [])
+
+
+def _write_lines(log: IO[bytes], lines: list[bytes]) -> None:
+    prefix = format_timestamp_prefix(time.time()).encode()
+    # A full disk is not a reason to stop the process, which would block forever on a full pipe.
+    with contextlib.suppress(OSError):
+        log.write(b"".join(prefix + line + b"\n" for line in lines))

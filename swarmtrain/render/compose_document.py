@@ -1,0 +1,73 @@
+"""Plan → compose document for one engine outside a swarm: the input of `docker compose`, which the Docker launcher also starts.
+
+It is the stack document, with Swarm's settings replaced by an engine's: a bridge instead of the overlay, and `restart`, `cpus`,
+`mem_limit` and `gpus` instead of `deploy`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.plan import Plan, PlannedNode, RunFile
+from swarmtrain.protocol import LABEL_CONTAINER, LABEL_NODE, LABEL_RUN, LABEL_SECRETS
+from swarmtrain.render import stack_document
+from swarmtrain.render.mounts import unescape_go_template
+from swarmtrain.render.stack_document import NETWORK_NAME, Stack
+
+
+def render_compose(plan: Plan) -> Stack:
+    """Return the document of `plan`: a container for each node and one for the rendezvous. Raises StackError for a file that is empty."""
+    stack = stack_document.render_stack(plan)
+    nodes = {node.name: node for node in plan.nodes}
+    secrets = json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True)
+    services = {
+        name: _convert_service(plan, name, service, nodes.get(name), secrets) for name, service in stack.document["services"].items()
+    }
+    network: dict[str, Any] = {"name": f"{plan.run}_{NETWORK_NAME}", "driver": "bridge", "labels": {LABEL_RUN: plan.run}}
+    if plan.config.runner.swarm.internal:
+        network["internal"] = True
+    other_sections = {key: value for key, value in stack.document.items() if key not in ("version", "services", "networks")}
+    document = {"name": plan.run, **other_sections, "services": services, "networks": {NETWORK_NAME: network}}
+    return Stack(plan.run, document, stack.files, "docker compose -f {file} up")
+
+
+def _convert_service(plan: Plan, name: str, service: dict[str, Any], node: PlannedNode | None, secrets: str) -> dict[str, Any]:
+    deploy = service["deploy"]
+    converted = {key: value for key, value in service.items() if key != "deploy"}
+    converted |= {
+        "container_name": f"{plan.run}-{name}",
+        "environment": {variable: unescape_go_template(value) for variable, value in service["environment"].items()},
+        # Exit code 0 is final; after any other, the node comes back, even after an engine restart. The coordinator keeps the restart
+        # budget.
+        "restart": "on-failure",
+    }
+    if "volumes" in service:
+        converted["volumes"] = [{key: _unescape_value(value) for key, value in mount.items()} for mount in service["volumes"]]
+    limits = deploy.get("resources", {}).get("limits", {})
+    converted |= {
+        compose_key: limits[deploy_key] for compose_key, deploy_key in (("cpus", "cpus"), ("mem_limit", "memory")) if deploy_key in limits
+    }
+    if node and (gpus := _select_gpus(plan, node)):
+        converted["gpus"] = gpus
+        if gpus != "all" and "NVIDIA_VISIBLE_DEVICES" not in plan.config.runner.env:
+            converted["environment"]["NVIDIA_VISIBLE_DEVICES"] = ",".join(gpus[0]["device_ids"])
+    labels = {**deploy["labels"], LABEL_NODE: name, **({LABEL_SECRETS: secrets} if node else {})}
+    digest = RunFile.from_content(name, json.dumps(converted, sort_keys=True).encode()).digest
+    return {**converted, "labels": {**labels, LABEL_CONTAINER: digest}}
+
+
+def _select_gpus(plan: Plan, node: PlannedNode) -> Any:
+    """Return the GPUs of a node: those it names, its part if several nodes share the machine, else all."""
+    if plan.config.runner.swarm.gpu is GpuMode.none:
+        return ""
+    device_ids = list(node.gpus)
+    if not device_ids and (plan.max_nodes > 1 or plan.config.runner.swarm.gpu is GpuMode.reserve):
+        first_device = sum(earlier_node.slots for earlier_node in plan.nodes[: plan.nodes.index(node)])
+        device_ids = [str(number) for number in range(first_device, first_device + node.slots)]
+    return [{"driver": "nvidia", "device_ids": device_ids}] if device_ids else "all"
+
+
+def _unescape_value(value: Any) -> Any:
+    return unescape_go_template(value) if isinstance(value, str) else value

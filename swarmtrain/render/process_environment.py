@@ -1,0 +1,97 @@
+"""The commands of a run and their environments, as values: the same for every launcher, except for paths and addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.protocol import CoordinatorEnv, NodeEnv, ProbeEnv
+
+ENTRYPOINT_MODULE = "swarmtrain.entrypoint"
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Paths and addresses that a launcher chooses, as seen from the node."""
+
+    coordinator_host: str
+    bind_address: str
+    config_path: str
+    code_dir: PurePath
+    secrets_dir: PurePath
+    log_dir: str
+    store_port: int
+    coordinator_port: int
+    mounts: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Default variables for the node's processes, which the user may override."""
+
+
+def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[str, str]:
+    """Return the environment of `node`'s supervisor: NodeEnv, NCCL's settings, the user's variables, a NAME_FILE for each secret."""
+    runner = plan.config.runner
+    secrets = {secret.name: str(layout.secrets_dir / secret.name) for secret in plan.cargo.secrets}
+    node_variables = NodeEnv(
+        run=plan.run,
+        node=node.name,
+        slots=node.slots,
+        min_nodes=plan.min_nodes,
+        max_nodes=plan.max_nodes,
+        coordinator=f"{layout.coordinator_host}:{layout.coordinator_port}",
+        store=f"{layout.coordinator_host}:{layout.store_port}",
+        config=layout.config_path,
+        script=str(layout.code_dir / runner.script.name),
+        script_args=runner.script_args,
+        secrets=secrets,
+        stop_grace=runner.stop_grace,
+        log_dir=layout.log_dir,
+        mounts=layout.mounts,
+        interface=node.rank_interface or runner.interface or "",
+        numa=runner.numa or "",
+    )
+    probe_variables = _build_probe_env(plan, layout).to_env() if plan.is_probe else {}
+    secret_file_variables = {f"{name}_FILE": path for name, path in secrets.items()}
+    return {
+        **_build_flight_recorder_env(plan, layout),
+        **runner.nccl.environment,
+        **layout.environment,
+        **runner.env,
+        **secret_file_variables,
+        **node_variables.to_env(),
+        **probe_variables,
+    }
+
+
+def _build_flight_recorder_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
+    """Return the variables with which NCCL's flight recorder keeps each rank's last collectives, and writes them to the logs on a hang.
+
+    A variable that the user has set under its older name is left out, since torch would prefer ours.
+    """
+    config = plan.config
+    folder = config.logger.log_dir or config.trainer.save_dir or PurePath(layout.log_dir)
+    settings = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): f"{folder}/nccl-rank-",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    return {names[0]: value for names, value in settings.items() if not any(name in config.runner.env for name in names)}
+
+
+def _build_probe_env(plan: Plan, layout: NodeLayout) -> ProbeEnv:
+    addresses = {node.name: node.address or node.host for node in plan.nodes} if plan.config.runner.swarm.is_on_host_network else {}
+    return ProbeEnv(tuple(node.name for node in plan.nodes), addresses, layout.coordinator_port + 1)
+
+
+def build_coordinator_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
+    """Return the environment of the coordinator."""
+    return CoordinatorEnv(
+        run=plan.run,
+        coordinator_port=layout.coordinator_port,
+        store_port=layout.store_port,
+        bind=layout.bind_address,
+        max_restarts=plan.config.runner.max_restarts,
+        max_restarts_per_hour=plan.config.runner.restarts_per_hour,
+        min_nodes=plan.min_nodes,
+    ).to_env()

@@ -1,0 +1,183 @@
+"""Plan → the sbatch script that `deploy` submits and `generate` writes. Values in, text out.
+
+Slurm starts it on the first node of the job. It starts one keeper on each node (swarmtrain.launchers.slurm.node_keeper), which keeps
+the node's supervisor running and, on the first node, the coordinator. When Slurm signals that the time limit is near, or within the
+grace time of a preemption, the script lets the ranks save and exit, and requeues its own job. After that grace time, Slurm itself
+requeues it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from swarmtrain.config.schema.slurm import ApptainerConfig
+from swarmtrain.plan import Plan
+from swarmtrain.protocol import EXIT_PLANNED
+from swarmtrain.render.process_environment import NodeLayout, build_coordinator_env, build_node_env
+
+NODE_KEEPER_MODULE = "swarmtrain.launchers.slurm.node_keeper"
+JOB_COMMENT = "swarmtrain"
+GRACEFUL_EXIT_SIGNAL = "URG"
+"""The signal that asks keepers to let their ranks save and exit. Slurm sends it to all processes of the job, and others ignore SIGURG."""
+TERMINATED_FILE = "terminated.state"
+"""Marker file in the run's folder: Slurm itself has sent SIGTERM to the ranks since the job began."""
+# A placeholder for what only a node of the job knows, and fills in.
+_PLACEHOLDER_HOST = "here"
+
+
+@dataclass(frozen=True)
+class JobLayout:
+    """Paths as seen from the nodes, on a disk that all of them share."""
+
+    run_folder: PurePath
+    cwd: str
+    """Folder that ranks start in."""
+    python: str
+    python_path: str = ""
+    """PYTHONPATH of the user who deploys; empty if it is not set."""
+
+
+def compute_job_digest(plan: Plan) -> str:
+    """Return a digest of the job's files: it changes with their content and with the number of nodes."""
+    file_digests = (item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))
+    content = "-".join([plan.config.to_node_config().digest, str(len(plan.nodes)), *file_digests])
+    return hashlib.sha256(content.encode()).hexdigest()[:10]
+
+
+def get_job_files_folder(job_layout: JobLayout, plan: Plan) -> PurePath:
+    """Return the folder of the job's files; a queued job keeps using those that it was submitted with."""
+    return job_layout.run_folder / f"files-{compute_job_digest(plan)}"
+
+
+def render_sbatch_script(plan: Plan, job_layout: JobLayout) -> str:
+    """Return the sbatch script."""
+    slurm = plan.config.runner.slurm
+    variables = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(_build_job_environment(plan, job_layout).items()))
+    prelude = "\n".join(slurm.prelude) or ":"
+    terminated_file = shlex.quote(str(job_layout.run_folder / TERMINATED_FILE))
+    # A job that exits within the grace time of its preemption has ended for Slurm; only the ranks are notified of a preemption. A
+    # cancelled job receives SIGTERM too, but is no longer running. To requeue a job, Slurm ends it: the script waits for that, and
+    # receives SIGTERM again.
+    requeue_commands = (
+        f"""[ -e {terminated_file} ] && [ -n "$(squeue --noheader --states=RUNNING --jobs="$SLURM_JOB_ID" --format=%i)" ] && again=1
+[ "$code" = {EXIT_PLANNED} ] && [ -n "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep 600"""
+        if slurm.requeue
+        else ":"
+    )
+    return f"""#!/bin/bash
+{chr(10).join(f"#SBATCH {option}" for option in _build_sbatch_options(plan, job_layout))}
+
+# Run {plan.run} of swarmtrain; `swarmtrain status {plan.run}` shows its status. Secrets are in files, not here.
+# What lies where: {job_layout.run_folder}
+cd {shlex.quote(job_layout.cwd)} || exit
+{prelude}
+{variables}
+
+again=
+rm -f {terminated_file}
+trap 'again=1; scancel --signal={GRACEFUL_EXIT_SIGNAL} "$SLURM_JOB_ID"' USR1  # near the time limit: the ranks save and exit
+trap ':' TERM  # preempted or cancelled: Slurm signals the ranks too, and what they save is waited for
+{_build_srun_command(plan, job_layout)} &
+srun=$!
+while kill -0 "$srun" 2>/dev/null; do wait "$srun"; code=$?; done
+wait "$srun" 2>/dev/null; last=$?; [ "$last" = 127 ] || code=$last  # the wait before may have ended by a signal of ours
+{requeue_commands}
+exit "$code"
+"""
+
+
+def _build_sbatch_options(plan: Plan, job_layout: JobLayout) -> list[str]:
+    runner, slurm = plan.config.runner, plan.config.runner.slurm
+    is_elastic = plan.min_nodes < plan.max_nodes
+    values = {
+        "job-name": plan.run,
+        "comment": JOB_COMMENT,
+        "nodes": str(len(plan.nodes)),
+        "ntasks-per-node": "1",
+        "cpus-per-task": slurm.cpus_per_node,
+        "account": slurm.account,
+        "partition": slurm.partition,
+        "qos": slurm.qos,
+        "time": slurm.time,
+        "gres": slurm.gres,
+        "gpus-per-node": slurm.gpus_per_node,
+        "mem": slurm.memory,
+        "constraint": slurm.constraint,
+        "nodelist": ",".join(node.host for node in plan.nodes) if runner.hosts else None,
+        "exclude": slurm.exclude,
+        "chdir": job_layout.cwd,
+        "output": f"{PurePath(slurm.log_dir) / '%j.out' if slurm.log_dir else job_layout.run_folder / 'slurm.out'}",
+        "open-mode": "append",
+        "signal": f"B:USR1@{slurm.signal_seconds}",
+    }
+    flags = ["--requeue" if slurm.requeue else "--no-requeue", *(["--no-kill"] if is_elastic else [])]
+    return [*(f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None), *flags, *slurm.options]
+
+
+def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
+    """Return the srun command, with one task on each node.
+
+    A node's failure is handled by its keeper and the coordinator, and does not end the others.
+    """
+    slurm = plan.config.runner.slurm
+    is_elastic = plan.min_nodes < plan.max_nodes
+    argv = ["srun", f"--job-name={plan.run}", f"--nodes={len(plan.nodes)}", f"--ntasks={len(plan.nodes)}", "--ntasks-per-node=1"]
+    argv += [f"--cpus-per-task={slurm.cpus_per_node}"] if slurm.cpus_per_node else []
+    argv += ["--kill-on-bad-exit=0", "--wait=0", "--unbuffered", *(["--no-kill"] if is_elastic else [])]
+    python = slurm.apptainer.python if slurm.apptainer.image else job_layout.python
+    return " ".join(
+        shlex.quote(word)
+        for word in [
+            *argv,
+            *build_apptainer_prefix(slurm.apptainer, plan, job_layout),
+            python,
+            "-m",
+            NODE_KEEPER_MODULE,
+            str(job_layout.run_folder),
+        ]
+    )
+
+
+def build_apptainer_prefix(apptainer: ApptainerConfig, plan: Plan, job_layout: JobLayout) -> list[str]:
+    """Return the words that run a command in the container when put before it; empty if there is no image."""
+    if not apptainer.image:
+        return []
+    flags = ["--nv"] if apptainer.nv else []
+    flags += ["--home", apptainer.home] if apptainer.home else []
+    save_dir = plan.config.trainer.save_dir
+    binds = [
+        str(job_layout.run_folder),
+        job_layout.cwd,
+        *([str(save_dir)] if save_dir and PurePath(save_dir).is_absolute() else []),
+        *apptainer.binds,
+    ]
+    flags += [word for bind in dict.fromkeys(binds) for word in ("--bind", bind)]
+    flags += [word for name, value in sorted(apptainer.env.items()) for word in ("--env", f"{name}={value}")]
+    return [apptainer.program, "exec", *flags, "--pwd", job_layout.cwd, apptainer.image]
+
+
+def _build_job_environment(plan: Plan, job_layout: JobLayout) -> dict[str, str]:
+    """Return the variables that are known before the job runs. Its ports, the first node's name, and each node's own are not."""
+    files_folder = get_job_files_folder(job_layout, plan)
+    layout = NodeLayout(
+        coordinator_host=_PLACEHOLDER_HOST,
+        bind_address="0.0.0.0",  # noqa: S104  # the other nodes must reach it
+        config_path=str(files_folder / "config.json"),
+        code_dir=files_folder / "code",
+        secrets_dir=files_folder / "secrets",
+        log_dir=str(job_layout.run_folder / "logs"),
+        store_port=0,
+        coordinator_port=0,
+    )
+    variables = {**build_node_env(plan, plan.nodes[0], layout), **build_coordinator_env(plan, layout)}
+    for name in ("COORDINATOR", "STORE", "NODE", "COORDINATOR_PORT", "STORE_PORT"):
+        del variables[f"SWARMTRAIN_{name}"]
+    port_variables = {"SWARMTRAIN_MASTER_PORT": json.dumps(plan.config.runner.master_port)} if plan.config.runner.master_port else {}
+    path_variables = (
+        {"PYTHONPATH": job_layout.python_path} if job_layout.python_path and not plan.config.runner.slurm.apptainer.image else {}
+    )
+    return {**variables, **port_variables, "SWARMTRAIN_FILES": files_folder.name, **path_variables}

@@ -1,0 +1,328 @@
+"""Plan → stack document: the input of `docker stack deploy`, which the Swarm launcher also turns into service specs.
+
+Only keys that `docker stack deploy` honours are used, so that both ways give the same services. The same plan gives the same bytes.
+Nothing in the services depends on the *current* number of nodes: scaling does not change the other nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from swarmtrain import __version__
+from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
+from swarmtrain.config.schema.runner import DockerConfig, GpuMode
+from swarmtrain.errors import StackError
+from swarmtrain.plan import Plan, PlannedNode, RunFile
+from swarmtrain.protocol import (
+    CONFIG_PATH,
+    LABEL_CONFIG,
+    LABEL_HOST,
+    LABEL_HOSTS,
+    LABEL_ROLE,
+    LABEL_RUN,
+    LABEL_SLOTS,
+    RENDEZVOUS_SERVICE,
+    ROLE_NODE,
+    ROLE_RENDEZVOUS,
+)
+from swarmtrain.render.mounts import WORKSPACE, build_mounts, build_volumes, escape_go_template
+from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
+
+NETWORK_NAME = "training"
+# Swarm's own limits: docker/swarmkit refuses larger ones.
+_MAX_CONFIG_BYTES = 1000 * 1024
+_MAX_SECRET_BYTES = 500 * 1024
+_MAX_NAME_LENGTH = 64
+# An overlay is a /24 by default, and each node uses two of its addresses: a task's and a load balancer's.
+_MAX_NODES_IN_SLASH_24 = 100
+_LARGE_SUBNET = "10.128.0.0/16"
+_IPV4_PATTERN = re.compile(r"[0-9.]+")
+# On the host network, a restarted container has the same name and process id as the one before: until the agents have forgotten that
+# one (6 s), they would mistake the new container for it.
+_RESTART_DELAY, _RESTART_DELAY_ON_HOST_NETWORK = "2s", "8s"
+_GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack document and the files that it refers to, by their relative paths."""
+
+    name: str
+    document: dict[str, Any]
+    files: dict[str, bytes]
+    command_template: str = "docker stack deploy -c {file} {name}"
+    """The command that runs it, once it is in a `file`."""
+
+
+def render_stack(plan: Plan) -> Stack:
+    """Return the stack of `plan`. Raises StackError for a file that is empty, or exceeds Swarm's limit."""
+    objects = _SwarmObjects(plan)
+    services = {node.name: _build_node_service(plan, node, objects) for node in plan.nodes}
+    services[RENDEZVOUS_SERVICE] = _build_rendezvous_service(plan, objects)
+    document = {
+        "version": "3.8",
+        "x-swarmtrain": {"run": plan.run, "version": __version__, "config": objects.config_digest},
+        "services": services,
+        "networks": {NETWORK_NAME: _build_network(plan)},
+        "configs": {key: {"file": path} for key, path in objects.configs.items()},
+    }
+    docker = plan.config.runner.docker_config
+    if named_volumes := build_volumes(docker):
+        document["volumes"] = named_volumes
+    if objects.secrets:
+        document["secrets"] = {key: {"file": path} for key, path in objects.secrets.items()}
+    return Stack(plan.run, document, objects.files)
+
+
+def render_stack_yaml(stack: Stack) -> str:
+    """Return the document as YAML for `docker`, which reads `$` as a variable unless it is doubled."""
+    header = f"# Written by swarmtrain. Run it with: {stack.command_template.format(file='THIS_FILE', name=stack.name)}\n"
+    return header + "".join(_iterate_yaml_sections(stack.document))
+
+
+def _iterate_yaml_sections(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the document's YAML, each service separately: a dumper remembers all it has seen, and gets slower with it."""
+    for key, value in document.items():
+        if key != "services":
+            yield _dump_section({key: value})
+            continue
+        yield f"{key}:\n"
+        for name, service in value.items():
+            yield _dump_section({key: {name: service}}).removeprefix(f"{key}:\n")
+
+
+def _dump_section(section: dict[str, Any]) -> str:
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return str(yaml.dump(_escape_dollars(section), Dumper=dumper, sort_keys=False, width=140, allow_unicode=True))
+
+
+def write_stack(stack: Stack, path: Path) -> None:
+    """Write the YAML to `path` and its files into a folder next to it; files of an earlier call that are no longer used are removed.
+
+    Raises StackError if that is not possible; then nothing has changed.
+    """
+    secret_paths = _list_secret_paths(stack)
+    folder = path.parent / _get_files_folder(stack)
+    try:
+        files = {
+            path.parent / name: (content, SECRET_MODE if name in secret_paths else PUBLIC_MODE) for name, content in stack.files.items()
+        }
+        write_files_atomically({**files, path: (render_stack_yaml(stack).encode(), PUBLIC_MODE)})
+        # Last, so that the stack file refers to existing files whenever this is interrupted.
+        for file in folder.iterdir():
+            if _GENERATED_FILE_PATTERN.fullmatch(file.name) and f"{_get_files_folder(stack)}/{file.name}" not in stack.files:
+                file.unlink()
+    except OSError as error:
+        raise StackError(
+            f"the stack file cannot be written: {describe_os_error(error)}", place=str(path), hint="--output FILE writes it elsewhere"
+        ) from None
+
+
+class _SwarmObjects:
+    """The configs and secrets of a stack: key in the document → file, and each file's content."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.files: dict[str, bytes] = {}
+        self.configs: dict[str, str] = {}
+        self.secrets: dict[str, str] = {}
+        self.config_mounts: list[dict[str, Any]] = []
+        self.secret_mounts: list[dict[str, Any]] = []
+        config_file = RunFile.from_content("config.json", plan.config.to_node_config().to_json().encode())
+        self.config_digest = config_file.digest
+        self._max_stem_length = _MAX_NAME_LENGTH - len(f"{plan.run}_-{config_file.digest}")
+        self._add_object(config_file, CONFIG_PATH, self.configs, self.config_mounts, "config, with all defaults")
+        for item in plan.cargo.code:
+            self._add_object(item, str(WORKSPACE / item.name), self.configs, self.config_mounts, f"file {item.name}")
+        for item in plan.cargo.secrets:
+            self._add_object(item, item.name, self.secrets, self.secret_mounts, f"config runner.secrets.{item.name}")
+
+    def _add_object(
+        self, item: RunFile, target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
+    ) -> None:
+        limit = _MAX_SECRET_BYTES if files_by_key is self.secrets else _MAX_CONFIG_BYTES
+        # The content of a secret that is already in the swarm is not known here.
+        if not item.content and files_by_key is self.configs:
+            raise StackError("is empty, and Swarm takes no empty file", place=place, hint="put a comment into it")
+        if len(item.content) >= limit:
+            raise StackError(
+                f"{len(item.content) / 1024:.0f} KiB, where Swarm takes less than {limit // 1024} KiB",
+                place=place,
+                hint="put what is large into the image, or onto a disk that docker_mounts names",
+            )
+        stem, dot, suffix = item.name.partition(".")
+        key = f"{_sanitize_object_name(stem)[: self._max_stem_length]}-{item.digest}"
+        path = f"generated/{key}{dot}{suffix}"
+        self.files[path] = item.content
+        files_by_key[key] = path
+        object_mounts.append({"source": key, "target": target})
+
+
+def _sanitize_object_name(stem: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", stem)[:40] or "file"
+
+
+def _build_node_service(plan: Plan, node: PlannedNode, objects: _SwarmObjects) -> dict[str, Any]:
+    runner = plan.config.runner
+    constraints = [node.constraint, *(f"node.labels.{key}=={value}" for key, value in sorted(runner.swarm.labels.items()))]
+    environment = build_node_env(plan, node, _build_node_layout(plan))
+    environment.setdefault("NVIDIA_VISIBLE_DEVICES", _format_visible_devices(plan, node))
+    if runner.swarm.rdma:
+        environment.setdefault("NVIDIA_MOFED", "enabled")
+    service = _build_service(plan, plan.role, environment)
+    if runner.docker_config.user:
+        service["user"] = runner.docker_config.user
+    service["configs"] = objects.config_mounts
+    if objects.secret_mounts:
+        service["secrets"] = objects.secret_mounts
+    service["volumes"] = build_mounts(runner.docker_config)
+    if runner.swarm.rdma:
+        # RDMA adapters need memory that cannot be paged out; the runtime adds their devices.
+        service["ulimits"] = {"memlock": -1}
+        service["cap_add"] = ["IPC_LOCK"]
+    service["deploy"] = _build_deploy_section(plan, objects, ROLE_NODE, constraints, {LABEL_HOST: node.host, LABEL_SLOTS: str(node.slots)})
+    resources = _build_resources(plan, node)
+    if resources:
+        service["deploy"]["resources"] = resources
+    return service
+
+
+def _build_rendezvous_service(plan: Plan, objects: _SwarmObjects) -> dict[str, Any]:
+    service = _build_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)))
+    service["deploy"] = _build_deploy_section(
+        plan, objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
+    )
+    return service
+
+
+def _build_home_env(docker: DockerConfig) -> dict[str, str]:
+    """Return a writable HOME for a user that the image does not know: it would be / otherwise."""
+    return {"HOME": docker.cache_dir or "/tmp"} if docker.user else {}  # in the container, which has its own /tmp
+
+
+def _build_coordinator_constraints(plan: Plan) -> list[str]:
+    if plan.coordinator_machine is None:
+        return ["node.role==manager"]
+    if plan.coordinator_machine.id:
+        return ["node.role==manager", f"node.id=={plan.coordinator_machine.id}"]
+    key = "node.ip" if _IPV4_PATTERN.fullmatch(plan.coordinator_machine.host) else "node.hostname"
+    return ["node.role==manager", f"{key}=={plan.coordinator_machine.host}"]
+
+
+def _build_node_layout(plan: Plan) -> NodeLayout:
+    port, docker = plan.master_port, plan.config.runner.docker_config
+    address = plan.coordinator_machine.address if plan.coordinator_machine else ""
+    return NodeLayout(
+        coordinator_host=address or RENDEZVOUS_SERVICE,
+        # The store has no authentication: nobody else can reach it in a network of the run's own. Elsewhere it binds only to its own
+        # address, except for a host name, which may resolve to loopback on the machine itself.
+        bind_address=address if _IPV4_PATTERN.fullmatch(address) else "0.0.0.0",
+        config_path=CONFIG_PATH,
+        code_dir=WORKSPACE,
+        secrets_dir=PurePosixPath("/run/secrets"),
+        log_dir="/tmp/swarmtrain",
+        store_port=port,
+        coordinator_port=port + 1,
+        mounts=tuple(target for _, target in docker.docker_mounts),
+        environment={**docker.cache_variables, **_build_home_env(docker)},
+    )
+
+
+def _build_service(plan: Plan, role: str, environment: dict[str, str]) -> dict[str, Any]:
+    return {
+        "image": plan.config.runner.docker_config.docker_container,
+        "entrypoint": ["python3", "-m", ENTRYPOINT_MODULE],
+        "command": [role],
+        "init": True,
+        "environment": {name: escape_go_template(value) for name, value in environment.items()},
+        "networks": [NETWORK_NAME],
+        "stop_grace_period": f"{plan.config.runner.stop_grace:g}s",
+        "logging": {"driver": "json-file", "options": {"max-size": "20m", "max-file": "5"}},
+    }
+
+
+def _build_deploy_section(plan: Plan, objects: _SwarmObjects, role: str, constraints: list[str], labels: dict[str, str]) -> dict[str, Any]:
+    return {
+        "mode": "replicated",
+        "replicas": 1,
+        # A virtual IP drops idle connections after 900 s.
+        "endpoint_mode": "dnsrr",
+        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: objects.config_digest, **labels},
+        "placement": {"constraints": constraints},
+        # Exit code 0 is final; after any other, the node comes back. The coordinator keeps the restart budget.
+        "restart_policy": {
+            "condition": "on-failure",
+            "delay": _RESTART_DELAY_ON_HOST_NETWORK if plan.coordinator_machine else _RESTART_DELAY,
+        },
+        "update_config": {"parallelism": 1, "order": "stop-first", "failure_action": "continue"},
+    }
+
+
+def _format_visible_devices(plan: Plan, node: PlannedNode) -> str:
+    """Return the value of NVIDIA_VISIBLE_DEVICES, which tells the nvidia runtime what to show in the container."""
+    if plan.config.runner.swarm.gpu is GpuMode.none:
+        # Otherwise an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
+        return "void"
+    # A toolkit that is configured for Swarm's assignments prefers them to `all`; without one, the supervisor selects the GPUs.
+    return ",".join(node.gpus) or "all"
+
+
+def _build_resources(plan: Plan, node: PlannedNode) -> dict[str, Any]:
+    docker, swarm = plan.config.runner.docker_config, plan.config.runner.swarm
+    resources: dict[str, Any] = {}
+    limits = {}
+    if docker.cpus is not None:
+        limits["cpus"] = f"{docker.cpus:g}"
+    if docker.memory is not None:
+        limits["memory"] = str(docker.memory)
+    if limits:
+        resources["limits"] = limits
+    if swarm.gpu is GpuMode.reserve:
+        resources["reservations"] = {
+            "generic_resources": [{"discrete_resource_spec": {"kind": swarm.generic_resource, "value": node.slots}}]
+        }
+    return resources
+
+
+def _build_network(plan: Plan) -> dict[str, Any]:
+    swarm = plan.config.runner.swarm
+    if swarm.network:
+        return {"external": True, "name": swarm.network}
+    # The store has no authentication: nobody else may join.
+    network: dict[str, Any] = {"driver": "overlay", "attachable": False}
+    options = {}
+    if swarm.mtu:
+        options["com.docker.network.driver.mtu"] = str(swarm.mtu)
+    if swarm.encrypted:
+        options["encrypted"] = "true"
+    if swarm.internal:
+        network["internal"] = True
+    if options:
+        network["driver_opts"] = options
+    if plan.max_nodes > _MAX_NODES_IN_SLASH_24:
+        network["ipam"] = {"config": [{"subnet": _LARGE_SUBNET}]}
+    return network
+
+
+def _escape_dollars(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("$", "$$")
+    if isinstance(value, dict):
+        return {key: _escape_dollars(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape_dollars(item) for item in value]
+    return value
+
+
+def _get_files_folder(stack: Stack) -> str:
+    return next(iter(stack.files)).partition("/")[0]
+
+
+def _list_secret_paths(stack: Stack) -> set[str]:
+    return {secret["file"] for secret in stack.document.get("secrets", {}).values()}

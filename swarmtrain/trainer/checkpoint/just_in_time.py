@@ -1,0 +1,260 @@
+"""Just-in-time checkpoint: when a world breaks, surviving ranks that together hold the last completed step save it before they exit.
+
+    a peer dies      collectives fail; all communication of a step comes before its first update, so what a rank holds
+                     is the end of a step, or of one and everything that the next one needs
+    disconnect       surviving ranks that wait for each other detect it at once
+    report state     to the coordinator, which decides which step is saved, and which rank writes which part of it
+    write            each writer its part, with a completion marker; the first of the writers commits, as for any checkpoint.
+                     If each node has its own disk, all ranks of disks with all parts write, and the first of each node commits
+
+No collective is used: the process groups are broken. A rank that is not chosen stays until the checkpoint is committed, since it may
+be needed if a writer dies too. The fence applies as for every checkpoint, and the next world claims it when this is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmtrain import protocol
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.errors import CoordinatorError, SwarmtrainError
+from swarmtrain.protocol import Event, RescueAssignment, SurvivorState
+from swarmtrain.trainer.checkpoint import commit
+from swarmtrain.trainer.runtime import Runtime
+
+if TYPE_CHECKING:
+    from swarmtrain.trainer.checkpoint import CheckpointManager, Progress
+    from swarmtrain.trainer.optim import Optimizer
+    from swarmtrain.trainer.parallel import ParallelModel
+
+LOG = logging.getLogger("swarmtrain")
+_POLL_SECONDS = 0.05
+_REPORT_INTERVALS_SECONDS = 0.2, 1.0
+"""Seconds between two reports to the coordinator: at first, and later."""
+_FAST_REPORT_SECONDS = 10.0
+_COORDINATOR_TIMEOUT_SECONDS = 25.0
+"""Seconds without the coordinator's answer after which a surviving rank exits. A coordinator whose machine failed too may be back by
+then, and torch gives ranks 30 s.
+"""
+
+
+@contextmanager
+def saving_on_peer_failure(
+    runtime: Runtime,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    checkpoint_manager: CheckpointManager,
+    *,
+    get_progress: Callable[[], Progress],
+    on_saved: Callable[[int], None],
+) -> Iterator[None]:
+    """Train in the body; an exception there breaks the world, and its surviving ranks save what they hold.
+
+    `get_progress` returns the current progress. `on_saved` is called with the step on the rank that has saved it for all.
+    A SwarmtrainError is raised unchanged: either all ranks raise it, or the rank that does holds nothing worth saving.
+    """
+    try:
+        yield
+    except SwarmtrainError:
+        checkpoint_manager.wait_for_pending_save()
+        raise
+    except Exception:
+        try:
+            if step := _run_rescue(runtime, model, optimizer, checkpoint_manager, get_progress()):
+                on_saved(step)
+        except Exception as error:  # noqa: BLE001  # raise the error that broke the world, not its consequence
+            LOG.warning("rank %d could not save what it holds: %s", runtime.rank, str(error).partition("\n")[0])
+        raise
+
+
+def await_rescue(coordinator: CoordinatorClient) -> None:
+    """Return when no surviving ranks of another world are still saving. If the coordinator does not answer, none are assumed."""
+    with contextlib.suppress(CoordinatorError):
+        start_time = logged_time = time.monotonic()
+        while coordinator.is_rescue_pending():
+            if logged_time == start_time and time.monotonic() - start_time > 2.0:
+                LOG.warning("waiting for the just-in-time checkpoint of the last world")
+                logged_time = time.monotonic()
+            time.sleep(_POLL_SECONDS * 4)
+
+
+def close_peer_connections() -> None:
+    """Shut down this process's TCP connections. Peers that wait for this rank fail at once, as if it had died."""
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208  # only names are needed
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.getpeername()  # raises for a listening socket, which must not be touched
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _run_rescue(
+    runtime: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoint_manager: CheckpointManager, progress: Progress
+) -> int | None:
+    """Return the step that this rank has saved for all, None if it has not."""
+    holders = model.mesh.replica_ranks
+    part = next(number for number, ranks in enumerate(holders) if runtime.rank in ranks)
+    is_consistent = not optimizer.is_updating and optimizer.last_step in (0, progress.step)
+    storage = checkpoint_manager.storage
+    if runtime.coordinator_address is None or storage is None or not is_consistent or len(holders) == runtime.world_size:
+        return None  # without a coordinator, or without other ranks that hold the same state, there is nothing to agree on
+    disk_of_rank = storage.nodes.node_of_rank if storage.nodes else (0,) * runtime.world_size
+    if not _has_complete_disk(disk_of_rank, holders):
+        return None
+    close_peer_connections()
+    survivor_state = SurvivorState(
+        progress.step, optimizer.is_prepared, part, len(holders), runtime.world_size, disk_of_rank[runtime.rank], len(set(disk_of_rank))
+    )
+    with _RescueClient(
+        CoordinatorClient(runtime.coordinator_address), protocol.build_world_key(os.environ), runtime.rank, survivor_state, disk_of_rank
+    ) as rescue_client:
+        last_attempt, saved_step = 0, None
+        while not (rescue := rescue_client.latest).is_finished:
+            if runtime.rank in rescue.writers and rescue.attempt > last_attempt:
+                last_attempt = rescue.attempt
+                if rescue.step == progress.step + 1 and optimizer.is_prepared:
+                    optimizer.step(rescue.step)
+                    progress = progress.advance_to(rescue.step, progress.consumed_samples + runtime.config.topology.samples_per_step)
+                    rescue_client.survivor_state = replace(survivor_state, step=rescue.step, ready=False)
+                if rescue.step != progress.step:  # assigned by this rank's earlier state: other ranks must be assigned
+                    raise RuntimeError(f"this rank is at step {progress.step}, and step {rescue.step} is to be saved")
+                if _save_part(runtime, checkpoint_manager, progress, rescue, rescue_client):
+                    saved_step = progress.step
+            time.sleep(_POLL_SECONDS)
+        return saved_step
+
+
+def _has_complete_disk(disk_of_rank: Sequence[int], holders: Sequence[Sequence[int]]) -> bool:
+    """Return whether the ranks of one disk hold all parts.
+
+    `disk_of_rank`: the disk that each rank saves to; `holders`: the ranks that hold each part.
+    """
+    return any(all(disk in {disk_of_rank[rank] for rank in ranks} for ranks in holders) for disk in set(disk_of_rank))
+
+
+def _save_part(
+    runtime: Runtime, checkpoint_manager: CheckpointManager, progress: Progress, rescue: RescueAssignment, rescue_client: _RescueClient
+) -> bool:
+    """Write this rank's part; the first writer of this disk commits all of them. Return whether this rank committed."""
+    save_dir = checkpoint_manager.save_dir
+    if save_dir is None:
+        raise ValueError("a checkpoint without trainer.save_dir")
+    start_time, local_writers = time.monotonic(), rescue_client.select_local_writers(rescue)
+    is_leader = runtime.rank == local_writers[0]
+    try:
+        if is_leader and _is_committed(save_dir, progress.step, checkpoint_manager):
+            return True
+        folder = save_dir / f".step-{progress.step:08}.rescue-{rescue.attempt}.world-{checkpoint_manager.generation}"
+        folder.mkdir(exist_ok=True)
+        writer, index = checkpoint_manager.stage_local_part(folder, rescue_client.survivor_state.shard)
+        files = writer.write()
+        _write_marker(folder, runtime.rank, {"files": files, "tensors": index})
+        if not is_leader or not (markers := _collect_markers(folder, rescue, rescue_client)):
+            return False
+        path = checkpoint_manager.commit_checkpoint(save_dir, folder, progress, *_merge_markers(markers))
+        checkpoint_manager.latest_step = progress.step
+        seconds = round(time.monotonic() - start_time, 3)
+        ranks = ", ".join(map(str, local_writers))
+        LOG.warning("step %d is saved by what has survived, rank %s: %s, in %.2f s", progress.step, ranks, path, seconds)
+        if runtime.rank == rescue.writers[0]:
+            event_fields = {"step": progress.step, "path": str(path), "seconds": seconds, "surviving_ranks": list(rescue.writers)}
+            rescue_client.coordinator.post(Event(protocol.EVENT_CHECKPOINT, event_fields))
+        return True
+    finally:
+        if is_leader:
+            rescue_client.coordinator.report_rescue_finished(rescue_client.world, rescue.attempt, runtime.rank)
+
+
+def _is_committed(save_dir: Path, step: int, checkpoint_manager: CheckpointManager) -> bool:
+    """Return whether the checkpoint of `step` is committed already, by this world, or as the one that it resumed from."""
+    newest = next(iter(commit.list_checkpoints_newest_first(save_dir)), None)
+    return newest is not None and newest[1].step == step == checkpoint_manager.latest_step
+
+
+def _write_marker(folder: Path, rank: int, marker: dict[str, Any]) -> None:
+    temporary_path = folder / f".note-{rank:05}"
+    temporary_path.write_text(json.dumps(marker))
+    temporary_path.rename(folder / f"note-{rank:05}.json")
+
+
+def _collect_markers(folder: Path, rescue: RescueAssignment, rescue_client: _RescueClient) -> list[dict[str, Any]]:
+    """Wait for the completion markers of all writers to this disk, remove and return them; none if a writer has died."""
+    expected_names = {f"note-{rank:05}.json" for rank in rescue_client.select_local_writers(rescue)}
+    while not expected_names <= set(os.listdir(folder)):  # noqa: PTH208  # listing makes a network file system look again
+        if rescue_client.latest.attempt != rescue.attempt or rescue_client.latest.is_finished:
+            return []
+        time.sleep(_POLL_SECONDS)
+    markers = [json.loads((folder / name).read_text()) for name in sorted(expected_names)]
+    for name in expected_names:
+        (folder / name).unlink()
+    return markers
+
+
+def _merge_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return files and tensors of all parts. Chunks that several parts hold are taken from the first."""
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for marker in markers:
+        files |= marker["files"]
+        for name, entry in marker["tensors"].items():
+            chunks = tensors.setdefault(name, {**entry, "chunks": []})["chunks"]
+            known_offsets = [chunk["offsets"] for chunk in chunks]
+            chunks += [chunk for chunk in entry["chunks"] if chunk["offsets"] not in known_offsets]
+    return files, tensors
+
+
+class _RescueClient:
+    """Reports to the coordinator, from a thread, that this rank is alive, and its state; `latest` is the coordinator's last answer.
+
+    `disk_of_rank`: the disk that each rank saves to.
+    """
+
+    def __init__(
+        self, coordinator: CoordinatorClient, world: str, rank: int, survivor_state: SurvivorState, disk_of_rank: Sequence[int]
+    ) -> None:
+        self.coordinator, self.world, self.survivor_state, self._rank, self._disk_of_rank = (
+            coordinator,
+            world,
+            survivor_state,
+            rank,
+            disk_of_rank,
+        )
+        self.latest = RescueAssignment()
+        self._is_stopped = threading.Event()
+
+    def __enter__(self) -> _RescueClient:
+        threading.Thread(target=self._report_until_over, name="rescue-client", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stopped.set()
+
+    def select_local_writers(self, rescue: RescueAssignment) -> tuple[int, ...]:
+        """Return the writers that write to this rank's disk."""
+        return tuple(rank for rank in rescue.writers if self._disk_of_rank[rank] == self._disk_of_rank[self._rank])
+
+    def _report_until_over(self) -> None:
+        last_answer_time = start_time = time.monotonic()
+        while not self._is_stopped.is_set() and not self.latest.is_finished:
+            try:
+                self.latest, last_answer_time = (
+                    self.coordinator.report_survivor(self.world, self._rank, self.survivor_state),
+                    time.monotonic(),
+                )
+            except CoordinatorError as error:
+                if time.monotonic() - last_answer_time > _COORDINATOR_TIMEOUT_SECONDS:
+                    LOG.warning("rank %d leaves without saving: %s", self._rank, error)
+                    self.latest = replace(self.latest, is_finished=True)
+            self._is_stopped.wait(
+                _REPORT_INTERVALS_SECONDS[0] if time.monotonic() - start_time < _FAST_REPORT_SECONDS else _REPORT_INTERVALS_SECONDS[1]
+            )

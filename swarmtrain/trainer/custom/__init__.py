@@ -1,0 +1,369 @@
+"""Custom scripts: five lines make a script resume after any failure, and two log its metrics.
+
+    with swarmtrain.trainer.run(trainer={"save_dir": "checkpoints"}) as run:
+        run.register_for_checkpointing(model=model, optimizer=optimizer)
+        for batch in run.steps(loader, epochs=10):
+            ...
+            run.log(loss=loss, tokens=run.sum(tokens))
+            run.save_if_due()
+            if run.stop_requested:
+                run.save_and_exit()
+
+Works under every launcher, under plain torchrun, srun or mpirun, and in one process. run.log() needs none of the other lines.
+
+user_state        what is saved: any object with a state_dict()
+data_sharding     the samples of a DataLoader, sharded over the ranks of any world
+prefetch          other data, of which each rank reads its own
+training_loop     steps: where they resume, when they are saved
+callbacks         functions called at a step, a save, the end
+object_factory    objects from a config
+lr_warmup         learning rates for larger batches
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from swarmtrain import protocol
+from swarmtrain.config import Config
+from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.errors import ConfigError, TrainingError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint import SavedCheckpoint
+from swarmtrain.trainer.custom.callbacks import CallbackEvent, CallbackRegistry
+from swarmtrain.trainer.custom.lr_warmup import build_linear_scaling_warmup
+from swarmtrain.trainer.custom.object_factory import instantiate
+from swarmtrain.trainer.custom.training_loop import TrainingLoop
+from swarmtrain.trainer.custom.user_state import Stateful, UserState
+from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.metrics.event_poster import EventPoster
+from swarmtrain.trainer.metrics.reduction import MetricValue, MetricValues, ReductionOp, expand_metric, reduce_metrics
+from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
+from swarmtrain.trainer.metrics.sinks.jsonl import read_last_step
+from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
+
+__all__ = ["Run", "build_linear_scaling_warmup", "instantiate", "run"]
+
+LOG = logging.getLogger("swarmtrain")
+_FLUSH_TIMEOUT_SECONDS = 10.0
+
+
+@contextmanager
+def run(
+    config: Config | Path | str | None = None, *, trainer: Mapping[str, Any] | None = None, logger: Mapping[str, Any] | None = None
+) -> Iterator[Run]:
+    """Join the world, unless the script has, and yield the Run. At the end of the body, write all metrics and save registered objects.
+
+    `config`: a config, or the path of one, if no launcher has provided one; without either, the config's defaults apply. `trainer` and
+    `logger` change fields of these sections: `run(logger={"log_dir": "logs", "use_csv": True})`.
+    Raises ConfigError if the config is wrong, TrainingError if the world cannot be joined.
+    """
+    with ExitStack() as stack:
+        already_initialized = dist.is_initialized()
+        runtime = stack.enter_context(start_runtime(_load_config(config, {"trainer": trainer or {}, "logger": logger or {}})))
+        # The script's own group may be for GPUs only; what is exchanged here is small, and on the CPU.
+        current_run = Run(runtime, dist.new_group(backend="gloo") if already_initialized else None, stack)
+        with current_run.callbacks:
+            try:
+                yield current_run
+                current_run._finish_run()
+            except SystemExit as exit_request:
+                current_run._close_run(all_ranks_present=exit_request.code in (None, 0, protocol.EXIT_PLANNED))
+                raise
+            except BaseException:
+                current_run._close_run(all_ranks_present=runtime.world_size == 1)  # the others may not get here: a collective would hang
+                raise
+            current_run._close_run(all_ranks_present=True)
+
+
+class Run:
+    """A rank's place in the world, its metrics, and its checkpoints."""
+
+    def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None, stack: ExitStack) -> None:
+        """Called by all ranks together; `group` contains all ranks. What must be closed at the end is put on `stack`."""
+        self.runtime = runtime
+        self._group, self._stack = group, stack
+        folder = get_metrics_folder(runtime)
+        self._step = collectives.run_on_all_ranks(lambda: read_last_step(folder) if folder and runtime.is_rank_zero else 0, group)[0]
+        self._installed_stop_flag: StopFlag | None = None
+        self._pending_metrics: dict[int, MetricValues] = {}
+        self._resumed_step: int | None = None
+        """The step after which this world resumes; None until a step is logged."""
+        self._step_was_set = False
+        """Whether the script has set that step."""
+        self._sinks = Sinks()
+        self._is_open = False
+        self._poster = EventPoster(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
+        self._loop: TrainingLoop | None = None
+        self.callbacks = CallbackRegistry()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the world."""
+        return self.runtime.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the world."""
+        return self.runtime.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.runtime.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank: its GPU, or the CPU."""
+        return self.runtime.device
+
+    @property
+    def step(self) -> int:
+        """The step of the loop over steps(); without a loop, the last logged step, including earlier attempts; 0 if none is logged.
+
+        Without register_for_checkpointing(), set it before the first log() to the step of the checkpoint that the script
+        resumes from: logged metrics of later steps are dropped.
+        """
+        return self._loop.progress.step if self._loop else self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step, self._step_was_set = step, True
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a stop was requested on any rank (SIGTERM). Read it on all ranks together, once per step.
+
+        After the first read the signal has no other effect: save, and exit with sys.exit(75) to be restarted.
+        """
+        stop = self._install_stop_flag()
+        return self._loop.stop_requested if self._loop else collectives.all_reduce_sum([stop.is_set], self._group)[0] > 0
+
+    @property
+    def epoch(self) -> int:
+        """How many times the data of steps() has been read to its end."""
+        return self._loop.epoch if self._loop else 0
+
+    @property
+    def loss_weight(self) -> float:
+        """The weight of this rank's part of the batch: 1, unless ranks have parts of unequal size. 0: the batch only keeps ranks in step.
+
+        Multiply a loss that is a mean over the rank's samples by it: then DistributedDataParallel's mean over ranks is the mean over all
+        samples.
+        """
+        return self._loop.loss_weight if self._loop else 1.0
+
+    def register_for_checkpointing(self, **objects: Stateful) -> None:
+        """Save these objects in checkpoints, and load the newest checkpoint into them, if any. Call it on all ranks, once, before the loop.
+
+        Each has a state_dict() and a load_state_dict() that are the same on all ranks: a model, also in DistributedDataParallel, an
+        optimizer, a schedule, an object of your own. Changes in config, arguments and script since that checkpoint are logged.
+        Raises TrainingError if trainer.save_dir is not set or an object cannot be saved, IncompatibleCheckpoint if the newest checkpoint is
+        of other objects.
+        """
+        if self._loop:
+            raise TrainingError(
+                "a second call of register_for_checkpointing()",
+                place="register_for_checkpointing",
+                hint="name all that is to be kept in one",
+            )
+        if self.runtime.config.trainer.save_dir is None:
+            hint = 'run(trainer={"save_dir": "checkpoints"}), or trainer.save_dir in the config'
+            raise TrainingError("there is not a folder to keep it in", place="config trainer.save_dir", hint=hint)
+        self._loop = loop = TrainingLoop(self.runtime, self._group, UserState(objects), self._install_stop_flag(), self._report_warning)
+        self.step = loop.progress.step
+        if loop.resumed_from:
+            self._report_event(
+                f"resuming from step {self.step}, from {loop.resumed_from[0]}",
+                protocol.EVENT_RESUMED,
+                step=self.step,
+                path=str(loop.resumed_from[0]),
+            )
+
+    def steps(
+        self, data: Iterable[Any], *, epochs: int | None = None, max_steps: int | None = None, global_batch_size: int | None = None
+    ) -> Iterator[Any]:
+        """Yield the remaining batches of `data`, from where the newest checkpoint resumes. Call it on all ranks.
+
+        The samples of a DataLoader are sharded over the ranks at each step, in an order that is the same in every world.
+        `global_batch_size` is their number per step on all ranks together: by default batch_size times the ranks of the first world.
+        Any other iterable is read on each rank, and batches that were seen are skipped. If ranks have unequally many batches, a rank
+        without any left repeats its last batch, at a `loss_weight` of 0, until none has any (cf. torch `Join`).
+        It ends after `epochs` (default 1) or, if given, `max_steps` in all, counted over restarts. Random number generators are seeded at
+        each step. The last step is saved.
+        Raises TrainingError if register_for_checkpointing() was not called, or the loop lacks save_if_due() or stop_requested.
+        """
+        if self._loop is None:
+            hint = (
+                "run.register_for_checkpointing(model=model, optimizer=optimizer) before the loop; without it a restart starts from scratch"
+            )
+            raise TrainingError("nothing is kept", place="steps", hint=hint)
+        for local_batch in self._loop.iterate_steps(data, epochs, max_steps, global_batch_size):
+            yield local_batch
+            self.callbacks.run_callbacks(CallbackEvent.step, self._loop.progress.step)
+        self._report_saved(self._loop.save_and_wait())
+
+    def save_if_due(self, *, metric: float | None = None) -> None:
+        """Save this step in the background, if a checkpoint is due by trainer.save_interval. Call it at the end of each step.
+
+        `metric`: the quality of the model at this step, if evaluated, the same on all ranks: a validation loss or, with
+        trainer.best_checkpoint_mode max, an accuracy. trainer.keep_best_checkpoints keeps the best checkpoints.
+        Raises WorldError if a newer world has taken over, TrainingError outside of the loop.
+        """
+        if self._loop is None:
+            raise TrainingError(
+                "nothing is kept",
+                place="save_if_due",
+                hint="run.register_for_checkpointing(model=model, optimizer=optimizer) before the loop",
+            )
+        self._report_saved(self._loop.save_if_due(metric))
+
+    def save_and_exit(self) -> NoReturn:
+        """Save this step and exit this rank gracefully: it is restarted. Raises CheckpointError, WorldError, SystemExit."""
+        if self._loop:
+            self._report_saved(self._loop.save_and_wait())
+        LOG.info("stop requested: stops after step %d", self._step)
+        raise SystemExit(protocol.EXIT_PLANNED)
+
+    def add_callback(self, event: CallbackEvent | str, function: Callable[..., object], *, priority: int = 0) -> None:
+        """Call `function` at an `event`: "step", with its number; "saved", with step and path; "end", whatever ends the run.
+
+        Functions with a higher `priority` are called first. If one fails, the run ends; at the end, all others are called nevertheless.
+        """
+        self.callbacks.add_callback(CallbackEvent(event), function, priority)
+
+    def log(self, *, step: int | None = None, **values: Any) -> None:
+        """Log `values` of `step`, by default of the step after the last one. Call it on all ranks, once per step.
+
+        A value is a number, a tensor with one element, which stays on its device until a line is due, or an object with a
+        `compute()`, such as a torchmetrics metric. The logged value is the mean over ranks, or the reduction of run.sum(value), run.min,
+        run.max, run.last or run.cat. Ranks communicate once in logger.log_interval steps.
+        Raises TrainingError for a value that is not a number, or if a sink that the config names cannot be written.
+        """
+        current_step = self._loop.progress.step if self._loop else 0
+        number = (current_step or self._step + 1) if step is None else step
+        if self._resumed_step is None:
+            self._resumed_step = self._step = self._step if self._step_was_set or number > self._step else number - 1
+        self._pending_metrics.setdefault(number, {}).update(each for name, value in values.items() for each in expand_metric(name, value))
+        self._step = max(self._step, number)
+        if len(self._pending_metrics) >= self.runtime.config.logger.log_interval:
+            self._write_pending_metrics()
+
+    def sum(self, value: Any) -> MetricValue:
+        """Return `value`, to be logged as the sum over ranks."""
+        return MetricValue(value, ReductionOp.sum)
+
+    def min(self, value: Any) -> MetricValue:
+        """Return `value`, to be logged as the minimum over ranks."""
+        return MetricValue(value, ReductionOp.min)
+
+    def max(self, value: Any) -> MetricValue:
+        """Return `value`, to be logged as the maximum over ranks."""
+        return MetricValue(value, ReductionOp.max)
+
+    def last(self, value: Any) -> MetricValue:
+        """Return `value`, to be logged as that of the last rank that has one."""
+        return MetricValue(value, ReductionOp.last)
+
+    def cat(self, value: Any) -> MetricValue:
+        """Return `value`, one number or several, to be logged as the list of all ranks' values."""
+        return MetricValue(value, ReductionOp.cat)
+
+    def _write_pending_metrics(self) -> None:
+        """Reduce and write the pending metrics. Called by all ranks together."""
+        local_metrics = {
+            step: {name: value.copy_to_host() for name, value in values.items()} for step, values in self._pending_metrics.items()
+        }
+        self._pending_metrics.clear()
+        metrics_by_rank = collectives.all_gather_objects(local_metrics, self._group)
+        if not self._is_open and self._resumed_step is not None:
+            resumed_step = self._resumed_step
+            collectives.run_on_all_ranks(lambda: self._sinks.open(self.runtime, resumed_step), self._group)
+            self._is_open = True
+        line: dict[str, Any] = {}
+        for step in sorted({step for rank_metrics in metrics_by_rank for step in rank_metrics}):
+            line = {"step": step, **reduce_metrics([rank_metrics.get(step, {}) for rank_metrics in metrics_by_rank])}
+            self._sinks.write(line)
+        if line:
+            LOG.info("%s", _format_line(line))
+            self._post_progress(line)
+
+    def _post_progress(self, line: Mapping[str, Any]) -> None:
+        if self._poster:
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            self._poster.post_progress(protocol.Event(protocol.EVENT_PROGRESS, numbers))
+
+    def _install_stop_flag(self) -> StopFlag:
+        if self._installed_stop_flag is None:
+            self._installed_stop_flag = self._stack.enter_context(StopFlag())
+        return self._installed_stop_flag
+
+    def _finish_run(self) -> None:
+        """Save, and report the end of the run, when the body has completed."""
+        if loop := self._loop:
+            self._report_saved(loop.save_and_wait())
+            if loop.is_done:
+                self._report_event(f"finished at step {loop.progress.step}", protocol.EVENT_TRAINING_FINISHED, step=loop.progress.step)
+
+    def _report_saved(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        for checkpoint in checkpoints:
+            message = f"saved {checkpoint.path} in {checkpoint.save_seconds:.2f} s (training stalled for {checkpoint.stall_seconds:.2f} s)"
+            self._report_event(
+                message,
+                protocol.EVENT_CHECKPOINT,
+                step=checkpoint.step,
+                path=str(checkpoint.path),
+                seconds=round(checkpoint.save_seconds, 3),
+            )
+            self.callbacks.run_callbacks(CallbackEvent.saved, checkpoint.step, checkpoint.path)
+
+    def _report_warning(self, message: str) -> None:
+        if self.runtime.is_rank_zero:
+            LOG.warning("%s", message)
+            if self._poster:
+                self._poster.post(protocol.Event(protocol.EVENT_NOTE, {"node": self.runtime.node, "message": message}))
+
+    def _report_event(self, message: str, kind: str, **data: Any) -> None:
+        """Log and post an event, on rank 0."""
+        if self.runtime.is_rank_zero:
+            LOG.info("%s", message)
+            if self._poster:
+                self._poster.post(protocol.Event(kind, data))
+
+    def _close_run(self, *, all_ranks_present: bool) -> None:
+        if all_ranks_present:
+            self._write_pending_metrics()
+        self._sinks.close()
+        if self._poster:
+            self._poster.close(_FLUSH_TIMEOUT_SECONDS)
+
+
+def _format_line(line: Mapping[str, Any]) -> str:
+    fields = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in line.items())
+    return "  ".join(fields)
+
+
+def _load_config(source: Config | Path | str | None, changes: Mapping[str, Mapping[str, Any]]) -> Config:
+    if isinstance(source, Config):
+        config = source
+    elif source is not None or "SWARMTRAIN_CONFIG" in os.environ:
+        config = read_config([] if source is None else [str(source)])
+    else:
+        config = Config()
+    values = json.loads(config.to_json())
+    for section, fields in changes.items():
+        values[section] |= fields
+    try:
+        return Config.from_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise ConfigError(tuple(explain_validation_error(error, Config, {}))) from None

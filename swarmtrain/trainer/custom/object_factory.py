@@ -1,0 +1,62 @@
+"""Objects from a config: a class or a function by its dotted path, and its arguments."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from swarmtrain.errors import TrainingError
+
+TARGET_KEY = "_target_"
+
+
+def instantiate(values: Mapping[str, Any], /, *arguments: Any, **kwargs: Any) -> Any:
+    """Call the dotted path `values["_target_"]` with `arguments`, the rest of `values` and `kwargs`, and return the result.
+
+    Values that have a `_target_` of their own are instantiated first. The author of the config can execute arbitrary code.
+
+        optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-3}                 # config, below script:
+        optimizer = instantiate(options["optimizer"], model.parameters())    # script
+
+    Raises TrainingError if there is no such path, or it does not accept its arguments.
+    """
+    path = values.get(TARGET_KEY)
+    if not isinstance(path, str):
+        raise TrainingError(
+            f"has no {TARGET_KEY}", place=f"instantiate {dict(values)}", hint=f"{TARGET_KEY}: the dotted path of a class or a function"
+        )
+    config_kwargs = {name: _instantiate_nested(value) for name, value in values.items() if name != TARGET_KEY}
+    target = _import_target(path)
+    try:
+        return target(*arguments, **config_kwargs, **kwargs)
+    except TypeError as error:
+        raise TrainingError(f"does not take what it is given: {error}", place=f"instantiate {path}") from error
+
+
+def _instantiate_nested(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return instantiate(value) if TARGET_KEY in value else {name: _instantiate_nested(item) for name, item in value.items()}
+    return [_instantiate_nested(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _import_target(path: str) -> Any:
+    """Return the object at `path`: the longest prefix of it that is a module is imported."""
+    segments = path.split(".")
+    for count in range(len(segments) - 1, 0, -1):
+        name = ".".join(segments[:count])
+        try:
+            target: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+                continue
+            raise
+        for segment in segments[count:]:
+            if not hasattr(target, segment):
+                close_matches = difflib.get_close_matches(segment, dir(target), 1)
+                hint = f"did you mean {close_matches[0]}?" if close_matches else None
+                raise TrainingError(f"{getattr(target, '__name__', target)} has no {segment}", place=f"instantiate {path}", hint=hint)
+            target = getattr(target, segment)
+        return target
+    raise TrainingError("there is no such module", place=f"instantiate {path}", hint="files that a script imports: runner.code")

@@ -1,0 +1,49 @@
+"""One rank's reads of data that cannot be sharded, one batch ahead: whether there is a next batch is known before a step ends.
+
+Ranks may have unequally many batches. An epoch lasts until no rank has any: a rank without any left repeats its last batch with
+weight 0, so that no collective lacks a rank (as torch's Join does for DistributedDataParallel, without its hooks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class BatchPrefetcher:
+    """One epoch of one rank's data."""
+
+    def __init__(self, data: Iterable[Any], before_read: Callable[[int], None]) -> None:
+        """`before_read` is called before each batch is read, with its number."""
+        self._before_read, self._number = before_read, 0
+        before_read(0)
+        self._iterator = iter(data)
+        self._last_batch: Any = None
+        self.has_next = True
+        """Whether there is a batch that was not taken yet."""
+        self._next_batch: Any = None
+        self._prefetch_next()
+
+    def take_batch(self) -> tuple[Any, bool]:
+        """Return the next batch and True; at the end of the data, the last batch again and False."""
+        if not self.has_next:
+            return self._last_batch, False
+        self._last_batch = self._next_batch
+        self._prefetch_next()
+        return self._last_batch, True
+
+    def skip_batches(self, limit: int) -> int:
+        """Take up to `limit` batches, and return how many there were."""
+        skipped = 0
+        while skipped < limit and self.has_next:
+            self.take_batch()
+            skipped += 1
+        return skipped
+
+    def _prefetch_next(self) -> None:
+        self._number += 1
+        self._before_read(self._number)
+        try:
+            self._next_batch = next(self._iterator)
+        except StopIteration:
+            self._next_batch, self.has_next = None, False

@@ -1,0 +1,212 @@
+"""The steps of a custom script: where they resume, when they are saved, when ranks exit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint import CheckpointManager, Progress, SavedCheckpoint, WarningReporter, discovery
+from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
+from swarmtrain.trainer.custom.data_sharding import ShardedLoader, can_shard
+from swarmtrain.trainer.custom.prefetch import BatchPrefetcher
+from swarmtrain.trainer.custom.user_state import UserState, find_changes
+from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.runtime import Runtime, seed_everything
+
+_REQUIRED_CALLS = {"save_if_due": "run.save_if_due()", "stop_requested": "if run.stop_requested: run.save_and_exit()"}
+
+
+class _StepAgreement(NamedTuple):
+    """What all ranks agree on at a step."""
+
+    step: int
+    stop_requested: bool = False
+    """A stop was requested on any rank."""
+    save_requested: bool = False
+    """A checkpoint is due by rank 0's clock."""
+    ranks_with_next_batch: int = 0
+    """Ranks that have a batch for the next step."""
+
+
+class TrainingLoop:
+    """The registered objects of a script, and its progress. All methods are called by all ranks together."""
+
+    def __init__(
+        self, runtime: Runtime, group: dist.ProcessGroup | None, user_state: UserState, stop: StopFlag, report_warning: WarningReporter
+    ) -> None:
+        """Load the newest checkpoint, if there is one. Raises what CheckpointManager and UserState.load do, and for trainer.load_dir."""
+        self._runtime, self._group, self._user_state, self._stop, self._report_warning = runtime, group, user_state, stop, report_warning
+        self._checkpoint_manager = CheckpointManager(runtime, user_state, "", report_warning)
+        self._save_interval: SaveInterval | None = None
+        self._called_names: set[str] = set()
+        self._agreement = _StepAgreement(step=-1)
+        self._has_next_batch = False
+        """Whether this rank has a batch for the next step, in data that is not sharded."""
+        self.progress = Progress()
+        self.loss_weight = 1.0
+        self.epoch = 0
+        self.is_done = False
+        """Whether the data has been read to the requested end."""
+        self._max_steps: int | None = None
+        user_state.collect_tensors()  # raise for what cannot be saved before any training
+        self.resumed_from = self._checkpoint_manager.find_newest()
+        checkpoint = self.resumed_from or self._find_load_dir_checkpoint()
+        if checkpoint:
+            user_state.load(*checkpoint)
+            for line in find_changes(checkpoint, runtime.config) if runtime.is_rank_zero else ():
+                report_warning(f"{checkpoint[0]}: {line}")
+            if self.resumed_from or runtime.config.trainer.load_context:
+                self.progress = Progress(checkpoint[1].step, checkpoint[1].consumed_samples)
+            else:
+                user_state.data_layout.clear()
+
+    def iterate_steps(self, data: Iterable[Any], epochs: int | None, max_steps: int | None, global_batch_size: int | None) -> Iterator[Any]:
+        """Yield the remaining batches. Raises TrainingError if the loop lacks a required call, or the data cannot be sharded."""
+        if self._save_interval:
+            raise TrainingError("a second loop over steps()", place="steps", hint="one loop trains; iterate over other data as it is")
+        if isinstance(data, DataLoader) and can_shard(data):
+            sharded_loader = ShardedLoader(
+                data,
+                self._runtime.rank,
+                self._runtime.world_size,
+                self._seed,
+                global_batch_size or self._user_state.data_layout.get("global_batch_size"),
+            )
+            batches = self._iterate_sharded(sharded_loader, epochs, max_steps)
+        else:
+            batches = self._iterate_unsharded(data, epochs, max_steps)
+        for local_batch in batches:
+            number = self.progress.step + 1
+            seed_everything(self._seed, "step", number, self._runtime.rank)
+            self.progress = self.progress.advance_to(number, number * int(self._user_state.data_layout["global_batch_size"]))
+            yield local_batch
+            if missing_calls := [line for name, line in _REQUIRED_CALLS.items() if name not in self._called_names]:
+                hint = "both belong at the end of each step; without run.steps() neither is asked for"
+                raise TrainingError(f"the loop lacks `{'` and `'.join(missing_calls)}`", place="steps", hint=hint)
+        self.is_done = True
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a stop was requested on any rank."""
+        self._called_names.add("stop_requested")
+        return self._agree_on_step().stop_requested
+
+    def save_if_due(self, metric: float | None) -> list[SavedCheckpoint]:
+        """Start a checkpoint of this step if one is due; return those that were committed. Raises WorldError."""
+        self._called_names.add("save_if_due")
+        if metric is not None:
+            self.progress = self.progress.with_validation_loss(metric)
+        save_interval, progress = self._save_interval, self.progress
+        if save_interval is None:
+            raise TrainingError("save_if_due() outside of the loop over run.steps()", place="save_if_due", hint="it knows what a step is")
+        is_due = self._agree_on_step().save_requested or save_interval.is_due(
+            progress.step, progress.consumed_samples, has_validation_loss=metric is not None
+        )
+        if is_due and self._checkpoint_manager.latest_step != progress.step:
+            self._checkpoint_manager.save(progress)
+            save_interval.record_stall(0.0)
+        checkpoints = self._checkpoint_manager.take_completed_saves()
+        for saved in checkpoints:
+            save_interval.record_stall(saved.stall_seconds)
+            save_interval.record_write(saved.save_seconds)
+        return checkpoints
+
+    def save_and_wait(self) -> list[SavedCheckpoint]:
+        """Return when this step is saved, with the checkpoints that were committed. Raises CheckpointError, WorldError."""
+        if self.progress.step:
+            self._checkpoint_manager.save_and_wait(self.progress)
+        return self._checkpoint_manager.take_completed_saves()
+
+    def _agree_on_step(self) -> _StepAgreement:
+        """Return what all ranks agree on; one collective per step."""
+        if self._agreement.step != self.progress.step:
+            is_save_due = self._runtime.is_rank_zero and self._save_interval is not None and self._save_interval.is_due_by_clock
+            stop_requested, save_requested, ranks_with_next_batch = collectives.all_reduce_sum(
+                [self._stop.is_set, is_save_due, self._has_next_batch], self._group
+            )
+            self._agreement = _StepAgreement(self.progress.step, stop_requested > 0, save_requested > 0, int(ranks_with_next_batch))
+        return self._agreement
+
+    def _iterate_sharded(self, sharded_loader: ShardedLoader, epochs: int | None, max_steps: int | None) -> Iterator[Any]:
+        data_layout = {
+            "global_batch_size": sharded_loader.global_batch_size,
+            "sample_count": sharded_loader.sample_count,
+            "steps_per_epoch": sharded_loader.steps_per_epoch,
+        }
+        for name, saved_value in self._user_state.data_layout.items():
+            if saved_value != data_layout.get(name):
+                hint = "bring the data and the batch size back, or choose another trainer.save_dir"
+                raise IncompatibleCheckpoint(
+                    f"was trained with {saved_value} {name}, and here are {data_layout.get(name)}", place="steps", hint=hint
+                )
+        self._start_loop(
+            data_layout, sharded_loader.sample_count, sharded_loader.steps_per_epoch * (epochs or 1) if max_steps is None else max_steps
+        )
+        while self._has_steps_left():
+            for local_batch, weight in sharded_loader.iterate_batches(self.progress.step):
+                self.loss_weight = weight
+                self.epoch = self.progress.step // sharded_loader.steps_per_epoch
+                yield local_batch
+                if not self._has_steps_left():
+                    return
+
+    def _iterate_unsharded(self, data: Iterable[Any], epochs: int | None, max_steps: int | None) -> Iterator[Any]:
+        """Yield data that cannot be sharded: it is read from the start, and batches that were seen are skipped."""
+        saved_world_size = self._user_state.data_layout.get("ranks", self._runtime.world_size)
+        if saved_world_size != self._runtime.world_size:
+            self._report_warning(
+                f"{saved_world_size} ranks read this data, and now there are {self._runtime.world_size}: what each of them sees is "
+                f"other than before"
+            )
+        world_size = self._runtime.world_size
+        self._start_loop({"global_batch_size": 1, "ranks": world_size}, 0, max_steps)
+        steps_to_skip = self.progress.step
+        for self.epoch in range(epochs or (1 if max_steps is None else 1 << 62)):
+            prefetcher = BatchPrefetcher(data, partial(seed_everything, self._seed, "data", self._runtime.rank, self.epoch))
+            self._check_all_ranks_have_batch(prefetcher)
+            steps_to_skip -= max(collectives.all_gather_objects(prefetcher.skip_batches(steps_to_skip), self._group))
+            if steps_to_skip:
+                continue
+            (ranks_with_batch,) = collectives.all_reduce_sum([prefetcher.has_next], self._group)
+            while ranks_with_batch:
+                if not self._has_steps_left():
+                    return
+                local_batch, is_new = prefetcher.take_batch()
+                self.loss_weight, self._has_next_batch = world_size / ranks_with_batch if is_new else 0.0, prefetcher.has_next
+                yield local_batch
+                ranks_with_batch = self._agree_on_step().ranks_with_next_batch
+
+    def _check_all_ranks_have_batch(self, prefetcher: BatchPrefetcher) -> None:
+        """Raise TrainingError if the data of a rank has no batch at all."""
+        has_batch_by_rank = collectives.all_gather_objects(prefetcher.has_next, self._group)
+        if not any(has_batch_by_rank):
+            hint = "an iterator can be read once: pass an iterable; or is it empty?"
+            raise TrainingError("the data is at its end", place="steps", hint=hint)
+        if not all(has_batch_by_rank):
+            hint = "give each rank a shard that has one: run.rank of run.world_size are this process's numbers"
+            raise TrainingError(f"rank {has_batch_by_rank.index(False)} has no batch, and others have", place="steps", hint=hint)
+
+    def _start_loop(self, data_layout: dict[str, Any], sample_count: int, max_steps: int | None) -> None:
+        self._user_state.data_layout = data_layout
+        self._max_steps = max_steps
+        self._save_interval = SaveInterval(self._runtime.config.trainer, sample_count, data_layout["global_batch_size"])
+
+    def _has_steps_left(self) -> bool:
+        return self._max_steps is None or self.progress.step < self._max_steps
+
+    @property
+    def _seed(self) -> int:
+        return self._runtime.config.trainer.seed
+
+    def _find_load_dir_checkpoint(self) -> discovery.FoundCheckpoint | None:
+        for folder in self._runtime.config.trainer.load_dir:
+            if checkpoint := discovery.find_newest_in_folder(self._runtime, folder, self._report_warning):
+                return checkpoint
+            raise TrainingError("has no complete checkpoint", place=f"config trainer.load_dir {folder}", hint="is it mounted here?")
+        return None

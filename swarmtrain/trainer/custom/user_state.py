@@ -1,0 +1,115 @@
+"""What a custom script saves in its checkpoints: any object with a state_dict(), the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from swarmtrain.config import Config
+from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, TrainingError
+from swarmtrain.trainer.checkpoint import describe_first_failure
+from swarmtrain.trainer.checkpoint.compatibility import diff_configs
+from swarmtrain.trainer.checkpoint.discovery import FoundCheckpoint
+from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.state_tree import flatten_state, unflatten_state
+from swarmtrain.trainer.checkpoint.tensor_storage import DTYPES_BY_NAME, TensorStorageReader
+
+
+class Stateful(Protocol):
+    """A model, an optimizer, a schedule, a sampler, or any other object with these methods."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class UserState:
+    """Objects by name. Implements swarmtrain.trainer.checkpoint.state.CheckpointState."""
+
+    topology: Mapping[str, int] = {}
+
+    def __init__(self, objects: Mapping[str, Stateful]) -> None:
+        """Raises TrainingError if one has no state_dict()."""
+        for name, stateful in objects.items():
+            if not (callable(getattr(stateful, "state_dict", None)) and callable(getattr(stateful, "load_state_dict", None))):
+                hint = "give the class both, or leave it out"
+                raise TrainingError(
+                    f"{name} has no state_dict() and load_state_dict(): it is a {type(stateful).__name__}",
+                    place="register_for_checkpointing",
+                    hint=hint,
+                )
+        self._objects = {name: _unwrap_module(stateful) for name, stateful in objects.items()}
+        self._state: dict[str, Any] = {}
+        self.data_layout: dict[str, Any] = {}
+        """How the script's data is read; saved with the rest."""
+
+    def collect_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors. Raises TrainingError if something cannot be saved."""
+        tensors: dict[str, Tensor] = {}
+        trees = {name: flatten_state(stateful.state_dict(), name, tensors) for name, stateful in self._objects.items()}
+        if sharded_name := next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None):
+            hint = "register_for_checkpointing() is for state that is complete on every rank, as under DistributedDataParallel"
+            raise TrainingError("is divided among ranks", place=f"register_for_checkpointing: {sharded_name}", hint=hint)
+        self._state = {"objects": trees, "data_layout": dict(self.data_layout), "script": _describe_script()}
+        return tensors
+
+    def collect_non_tensor_state(self) -> dict[str, Any]:
+        """Return everything that was not a tensor at the last call of collect_tensors()."""
+        return self._state
+
+    def load(self, path: Path, content: Manifest) -> None:
+        """Load the checkpoint at `path` into the objects. Called by all ranks together. Raises IncompatibleCheckpoint, CheckpointError."""
+        trees = content.state.get("objects", {})
+        if trees.keys() != self._objects.keys():
+            saved_names, current_names = (", ".join(sorted(names)) or "nothing of a script's own" for names in (trees, self._objects))
+            hint = "call register_for_checkpointing() with the same names, or choose another trainer.save_dir"
+            raise IncompatibleCheckpoint(f"has {saved_names}, and the script keeps {current_names}", place=str(path), hint=hint)
+        tensors = {name: torch.empty(entry["size"], dtype=DTYPES_BY_NAME[entry["dtype"]]) for name, entry in content.tensors.items()}
+        try:
+            dcp.load(tensors, storage_reader=TensorStorageReader(path, content.tensors))
+        except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
+            raise CheckpointError(describe_first_failure(error), place=str(path)) from None
+        for name, stateful in self._objects.items():
+            try:
+                stateful.load_state_dict(unflatten_state(trees[name], tensors))
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                hint = "make it what it was, or choose another trainer.save_dir"
+                raise IncompatibleCheckpoint(f"{name} does not take it: {error}", place=str(path), hint=hint) from None
+        self.data_layout = dict(content.state["data_layout"])
+
+
+def find_changes(checkpoint: FoundCheckpoint, config: Config) -> Iterator[str]:
+    """Yield what has changed since `checkpoint` was written: in the config, in the command line, in the script."""
+    content = checkpoint[1]
+    yield from diff_configs(content.config, config.model_dump(mode="json"), "config")
+    saved_script, current_script = content.state.get("script", {}), _describe_script()
+    if saved_script.get("arguments", current_script["arguments"]) != current_script["arguments"]:
+        yield f"arguments are {' '.join(saved_script['arguments'])} there and {' '.join(current_script['arguments'])} here"
+    if saved_script.get("sha256", current_script["sha256"]) != current_script["sha256"]:
+        yield f"{current_script['name']} is not the same file"
+
+
+def _describe_script() -> dict[str, Any]:
+    path = Path(getattr(sys.modules["__main__"], "__file__", "") or "")
+    content = path.read_bytes() if path.is_file() else b""
+    return {"name": path.name, "arguments": sys.argv[1:], "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _unwrap_module(stateful: Any) -> Stateful:
+    """Return the module inside DistributedDataParallel or torch.compile: its names are the same in every world."""
+    while isinstance(stateful, torch.nn.Module) and (inner := getattr(stateful, "_orig_mod", None) or _unwrap_ddp(stateful)) is not None:
+        stateful = inner
+    return stateful  # type: ignore[no-any-return]  # checked in __init__
+
+
+def _unwrap_ddp(module: torch.nn.Module) -> torch.nn.Module | None:
+    return module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None

@@ -1,0 +1,124 @@
+"""A token file as packs of complete documents: no sample has a fragment of a document that would have fitted completely.
+
+A document of n tokens has n - 1 inputs, each with the next token as its target: its last token is only a target, and
+no target crosses a document boundary. A document longer than a sample fills samples of its own, and its remainder is packed as a
+short document. Packing is best-fit decreasing: the longest first, each into the fullest sample that has space for it
+(Ding et al. 2024, arXiv 2404.10830). All documents of one length are packed at once, so iterations are per length, not per document.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
+from swarmtrain.trainer.data.sample_index import TokenSpans
+
+
+class PackedSamples:
+    """The samples of one file. Takes 22 bytes of memory per document, and reads the whole index at the start."""
+
+    target_shift = 1
+
+    def __init__(self, file: MemoryMap, sequence_length: int) -> None:
+        starts, input_counts = file.documents[:, 0], np.maximum(file.documents[:, 1].astype(np.int64) - 1, 0)
+        full_counts = input_counts // sequence_length
+        self._sequence_length = sequence_length
+        self._full_documents = np.repeat(np.arange(len(full_counts), dtype=np.int32), full_counts)
+        """For each sample that one document fills: which document."""
+        self._first_full_sample = np.cumsum(full_counts) - full_counts
+        self._starts = starts
+        partial_documents = np.flatnonzero(input_counts % sequence_length)
+        packs = pack_best_fit((input_counts % sequence_length)[partial_documents], sequence_length)
+        order = np.argsort(packs, kind="stable")
+        self._packed_documents = partial_documents[order].astype(np.int32)
+        """Documents whose remainder is packed, pack by pack."""
+        self._pack_ends = np.flatnonzero(np.diff(packs[order], append=-1)) + 1
+        self._input_counts = input_counts
+
+    def __len__(self) -> int:
+        return len(self._full_documents) + len(self._pack_ends)
+
+    def count_targets(self, ids: Ids) -> Ids:
+        """Return how many targets each of the samples `ids` has."""
+        spans = self.locate_spans(ids)
+        return np.bincount(spans.row, spans.count, minlength=len(ids)).astype(np.int64)
+
+    def locate_spans(self, ids: Ids) -> TokenSpans:
+        """Return where the tokens of the samples `ids` are."""
+        rows, packed_documents = self._list_packed_documents(ids)
+        remainders = self._input_counts[packed_documents] % self._sequence_length
+        full_rows = np.flatnonzero(ids < len(self._full_documents))
+        documents = self._full_documents[ids[full_rows]]
+        offsets = (ids[full_rows] - self._first_full_sample[documents]) * self._sequence_length
+        row = np.concatenate([full_rows, rows])
+        start = np.concatenate(
+            [self._starts[documents] + offsets, self._starts[packed_documents] + self._input_counts[packed_documents] - remainders]
+        )
+        count = np.concatenate([np.full_like(full_rows, self._sequence_length), remainders])
+        return TokenSpans(row, _compute_columns(row, count), start, count)
+
+    def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return row and column of each token that begins a document, except those in column 0."""
+        spans = self.locate_spans(ids)
+        is_not_first = spans.column > 0
+        return spans.row[is_not_first], spans.column[is_not_first]
+
+    def _list_packed_documents(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the documents in those of `ids` that are packs, with their rows."""
+        rows = np.flatnonzero(ids >= len(self._full_documents))
+        packs = ids[rows] - len(self._full_documents)
+        ends = self._pack_ends[packs]
+        counts = ends - np.where(packs, self._pack_ends[packs - 1], 0)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(rows, counts), self._packed_documents[np.repeat(ends - counts, counts) + within]
+
+
+def pack_best_fit(sizes: Ids, capacity: int) -> Ids:
+    """Return for each of `sizes`, from 1 to `capacity`, the number of its pack; each pack has `capacity`."""
+    packs = np.empty(len(sizes), dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    packs_by_space: dict[int, list[Ids]] = defaultdict(list)
+    count = 0
+    if not len(sizes):
+        return packs
+    lengths, firsts = np.unique(-sizes[order], return_index=True)
+    for size, items in zip((-lengths).tolist(), np.split(order, firsts[1:]), strict=True):
+        remaining = items
+        for space in sorted(space for space in packs_by_space if space >= size):
+            if not len(remaining):
+                break
+            remaining = _fill_packs(packs, remaining, size, (space, np.concatenate(packs_by_space.pop(space))), packs_by_space)
+        if len(remaining):
+            new_count = -(-len(remaining) // (capacity // size))
+            _fill_packs(packs, remaining, size, (capacity, np.arange(count, count + new_count)), packs_by_space)
+            count += new_count
+    return packs
+
+
+def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, Ids], packs_by_space: dict[int, list[Ids]]) -> Ids:
+    """Put as many `items` of `size` as fit into packs that have the same space each, one pack after the other. Return the rest."""
+    space, bins = packs_with_space
+    per_pack = space // size
+    placed = min(len(items), per_pack * len(bins))
+    packs[items[:placed]] = np.repeat(bins, per_pack)[:placed]
+    full_count, leftover = divmod(placed, per_pack)
+    for used, chosen in (
+        (per_pack, bins[:full_count]),
+        (leftover, bins[full_count : full_count + bool(leftover)]),
+        (0, bins[full_count + bool(leftover) :]),
+    ):
+        if len(chosen) and space - used * size:
+            packs_by_space[space - used * size].append(chosen)
+    return items[placed:]
+
+
+def _compute_columns(row: Ids, count: Ids) -> Ids:
+    """Return the column at which each span begins: after the spans before it in the same row."""
+    order = np.argsort(row, kind="stable")
+    before = np.cumsum(count[order]) - count[order]
+    starts_row = np.diff(row[order], prepend=-1) != 0
+    columns = np.empty_like(count)
+    columns[order] = before - np.maximum.accumulate(np.where(starts_row, before, 0))
+    return columns

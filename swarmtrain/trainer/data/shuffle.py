@@ -1,0 +1,60 @@
+"""The order of samples: a function of (seed, epoch, position) alone, so it is the same in every world, and seeking is immediate.
+
+A permutation of n samples without a table: a six-round Feistel network over the next power of four; values
+outside n are permuted again until they are inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary
+finite domains"). That power is at most four times n, so fewer than four passes are needed on average.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmtrain.trainer.data.memory_map import Ids
+from swarmtrain.trainer.runtime import derive_seed
+
+_ROUNDS = 6
+
+
+def compute_sample_ids(position: int, count: int, size: int, seed: int) -> Ids:
+    """Return the ids of the `count` samples from global `position`, in a dataset of `size` samples.
+
+    Positions count through all epochs; within an epoch each sample occurs once.
+    """
+    return shuffle_positions(np.arange(position, position + count, dtype=np.int64), size, seed)
+
+
+def shuffle_positions(positions: Ids, size: int, seed: int) -> Ids:
+    """Return the ids of the samples at `positions`."""
+    epochs = positions // size
+    ids = np.empty(len(positions), dtype=np.int64)
+    for epoch in np.unique(epochs):
+        in_epoch = epochs == epoch
+        ids[in_epoch] = permute_indices(positions[in_epoch] - epoch * size, size, derive_seed("order", seed, int(epoch)))
+    return ids
+
+
+def permute_indices(indices: Ids, size: int, key: int) -> Ids:
+    """Return the images of `indices` under a permutation of 0..size-1, determined by `key`."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = np.array([derive_seed(key, number) for number in range(_ROUNDS)], dtype=np.uint64)
+    values = _apply_feistel(indices.astype(np.uint64), half, keys)
+    while (is_outside := values >= size).any():
+        values[is_outside] = _apply_feistel(values[is_outside], half, keys)
+    return values.astype(np.int64)
+
+
+def _apply_feistel(values: npt.NDArray[np.uint64], half: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix_bits(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return SplitMix64's finalizer of `values` (Steele, Lea and Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

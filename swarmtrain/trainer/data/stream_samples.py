@@ -1,0 +1,43 @@
+"""A token file as windows over its stream: sample i begins at token i × sequence_length, regardless of document boundaries.
+
+The last token of a window is only a target, and the first input of the next window: every token but the file's first is
+a target once per epoch. That holds across documents too, so a sample's number of targets is known without the index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
+from swarmtrain.trainer.data.sample_index import TokenSpans
+
+
+class StreamSamples:
+    """The samples of one file. The last one may be short."""
+
+    target_shift = 1
+
+    def __init__(self, file: MemoryMap, sequence_length: int) -> None:
+        self._file, self._sequence_length = file, sequence_length
+        self._target_count = max(0, file.token_end - file.token_start - 1)
+
+    def __len__(self) -> int:
+        return (self._target_count + self._sequence_length - 1) // self._sequence_length
+
+    def count_targets(self, ids: Ids) -> Ids:
+        """Return how many targets each of the samples `ids` has."""
+        return np.minimum(self._sequence_length, self._target_count - ids * self._sequence_length)
+
+    def locate_spans(self, ids: Ids) -> TokenSpans:
+        """Return where the tokens of the samples `ids` are."""
+        rows = np.arange(len(ids))
+        return TokenSpans(rows, np.zeros_like(rows), self._file.token_start + ids * self._sequence_length, self.count_targets(ids))
+
+    def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return row and column of each token that begins a document, except those in column 0."""
+        starts = self._file.token_start + ids * self._sequence_length
+        first_documents = self._file.find_documents_at(starts)
+        counts = self._file.find_documents_at(starts + self.count_targets(ids) - 1) - first_documents
+        rows = np.repeat(np.arange(len(ids)), counts)
+        documents = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first_documents, counts) + 1
+        return rows, self._file.documents[documents, 0] - starts[rows]

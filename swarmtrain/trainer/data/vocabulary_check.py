@@ -1,0 +1,180 @@
+"""Check that all tokens are in the vocabulary before the first step, rather than fail hours later in the batch with an invalid one.
+
+All ranks scan together, a part each, as fast as files can be read, and for some seconds at most. If that is not enough time, the
+scanned tokens are a uniform sample, and the rest is checked when it is read. Results are recorded in the run's folder:
+a restart scans nothing again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swarmtrain.config.files import PUBLIC_MODE, describe_os_error, write_files_atomically
+from swarmtrain.errors import DataError, TrainingError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.data import shuffle
+from swarmtrain.trainer.data.memory_map import MemoryMap
+from swarmtrain.trainer.data.token_file import Tokens
+from swarmtrain.trainer.runtime import Runtime
+
+LOG = logging.getLogger("swarmtrain")
+_RECORD_NAME = "token-scan.json"
+_MAX_SCAN_SECONDS = 5.0
+_LOG_AFTER_SECONDS = 2.0
+_SCAN_BLOCK_TOKENS = 1 << 20
+"""Tokens that are scanned at once."""
+
+
+@dataclass(frozen=True)
+class TokenScan:
+    """The result of scanning one file."""
+
+    size: int
+    """Size of the file in bytes."""
+    modified: int
+    """Modification time, in nanoseconds since the epoch."""
+    scanned_bytes: int = 0
+    """Bytes that were scanned."""
+    highest_token: int = -1
+    """The highest token in the scanned bytes."""
+
+    def merge(self, other: TokenScan) -> TokenScan:
+        """Return the result of this scan of the file and `other` together."""
+        return replace(
+            self, scanned_bytes=self.scanned_bytes + other.scanned_bytes, highest_token=max(self.highest_token, other.highest_token)
+        )
+
+
+def can_exceed_vocabulary(dtype: np.dtype[Any], vocab_size: int) -> bool:
+    """Return whether numbers of `dtype` can be tokens outside the vocabulary."""
+    return dtype.kind == "i" or np.iinfo(dtype).max >= vocab_size
+
+
+def check_tokens(tokens: Tokens, vocab_size: int, location: str = "", first_position: int | None = None) -> int:
+    """Return the highest of `tokens`. Raises DataError if one is outside the vocabulary.
+
+    `first_position`: the position of the first of them in its file, for the error message.
+    """
+    unsigned = tokens.view(tokens.dtype.str.replace("i", "u"))  # so that negative tokens are high
+    highest = int(unsigned.max())
+    if highest < vocab_size:
+        return highest
+    index = int(unsigned.argmax())
+    position_text = "" if first_position is None else f", at position {first_position + index:,}"
+    raise DataError(
+        f"is {vocab_size}, and token {int(tokens[index])} is in the data{location}{position_text}",
+        place="config transformer_architecture.vocab_size",
+        hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
+    )
+
+
+def check_tokenizer(file: MemoryMap, vocab_size: int) -> None:
+    """Raise DataError if, according to `file`'s metadata, its tokenizer has more tokens than the vocabulary."""
+    tokenizer = file.meta.get("prepared", {}).get("tokenizer", {})
+    if (size := tokenizer.get("vocab_size", 0)) > vocab_size:
+        raise DataError(
+            f"is {vocab_size}, and {tokenizer['name']}, which made the tokens of {file.prefix}, has {size}",
+            place="config transformer_architecture.vocab_size",
+            hint=f"transformer_architecture.vocab_size: {size}, or more",
+        )
+
+
+def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: float = _MAX_SCAN_SECONDS) -> None:
+    """Scan `files` for tokens outside the vocabulary, each once, for at most `max_seconds`. Called by all ranks together.
+
+    Raises DataError if there is one, TrainingError if a file cannot be read.
+    """
+    vocab_size, save_dir = runtime.config.transformer_architecture.vocab_size, runtime.config.trainer.save_dir
+    by_name = {str(file.prefix): file for file in files if can_exceed_vocabulary(file.tokens.dtype, vocab_size)}
+    if not by_name:
+        return
+    record_path = save_dir / _RECORD_NAME if save_dir else None
+    unscanned = collectives.run_on_rank_zero(lambda: _list_unscanned(by_name, _read_record(record_path), vocab_size))
+    if not unscanned:
+        return
+    start_time = time.monotonic()
+    scans_by_rank = collectives.run_on_all_ranks(
+        lambda: _scan_assigned_blocks([by_name[name] for name in unscanned], runtime, start_time + max_seconds)
+    )
+    if runtime.is_rank_zero:
+        scans = {name: reduce(TokenScan.merge, file_scans) for name, *file_scans in zip(unscanned, *scans_by_rank, strict=True)}
+        _log_coverage(scans, time.monotonic() - start_time)
+        _write_record(record_path, {**_read_record(record_path), **scans})
+
+
+def _list_unscanned(files: Mapping[str, MemoryMap], recorded: Mapping[str, TokenScan], vocab_size: int) -> list[str]:
+    """Return those of `files` that have not been scanned in their present state."""
+    return [
+        name
+        for name, file in files.items()
+        if name not in recorded
+        or recorded[name].highest_token >= vocab_size
+        or replace(recorded[name], scanned_bytes=0, highest_token=-1) != _start_scan(file)
+    ]
+
+
+def _scan_assigned_blocks(files: Sequence[MemoryMap], runtime: Runtime, deadline: float) -> list[TokenScan]:
+    """Scan this rank's blocks of `files` until the `deadline`; return the result for each file.
+
+    Blocks are scanned in pseudorandom order: wherever the scan ends, the blocks are a uniform sample of all.
+    """
+    vocab_size = runtime.config.transformer_architecture.vocab_size
+    scans = [_start_scan(file) for file in files]
+    blocks = [(number, start) for number, file in enumerate(files) for start in range(0, len(file.tokens), _SCAN_BLOCK_TOKENS)]
+    assigned = shuffle.permute_indices(np.arange(runtime.rank, len(blocks), runtime.world_size), len(blocks), key=0).tolist()
+    for block, next_block in pairwise([*assigned, None]):
+        if time.monotonic() > deadline:
+            break
+        if next_block is not None:
+            number, start = blocks[next_block]
+            files[number].tokens.prefetch_range(start, min(_SCAN_BLOCK_TOKENS, len(files[number].tokens) - start))
+        number, start = blocks[block]
+        tokens = files[number].tokens[start : start + _SCAN_BLOCK_TOKENS]
+        highest = check_tokens(tokens, vocab_size, f": {files[number].prefix}", start)
+        scans[number] = scans[number].merge(TokenScan(0, 0, tokens.nbytes, highest))
+    return scans
+
+
+def _start_scan(file: MemoryMap) -> TokenScan:
+    try:
+        file_stat = file.tokens_path.stat()
+    except OSError as error:
+        raise TrainingError(f"{file.tokens_path}: {describe_os_error(error)}", place="config data", hint="is the disk gone?") from None
+    return TokenScan(file_stat.st_size, file_stat.st_mtime_ns)
+
+
+def _log_coverage(scans: Mapping[str, TokenScan], seconds: float) -> None:
+    total_bytes, scanned_bytes = (sum(values) for values in zip(*((scan.size, scan.scanned_bytes) for scan in scans.values()), strict=True))
+    if scanned_bytes < total_bytes:
+        LOG.info(
+            "scanned %.0f %% of the data for tokens outside the vocabulary; the rest is checked as it is read",
+            100 * scanned_bytes / total_bytes,
+        )
+    elif seconds > _LOG_AFTER_SECONDS:
+        LOG.info("scanned all data for tokens outside the vocabulary: %.1f GB in %.1f s", scanned_bytes / 1e9, seconds)
+
+
+def _read_record(record_path: Path | None) -> dict[str, TokenScan]:
+    """Return the recorded scans; nothing if the record cannot be read, since scanning again is harmless."""
+    try:
+        return {name: TokenScan(**values) for name, values in json.loads(record_path.read_text()).items()} if record_path else {}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write_record(record_path: Path | None, scans: Mapping[str, TokenScan]) -> None:
+    if record_path:
+        with suppress(OSError):  # if the disk is full, the checkpoints will report it
+            text = json.dumps({name: asdict(scan) for name, scan in scans.items()}, indent=1) + "\n"
+            write_files_atomically({record_path: (text.encode(), PUBLIC_MODE)})

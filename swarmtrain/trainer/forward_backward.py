@@ -1,0 +1,177 @@
+"""Forward and backward of this rank's micro batches in a step, and the forward alone for the validation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmtrain.config.schema.transformer_architecture import Precision
+from swarmtrain.trainer.data.memory_map import Ids
+from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.data.token_batch import TokenBatch
+from swarmtrain.trainer.health.step_timer import BACKWARD, DATA, FORWARD, StepTimer
+from swarmtrain.trainer.model import dropout
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.contrastive_loss import ContrastiveResult, compute_contrastive_loss
+from swarmtrain.trainer.parallel.pipeline_parallel import LossTransform, PipelineModel
+from swarmtrain.trainer.runtime import Runtime, derive_seed, seed_everything
+
+LOW_PRECISION_DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
+MicroBatches = Sequence[tuple[int, Ids]]
+"""A replica's micro batches, with their numbers in the global batch."""
+
+
+def run_forward_backward(
+    runtime: Runtime,
+    model: ParallelModel,
+    data: TokenDataset,
+    micro_batches: MicroBatches,
+    *,
+    number: int,
+    scale_loss: LossTransform,
+    timer: StepTimer,
+) -> tuple[Tensor, Tensor]:
+    """Run forward and backward of this rank's micro batches in step `number`, and accumulate gradients of the loss, scaled by `scale_loss`.
+
+    Return the loss sum, and the number of correct pairs or queries.
+    """
+    forward = partial(_prepare_forward, runtime, number, timer)
+    contrastive = _build_contrast(runtime, model, data, micro_batches, forward)
+    if isinstance(model.wrapped_model, PipelineModel):
+        first_micro_batch = micro_batches[0][0] if micro_batches else 0
+        rows = _load_all_micro_batches(runtime, data, micro_batches)
+        timer.start_phase(BACKWARD)  # between micro batches it waits for other stages
+        loss = model.wrapped_model.run_forward_backward(
+            rows,
+            scale_loss,
+            lambda index, stage: forward(first_micro_batch + index, stage),
+            lambda index, stage: timer.phase(BACKWARD, first_micro_batch + index, stage),
+            contrastive.vector_gradients if contrastive else None,
+        )
+        return _get_loss_and_correct(model, contrastive, loss)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    padded = _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step)
+    for index, (micro_batch, ids) in enumerate(padded):
+        with model.wrapped_model.accumulating_gradients(is_last=index == len(padded) - 1):
+            timer.start_phase(DATA)
+            rows = _load_micro_batch(runtime, data, ids)
+            with forward(micro_batch):
+                output: Tensor = model.wrapped_model(*rows)
+                loss = (output * contrastive.select_micro_batch(index, len(output))).sum() if contrastive else output
+            timer.start_phase(BACKWARD, micro_batch)
+            torch.autograd.backward(scale_loss(loss))
+        loss_sum += loss.detach()
+    return _get_loss_and_correct(model, contrastive, loss_sum)
+
+
+def _get_loss_and_correct(model: ParallelModel, contrastive: ContrastiveResult | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss sum, and the number of correct pairs or queries. `loss_sum`: the sum of the model's outputs."""
+    if contrastive:
+        return contrastive.loss, contrastive.correct_count
+    correct = model.local_model.preference_loss.pop_correct_count() if model.local_model.preference_loss else None
+    return loss_sum, loss_sum.new_zeros(()) if correct is None else correct
+
+
+def _build_contrast(
+    runtime: Runtime,
+    model: ParallelModel,
+    data: TokenDataset,
+    micro_batches: MicroBatches,
+    forward: Callable[..., AbstractContextManager[object]],
+) -> ContrastiveResult | None:
+    """Return how this replica's vectors compare with all others of the global batch.
+
+    None if the loss is not contrastive, or if this rank has no vectors. `forward` takes a micro batch's number, and in a pipeline the
+    stage's.
+    """
+    config, topology, mesh = runtime.config.trainer.contrastive_config, runtime.config.topology, model.mesh
+    if config is None:
+        return None
+    first = micro_batches[0][0] if micro_batches else 0
+    with torch.no_grad():
+        if isinstance(model.wrapped_model, PipelineModel):
+            local_vectors = model.wrapped_model.compute_vectors(
+                _load_all_micro_batches(runtime, data, micro_batches), lambda index, stage: forward(first + index, stage)
+            )
+        else:
+            vectors = []
+            for micro_batch, ids in _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step):
+                rows = _load_micro_batch(runtime, data, ids)
+                with forward(micro_batch):
+                    vectors.append(model.local_model(*rows)[: 0 if ids is None else None])
+            local_vectors = torch.cat(vectors)
+    if local_vectors is None:
+        return None
+    first = sum(mesh.micro_batches_per_replica[: mesh.data_rank]) * topology.samples_per_micro_batch
+    return compute_contrastive_loss(
+        local_vectors,
+        config,
+        rows_per_sample=data.rows_per_sample,
+        first_sample=first,
+        global_batch_size=topology.samples_per_step,
+        group=mesh.data_group,
+    )
+
+
+def run_validation_forward(
+    runtime: Runtime, model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches
+) -> tuple[Tensor, Tensor]:
+    loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    if runtime.config.trainer.contrastive_config:
+        return _get_loss_and_correct(model, _build_contrast(runtime, model, data, micro_batches, lambda *_: autocast(runtime)), loss_sum)
+    if isinstance(model.wrapped_model, PipelineModel):
+        return _get_loss_and_correct(
+            model,
+            None,
+            model.wrapped_model.evaluate_loss(_load_all_micro_batches(runtime, data, micro_batches), lambda *_: autocast(runtime)),
+        )
+    for _, ids in _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step):
+        rows = _load_micro_batch(runtime, data, ids)
+        with autocast(runtime):
+            loss_sum += model.local_model(*rows)
+    return _get_loss_and_correct(model, None, loss_sum)
+
+
+def _pad_micro_batches(micro_batches: MicroBatches, count: int) -> Sequence[tuple[int, Ids | None]]:
+    """Return `micro_batches`, padded with empty ones to `count`, since all replicas run equally many."""
+    return [*micro_batches, *[(0, None)] * (count - len(micro_batches))]
+
+
+def _load_all_micro_batches(runtime: Runtime, data: TokenDataset, micro_batches: MicroBatches) -> TokenBatch:
+    return _copy_to_device(runtime, data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in micro_batches)])))
+
+
+def _load_micro_batch(runtime: Runtime, data: TokenDataset, ids: Ids | None) -> TokenBatch:
+    return _copy_to_device(runtime, data.build_empty_sample() if ids is None else data.load(ids))
+
+
+def _copy_to_device(runtime: Runtime, rows: TokenBatch) -> TokenBatch:
+    """Return `rows` on the device, copied from pinned memory: a copy from pageable memory waits for all queued work."""
+    pinned = rows.map_tensors(Tensor.pin_memory) if runtime.device.type == "cuda" else rows
+    return pinned.map_tensors(lambda tensor: tensor.to(runtime.device, non_blocking=True))
+
+
+@contextmanager
+def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batch: int, *stage: int) -> Iterator[None]:
+    """Run the body as the forward of `micro_batch` in step `number`, and of pipeline `stage` if there is one."""
+    with (
+        timer.phase(FORWARD, micro_batch, *stage),
+        autocast(runtime),
+        dropout.seeded_dropout(
+            derive_seed(runtime.config.trainer.seed, number),
+            micro_batch * runtime.config.topology.samples_per_micro_batch * runtime.config.data.rows_per_sample,
+        ),
+    ):
+        seed_everything(runtime.config.trainer.seed, number, micro_batch)
+        yield
+
+
+def autocast(runtime: Runtime) -> AbstractContextManager[object]:
+    """Return the autocast context of a forward pass, in the config's precision."""
+    dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision)
+    return torch.autocast(runtime.device.type, dtype or torch.bfloat16, enabled=dtype is not None)

@@ -1,0 +1,43 @@
+"""Python's garbage collector, disabled until all ranks run it together.
+
+By default it runs at any moment, at a different one on each rank, and scans everything that imports have created: all other ranks wait for
+a rank that collects at the next collective. So it is off during steps. Objects that exist after the first steps are frozen permanently, and
+newer ones are collected at an interval of steps, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+from types import TracebackType
+from typing import Self
+
+_FREEZE_AFTER_STEPS = 2
+"""Steps after which all long-lived objects exist."""
+_INTERVAL_STEPS = 50
+
+
+class GcController:
+    """While entered, garbage is collected only in `after_step`."""
+
+    def __init__(self) -> None:
+        self._steps_done = 0
+        self._was_enabled = True
+
+    def __enter__(self) -> Self:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+    def after_step(self, number: int) -> None:
+        """Collect garbage if due after step `number` of the run. Collective."""
+        self._steps_done += 1
+        if self._steps_done == _FREEZE_AFTER_STEPS:
+            gc.collect()
+            gc.freeze()
+        elif number % _INTERVAL_STEPS == 0:
+            gc.collect()

@@ -1,0 +1,56 @@
+"""Checks for non-finite values in a step, and explanations of the errors that torch's own checks raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import collectives
+
+_MAX_NAMES_SHOWN = 3
+_HINT_BY_MESSAGE = {
+    "does not have a deterministic implementation": "set trainer.deterministic: prefer to have it nevertheless",
+    "returned nan values": "the traceback above shows where the operation was called; trainer.detect_anomaly finds it",
+}
+"""Fragments of the messages of torch's checks, and hints for them."""
+
+
+def count_non_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of Inf and NaN values in this rank's shard of each tensor, for those that have any."""
+    counts = {name: int((~_to_local(tensor).isfinite()).sum()) for name, tensor in tensors.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def describe_non_finite(counts: Mapping[str, int]) -> str:
+    """Return a description of where gradients are not finite, from every rank's `counts`. Collective."""
+    counts_by_rank = collectives.all_gather_objects(dict(counts))
+    rank = next((rank for rank, rank_counts in enumerate(counts_by_rank) if rank_counts), None)
+    if rank is None:
+        return "all gradients are finite"
+    names = list(counts_by_rank[rank])
+    hidden_count = len(names) - _MAX_NAMES_SHOWN
+    names_text = ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
+    count = sum(counts_by_rank[rank].values())
+    values = f"{count:,} values of rank {rank}'s gradients are" if count > 1 else f"1 value of rank {rank}'s gradients is"
+    return f"{values} not finite, in {names_text}"
+
+
+@contextmanager
+def explaining_torch_errors(number: int) -> Iterator[None]:
+    """Run step `number` in the body. Errors of anomaly and deterministic mode are raised as TrainingError."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        for fragment, hint in _HINT_BY_MESSAGE.items():
+            if fragment in text:
+                raise TrainingError(text.partition(". ")[0].strip("."), place=f"step {number}", hint=hint) from None
+        raise
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

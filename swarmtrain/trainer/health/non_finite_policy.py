@@ -1,0 +1,113 @@
+"""Policy for a step with a NaN/Inf loss or gradient: stop the run, skip the batch, or roll back to a checkpoint and skip it.
+
+To roll back is to fail, after recording in save_dir which batch to skip: the next world resumes from the newest checkpoint, as after any
+failure, and uses up the same restart budget.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from swarmtrain.config.files import PUBLIC_MODE, describe_os_error, write_files_atomically
+from swarmtrain.config.schema.trainer import NonFiniteAction
+from swarmtrain.errors import CheckpointError, TrainingError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint import Progress
+from swarmtrain.trainer.data.memory_map import Ids
+from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.metrics.audit_log import finite_or_none
+from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.trainer.step import StepResult
+
+_SKIPPED_BATCHES_FILE = "skipped-batches.json"
+_HINT = "lower learning_rate_scheduler.learning_rate, or set trainer.detect_anomaly; the newest checkpoint is from before this step"
+
+
+class NonFinitePolicy:
+    """Policy applied to the steps of one world. All methods are collective."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Read which batches to skip. Raises CheckpointError if the record of them cannot be read."""
+        self._runtime, self._config = runtime, runtime.config.trainer
+        self._consecutive_count = 0
+        # From all ranks: if each node has its own save_dir, the rank that wrote it may have been on another node.
+        self._skipped_positions: set[int] = set().union(*collectives.run_on_all_ranks(self._read_skipped_positions))
+
+    def skip_excluded_batches(self, progress: Progress) -> Progress:
+        """Return `progress` advanced past any batches to skip at its position."""
+        while progress.consumed_samples in self._skipped_positions:
+            progress = replace(progress, consumed_samples=progress.consumed_samples + self._runtime.config.topology.samples_per_step)
+        return progress
+
+    def apply_policy(self, result: StepResult, position: int, data: TokenDataset) -> None:
+        """Apply the policy to the step of `result`, whose batch starts at `position` of `data`.
+
+        Raises TrainingError if the run cannot continue.
+        """
+        self._consecutive_count = self._consecutive_count + 1 if result.non_finite_reason else 0
+        if not result.non_finite_reason:
+            return
+        samples = data.build_batch(position, self._runtime.config.topology.samples_per_step).ids
+        match self._config.non_finite:
+            case NonFiniteAction.roll_back:
+                record_note = collectives.run_on_rank_zero(lambda: self._record_batch(result, samples, skip_position=position))
+                error = TrainingError(
+                    f"{result.non_finite_reason}; goes back, and past this batch", place=f"step {result.number}", hint=record_note
+                )
+                error.is_permanent = False
+                raise error
+            case NonFiniteAction.skip if self._consecutive_count < self._config.non_finite_steps:
+                return
+        count_text = f"; so were {self._consecutive_count} steps in a row" if self._consecutive_count > 1 else ""
+        record_note = collectives.run_on_rank_zero(lambda: self._record_batch(result, samples))
+        raise TrainingError(
+            f"{result.non_finite_reason}{count_text}",
+            place=f"step {result.number}",
+            hint=f"{_HINT}; {record_note}" if record_note else _HINT,
+        )
+
+    def _read_skipped_positions(self) -> list[int]:
+        file = self._config.save_dir / _SKIPPED_BATCHES_FILE if self._config.save_dir else None
+        try:
+            return list(json.loads(file.read_text())) if file and file.exists() else []
+        except (OSError, ValueError) as error:
+            message = describe_os_error(error) if isinstance(error, OSError) else "is corrupt"
+            raise CheckpointError(message, place=str(file), hint="remove it: then no batch is skipped") from None
+
+    def _record_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
+        """Record the batch, and with `skip_position` that it is to be skipped. Return a note of where it is recorded, empty if it is not.
+
+        Raises CheckpointError if a batch to be skipped cannot be recorded.
+        """
+        folder = self._config.save_dir
+        if folder is None:
+            return ""
+        record_path = folder / f"non-finite-step-{result.number:08}.json"
+        files = {
+            record_path: _encode_json(
+                {
+                    "step": result.number,
+                    "loss": finite_or_none(result.loss),
+                    "reason": result.non_finite_reason,
+                    "samples": samples.tolist(),
+                }
+            )
+        }
+        if skip_position is not None:
+            files[folder / _SKIPPED_BATCHES_FILE] = _encode_json(sorted({*self._skipped_positions, skip_position}))
+        try:
+            write_files_atomically(files)
+        except OSError as error:
+            if skip_position is None:
+                return ""  # report the non-finite values rather than this error
+            message = (
+                f"{result.non_finite_reason}, and the record that the batch is to be skipped cannot be written: {describe_os_error(error)}"
+            )
+            raise CheckpointError(message, place=f"config trainer.save_dir {folder}", hint="is the disk full, or gone?") from None
+        return f"the ids of its samples are in {record_path}"
+
+
+def _encode_json(value: Any) -> tuple[bytes, int]:
+    return json.dumps(value).encode() + b"\n", PUBLIC_MODE

@@ -1,0 +1,54 @@
+"""Explanation of out-of-memory errors: what could not be allocated, what is allocated, and what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from swarmtrain.errors import TrainingError
+
+_OUT_OF_MEMORY_MESSAGES = "out of memory", "can't allocate memory"
+_REQUESTED_BYTES = re.compile(r"tried to allocate (\d+) bytes", re.IGNORECASE)
+_HINT = "swarmtrain memory CONFIG estimates what each rank needs, and tries settings that need less: a smaller topology.micro_batch_size, "
+_HINT += "topology.activation_checkpointing_type: every_layer, or topology.data_parallel_type: fsdp"
+
+
+@contextmanager
+def explaining_out_of_memory(
+    place: str, get_allocated_tensors: Callable[[], Mapping[str, Iterable[Tensor | None]]] = dict
+) -> Iterator[None]:
+    """Raise an out-of-memory error of the body as TrainingError. `get_allocated_tensors` returns the known tensors by purpose."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error) or "no memory is left"
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(
+            fragment in text for fragment in _OUT_OF_MEMORY_MESSAGES
+        ):
+            raise
+        raise TrainingError(_format_reason(text) + _format_allocated(get_allocated_tensors()), place=place, hint=_HINT) from None
+
+
+def _format_reason(text: str) -> str:
+    """Return the useful part of torch's message: the device, and how much more was requested."""
+    if match := _REQUESTED_BYTES.search(text):
+        return f"can't allocate memory: {_format_size(int(match[1]))} more were wanted"
+    return ". ".join(text.splitlines()[0].split(". ")[:2]).strip(". ")
+
+
+def _format_allocated(tensors_by_purpose: Mapping[str, Iterable[Tensor | None]]) -> str:
+    sizes = {
+        purpose: sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        for purpose, tensors in tensors_by_purpose.items()
+    }
+    allocated = ", ".join(f"{_format_size(size)} of {purpose}" for purpose, size in sizes.items() if size)
+    return f"; there were {allocated}, and the rest is activations and what a step needs in between" if allocated else ""
+
+
+def _format_size(size: int) -> str:
+    unit, unit_name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+    return f"{size / unit:,.1f} {unit_name}"

@@ -1,0 +1,144 @@
+"""Time that this rank works in a step, without the time it waits for other ranks.
+
+A step takes equally long on every rank, since all wait for the slowest. The difference lies between collectives: in the time for data
+loading, and in a block's forward pass, in which no rank waits for another unless they share its layers. fully_shard gathers a block's
+parameters, and a pipeline stage receives its input, before the forward pass begins. On a GPU, CUDA events mark it. They are read after the
+step has synchronized with the device anyway, so they cause no extra wait.
+At intervals the ranks compare. The interval is a number of steps computed from values that all ranks share, so that all compare at the same
+step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+
+MIN_INTERVAL_SECONDS = 10.0
+"""Minimum seconds between two comparisons."""
+MIN_INTERVAL_STEPS = 8
+"""Minimum steps between two comparisons: a single slow step does not change the median of this many."""
+_MAX_TIMED_BLOCKS = 4
+"""Blocks that are timed, once per step; all blocks are alike."""
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """Work of one rank in a step, in seconds: medians over several steps."""
+
+    node: str
+    stage: int
+    """Pipeline stage: ranks of the same stage have the same layers."""
+    step_seconds: float
+    """The whole step, including waiting."""
+    micro_batch_count: int
+    """Micro batches per step of its replica."""
+    block_count: int
+    """Blocks on this rank."""
+    block_seconds: float
+    """Forward pass of one block."""
+    data_seconds: float
+    """Data loading for one micro batch."""
+
+
+class RankTimer:
+    """Timer of this rank's steps. It registers hooks on the model's blocks, so there must be only one per model."""
+
+    def __init__(self, runtime: Runtime, model: ParallelModel, data: TokenDataset) -> None:
+        self._runtime, self._data = runtime, data
+        self._stage, self._micro_batch_count = model.mesh.pipe_rank, model.mesh.micro_batches_per_replica[model.mesh.data_rank]
+        blocks = [block for block in model.local_model.blocks if next(block.parameters(), None) is not None]
+        self._block_count, self._timed_blocks = len(blocks), blocks[:: ceil(len(blocks) / _MAX_TIMED_BLOCKS) or 1]
+        self._pending_blocks: set[nn.Module] = set()
+        self._marks = _CudaEventMarks() if runtime.device.type == "cuda" else _HostClockMarks()
+        self._step_timings: list[tuple[float, float, float]] = []
+        self._interval_steps = MIN_INTERVAL_STEPS
+        if runtime.world_size > 1:
+            for block in self._timed_blocks:
+                block.register_forward_pre_hook(self._before_block)
+                block.register_forward_hook(self._after_block, prepend=True)  # before fully_shard's own hook
+
+    @contextmanager
+    def measure_step(self) -> Iterator[None]:
+        """Time a step in the body, which synchronizes with the device before it ends."""
+        start_time, data_seconds_before = time.perf_counter(), self._data.load_seconds
+        self._pending_blocks = set(self._timed_blocks)
+        yield
+        self._pending_blocks.clear()
+        durations = self._marks.take_durations()
+        data_seconds = (self._data.load_seconds - data_seconds_before) / max(1, self._micro_batch_count)
+        self._step_timings.append((time.perf_counter() - start_time, fmean(durations) if durations else 0.0, data_seconds))
+
+    def gather_timings(self) -> list[RankTiming] | None:
+        """Return the timings of all ranks since the last comparison, in rank order, if one is due. Collective, after each step."""
+        if len(self._step_timings) < self._interval_steps:
+            return None
+        step_seconds, block_seconds, data_seconds = (median(values) for values in zip(*self._step_timings, strict=True))
+        self._step_timings.clear()
+        if self._runtime.world_size == 1:
+            return None
+        timings = collectives.all_gather_objects(
+            RankTiming(
+                self._runtime.node, self._stage, step_seconds, self._micro_batch_count, self._block_count, block_seconds, data_seconds
+            )
+        )
+        self._interval_steps = max(MIN_INTERVAL_STEPS, ceil(MIN_INTERVAL_SECONDS / max(timing.step_seconds for timing in timings)))
+        return timings
+
+    def _before_block(self, block: nn.Module, _inputs: Any) -> None:
+        if block in self._pending_blocks:
+            self._marks.record_mark()
+
+    def _after_block(self, block: nn.Module, _inputs: Any, _output: Any) -> None:
+        if block in self._pending_blocks:
+            self._pending_blocks.remove(block)
+            self._marks.record_mark()
+
+
+class _HostClockMarks:
+    """Timestamps by the host's clock."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def record_mark(self) -> None:
+        """Record a timestamp."""
+        self._marks.append(time.perf_counter())
+
+    def take_durations(self) -> list[float]:
+        """Return the seconds between the marks of each pair, and clear them."""
+        marks, self._marks = self._marks, []
+        return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=False)]
+
+
+class _CudaEventMarks:
+    """CUDA events in the current stream. The same events are reused in each step."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._count = 0
+
+    def record_mark(self) -> None:
+        """Record an event in the current stream."""
+        if self._count == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._events[self._count].record()
+        self._count += 1
+
+    def take_durations(self) -> list[float]:
+        """Return the seconds between the events of each pair, and clear them. Pairs that the device has not reached yet are left out."""
+        marks, self._count = self._events[: self._count], 0
+        pairs = zip(marks[::2], marks[1::2], strict=False)
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairs if end.query()]  # type: ignore[no-untyped-call]

@@ -1,0 +1,82 @@
+"""Check that replicas are identical.
+
+They run the same computation on the same reduced gradients, so a bit that differs was flipped by hardware.
+Nothing else would detect it: each replica continues to train, and the loss hides the difference for a long time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+
+ShardKey = tuple[str, int, tuple[int, ...]]
+"""Tensor name and shard: the tensor-parallel rank, and the coordinate along every sharded dimension of the tensor's mesh."""
+
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, number: int) -> None:
+    """Compare parameters and optimizer state of all replicas after step `number`. Collective.
+
+    Raises TrainingError, which names ranks, nodes and tensors, if any bit differs.
+    """
+    to_dtensor = model.shard_layout.wrap_as_dtensor
+    tensors = {f"model/{name}": to_dtensor(name, parameter.detach()) for name, parameter in model.parameters.items()}
+    tensors |= {
+        f"optimizer/{name}": to_dtensor(name.partition("/")[2], tensor) for name, tensor in optimizer.collect_state_tensors().items()
+    }
+    shard_keys = [(name, model.mesh.tensor_rank, _get_shard_coordinates(tensor)) for name, tensor in tensors.items()]
+    bit_sums_by_shard = dict(zip(shard_keys, compute_bit_sums(list(tensors.values())), strict=True))
+    nodes, bit_sums_by_rank = zip(*collectives.all_gather_objects((runtime.node, bit_sums_by_shard)), strict=True)
+    for rank, (reference_rank, names) in find_differing_ranks(bit_sums_by_rank).items():
+        others_text = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise TrainingError(
+            f"rank {rank} on {nodes[rank]} has other numbers than rank {reference_rank} on {nodes[reference_rank]}, in "
+            f"{names[0]}{others_text}",
+            place=f"step {number}",
+            hint=f"a GPU or memory of {nodes[rank]} may be failing: remove it from runner.hosts and resume from a checkpoint",
+        )
+
+
+def compute_bit_sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return for each tensor the sum of its words, modulo 2^64: any flipped bit changes it, the order of summation does not."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    device = max((tensor.device for tensor in local), key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+    sums = [tensor.contiguous().view(_INTEGER_DTYPES[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in local]
+    return [int(value) for value in torch.stack(sums).tolist()] if sums else []
+
+
+def find_differing_ranks(bit_sums_by_rank: Sequence[Mapping[ShardKey, int]]) -> dict[int, tuple[int, list[str]]]:
+    """Return the ranks that differ from the majority of holders of a shard, with the lowest rank of that majority and the tensors' names.
+
+    `bit_sums_by_rank`: the sums of every rank. If no value has a majority, the lowest rank's value counts.
+    """
+    values_by_shard: dict[ShardKey, dict[int, int]] = {}
+    for rank, sums in enumerate(bit_sums_by_rank):
+        for shard_key, value in sums.items():
+            values_by_shard.setdefault(shard_key, {})[rank] = value
+    differing: dict[int, tuple[int, list[str]]] = {}
+    for shard_key, values in values_by_shard.items():
+        majority_value = Counter(values.values()).most_common(1)[0][0]
+        reference_rank = next(rank for rank, value in values.items() if value == majority_value)
+        for rank, value in values.items():
+            if value != majority_value:
+                differing.setdefault(rank, (reference_rank, []))[1].append(shard_key[0])
+    return differing
+
+
+def _get_shard_coordinates(tensor: Tensor) -> tuple[int, ...]:
+    if not isinstance(tensor, DTensor):
+        return ()
+    coordinates = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return tuple(coordinate for coordinate, placement in coordinates if isinstance(placement, Shard))

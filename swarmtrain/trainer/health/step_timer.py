@@ -1,0 +1,111 @@
+"""Step timer: how much time a step spends in each phase.
+
+On a GPU the timestamps are CUDA events in the stream, so that nothing waits for them: a phase lasts from when the device reaches its event
+until it reaches the next, including time in which the device waits for the host. Events are read one step later, when the device has
+certainly passed them.
+
+data            reading samples and copying them to the device
+forward         forward pass
+backward        backward pass with the communication that overlaps it; in a pipeline also waiting for other stages
+communication   collectives after the last micro batch: includes waiting for slower ranks
+optimizer       gradient norm and parameter update
+validation, checkpoint   while training is stalled for them
+logging         reporting the previous step
+other           everything else
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = "data", "forward", "backward", "communication", "optimizer"
+VALIDATION, CHECKPOINT, LOGGING, OTHER = "validation", "checkpoint", "logging", "other"
+
+Mark = float | torch.cuda.Event
+"""Timestamp: seconds of the host's clock, or an event in a GPU's stream."""
+PhaseKey = tuple[str, tuple[int, ...]]
+"""A phase of a step, with the micro batch and pipeline stage it belongs to, if any."""
+StepListener = Callable[[Sequence[PhaseKey], Sequence[Mark]], None]
+"""Called for each step with its phases and when each began. There is one more mark than phases: the end of the step."""
+
+
+@dataclass
+class _StepMarks:
+    """Marks of one step: its phases, and when each began."""
+
+    phases: list[PhaseKey] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+
+class StepTimer:
+    """Step timer of one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._free_events: list[torch.cuda.Event] = []
+        self._steps: deque[_StepMarks] = deque([_StepMarks()])
+        self._phase_seconds: dict[str, float] = {}
+        self.listener: StepListener | None = None
+        """Called for every step whose timestamps are known."""
+        self.start_phase(OTHER)
+
+    def start_phase(self, phase: str, *indices: int) -> None:
+        """Start `phase`, of the micro batch and pipeline stage in `indices`, if any. It ends the current phase."""
+        step = self._steps[-1]
+        step.phases.append((phase, indices))
+        step.marks.append(self._record_mark())
+
+    @contextmanager
+    def phase(self, phase: str, *indices: int) -> Iterator[None]:
+        """Run `phase` in the body, then return to the phase before it."""
+        previous_phase, previous_indices = self._steps[-1].phases[-1]
+        self.start_phase(phase, *indices)
+        yield
+        self.start_phase(previous_phase, *previous_indices)
+
+    def end_step(self) -> dict[str, float]:
+        """End the step. Return the seconds per phase of the last step whose timestamps are known: on a GPU, usually the step before."""
+        end = self._record_mark()
+        self._steps[-1].marks.append(end)
+        self._steps.append(_StepMarks([(OTHER, ())], [end]))
+        self.read_finished_steps()
+        return self._phase_seconds
+
+    def read_finished_steps(self) -> None:
+        """Read the steps whose end the device has passed."""
+        while len(self._steps) > 1 and _has_passed(self._steps[0].marks[-1]):
+            self._phase_seconds = self._sum_phases(self._steps.popleft())
+
+    def _sum_phases(self, step: _StepMarks) -> dict[str, float]:
+        seconds: dict[str, float] = defaultdict(float)
+        for (phase, _), begin, end in zip(step.phases, step.marks, step.marks[1:], strict=False):
+            seconds[phase] += compute_elapsed_seconds(begin, end)
+        if self.listener:
+            self.listener(step.phases, step.marks)
+        # The last mark is where the next step begins.
+        self._free_events += [mark for mark in step.marks[:-1] if isinstance(mark, torch.cuda.Event)]
+        return dict(seconds)
+
+    def _record_mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _has_passed(mark: Mark) -> bool:
+    return isinstance(mark, float) or bool(mark.query())  # type: ignore[no-untyped-call]
+
+
+def compute_elapsed_seconds(begin: Mark, end: Mark) -> float:
+    """Return the seconds between two marks of the same kind, both passed."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]  # both are floats, or neither
+    return float(begin.elapsed_time(end)) / 1000

@@ -1,0 +1,89 @@
+"""The stop flag, and the collective timeout.
+
+SIGTERM requests a stop of a rank, but it exits only after all ranks have agreed on the step. The handler must only set a flag, since it may
+run between any two lines of the training loop. Ranks receive the signal up to seconds apart, so the flag is included in an all-reduce that
+each step does anyway (step.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from swarmtrain.protocol import ENV_ATTACHED
+from swarmtrain.trainer.runtime import set_collective_timeout
+
+_MEASURED_STEPS = 3
+_MIN_SECONDS, _MAX_SECONDS = 10.0, 25.0
+_DEBUGGER_SECONDS = 24 * 3600.0
+
+
+class StopFlag:
+    """While entered, SIGTERM sets the flag and does nothing else. So does Ctrl-C, the first time."""
+
+    def __init__(self, external_request: Callable[[], bool] = lambda: False) -> None:
+        """`external_request` returns whether a stop of this rank was requested in another way. Called at each step."""
+        self._external_request, self._signal_received = external_request, False
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a stop of this rank was requested."""
+        return self._signal_received or self._external_request()
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal_received = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, self._previous_handlers[signal.SIGINT])
+
+
+def compute_collective_timeout(step_seconds: float) -> float:
+    """Return the seconds to wait for a peer if a step takes `step_seconds`."""
+    if ENV_ATTACHED in os.environ:
+        return _DEBUGGER_SECONDS
+    return min(max(_MIN_SECONDS, 20 * step_seconds), max(_MAX_SECONDS, 5 * step_seconds))
+
+
+class CollectiveTimeout:
+    """Timeout of collectives: half an hour at first, a multiple of the step time once that is known.
+
+    A killed peer is detected immediately, a frozen one only by this timeout. It stays below the 30 s after which torchrun kills ranks that
+    were requested to stop, since a rank that waits in a collective cannot handle SIGTERM.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self._step_seconds: list[float] = []
+        self._timeout_seconds: float | None = None
+
+    def record_step(self, seconds: float) -> None:
+        """Record the duration of a step. The third one sets the timeout."""
+        if self._timeout_seconds is None:
+            self._step_seconds.append(seconds)
+            if len(self._step_seconds) == _MEASURED_STEPS:
+                median = sorted(self._step_seconds)[_MEASURED_STEPS // 2]
+                # Ranks may compute different values: each uses its own.
+                self._timeout_seconds = compute_collective_timeout(median)
+                set_collective_timeout(self._timeout_seconds, self._groups)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Restore the initial timeout for the body, which may write to a slow disk."""
+        set_collective_timeout(None, self._groups)
+        yield
+        if self._timeout_seconds is not None:
+            set_collective_timeout(self._timeout_seconds, self._groups)

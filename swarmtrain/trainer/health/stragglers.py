@@ -1,0 +1,121 @@
+"""Straggler detection: which rank the others wait for, and when that is worth a report.
+
+Only ranks with the same layers are compared: in a pipeline, the stages have different work in addition.
+Pure. A false alarm is worse than none. The measure is how much shorter a whole step would be if that rank worked as fast as the median one.
+It must persist in consecutive comparisons for at least two minutes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from swarmtrain.trainer.health.rank_timing import RankTiming
+
+SLOWDOWN_THRESHOLD = 0.2
+"""Fraction by which a step must be longer than it would be without the slowest rank."""
+CONSECUTIVE_COMPARISONS = 12
+"""Consecutive comparisons that must agree."""
+_PASS_TO_FORWARD_RATIO = 3
+"""Ratio of a forward and backward pass to its forward pass: the backward pass costs twice as much."""
+_CAUSE_BY_PHASE = {"data": "data is slow to come there", "compute": "computing is slower there"}
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that takes longer for its work than the median rank."""
+
+    rank: int
+    node: str
+    slowdown: float
+    """Fraction by which a step is longer because of this rank."""
+    phase: str
+    """`data` or `compute`: the larger part of the excess."""
+
+
+@dataclass(frozen=True)
+class StragglerReport:
+    """A message to report. `straggler` None: the previously reported rank keeps up again."""
+
+    straggler: Straggler | None
+    message: str
+
+
+def find_slow_ranks(timings: Sequence[RankTiming]) -> list[Straggler]:
+    """Return the ranks that others wait for, however little, slowest first."""
+    working = [timing for timing in timings if timing.micro_batch_count]
+    if not working:
+        return []
+    median_data_seconds, median_step_seconds = (
+        median_low(timing.data_seconds for timing in working),
+        median_low(timing.step_seconds for timing in working),
+    )
+    max_micro_batches = max(timing.micro_batch_count for timing in working)
+    block_seconds_by_stage = {
+        stage: median_low(timing.block_seconds for timing in working if timing.stage == stage)
+        for stage in {timing.stage for timing in working}
+    }
+    slow_ranks = []
+    for rank, timing in enumerate(timings):
+        median_block_seconds = block_seconds_by_stage.get(timing.stage, 0.0)
+        excess_seconds = {
+            "data": timing.micro_batch_count * (timing.data_seconds - median_data_seconds),
+            "compute": _PASS_TO_FORWARD_RATIO
+            * timing.micro_batch_count
+            * timing.block_count
+            * (timing.block_seconds - median_block_seconds),
+        }
+        phase = max(excess_seconds, key=excess_seconds.__getitem__)
+        # A rank that was assigned less work may take longer per micro batch without making others wait.
+        expected_seconds = max_micro_batches * (median_data_seconds + _PASS_TO_FORWARD_RATIO * timing.block_count * median_block_seconds)
+        extra_seconds = min(
+            excess_seconds[phase],
+            timing.micro_batch_count * (timing.data_seconds + _PASS_TO_FORWARD_RATIO * timing.block_count * timing.block_seconds)
+            - expected_seconds,
+            median_step_seconds,
+        )
+        if extra_seconds > 0:
+            slow_ranks.append(
+                Straggler(rank, timing.node, extra_seconds / max(median_step_seconds - extra_seconds, expected_seconds), phase)
+            )
+    return sorted(slow_ranks, key=lambda each: -each.slowdown)
+
+
+class StragglerDetector:
+    """Detector over the comparisons of one world."""
+
+    def __init__(self) -> None:
+        self._comparisons: deque[dict[tuple[int, str], Straggler]] = deque(maxlen=CONSECUTIVE_COMPARISONS)
+        self._reported: tuple[str, str] | None = None
+
+    def update(self, slow_ranks: Sequence[Straggler]) -> StragglerReport | None:
+        """Add `slow_ranks` of a comparison. Return a report, once, and again only when it changes."""
+        self._comparisons.append({(each.rank, each.phase): each for each in slow_ranks if each.slowdown >= SLOWDOWN_THRESHOLD})
+        if len(self._comparisons) < CONSECUTIVE_COMPARISONS:
+            return None
+        persistent = [self._find_median(key) for key in set.intersection(*(set(comparison) for comparison in self._comparisons))]
+        if any((each.node, each.phase) == self._reported for each in persistent):
+            return None
+        if persistent:
+            worst = max(persistent, key=lambda each: each.slowdown)
+            self._reported = worst.node, worst.phase
+            return StragglerReport(
+                worst, _format_message(worst, [each.rank for each in persistent if (each.node, each.phase) == self._reported])
+            )
+        if self._reported and not any(
+            (each.node, each.phase) == self._reported for comparison in self._comparisons for each in comparison.values()
+        ):
+            node, self._reported = self._reported[0], None
+            return StragglerReport(None, f"{node} keeps up with the others again")
+        return None
+
+    def _find_median(self, key: tuple[int, str]) -> Straggler:
+        """Return the median of a rank's slowdowns over all comparisons."""
+        return sorted((comparison[key] for comparison in self._comparisons), key=lambda each: each.slowdown)[len(self._comparisons) // 2]
+
+
+def _format_message(worst: Straggler, ranks: Sequence[int]) -> str:
+    ranks_text = f"rank {worst.rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+    return f"{ranks_text} on {worst.node}: the others wait, a step takes {worst.slowdown:.0%} longer, since {_CAUSE_BY_PHASE[worst.phase]}"

@@ -1,0 +1,143 @@
+"""Watchdog: a rank that hangs reports where, and exits, so that its group restarts.
+
+The peers of a hanging rank wait for it in a collective until their timeout (stop_flag.py). All they can report is that some rank did not
+arrive. So each rank is watched from within: a thread measures how long a step has taken. It allows the rank somewhat longer than the peers'
+timeout, so that those that only wait have exited by then. When the agent then requests a stop (SIGTERM, which a blocked main thread may not
+handle), the rank that is left is the culprit. If nobody requests a stop, all ranks may be busy with something rare, such as a compiler or a
+slow disk, and the limit is several times as long.
+faulthandler writes the stack traces, since it needs nothing of the interpreter. Its own timer is not used: a process that was forked while
+it ran would wait for it forever.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Self
+
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.errors import CoordinatorError
+from swarmtrain.protocol import EVENT_FAILURE, Event, build_world_key
+from swarmtrain.trainer.health.stop_flag import compute_collective_timeout
+from swarmtrain.trainer.runtime import Runtime
+
+POLL_SECONDS = 1.0
+"""Seconds between two checks."""
+MARGIN_SECONDS = 5.0
+"""Seconds that a rank gets beyond its peers' timeout."""
+_UNREQUESTED_FACTOR = 4
+"""Factor of the limit if no stop was requested."""
+_MIN_STEPS = 3
+_WINDOW_STEPS = 32
+
+
+class Watchdog:
+    """Watchdog of this rank's steps while entered."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._recent_step_seconds: deque[float] = deque(maxlen=_WINDOW_STEPS)
+        self._current_step: int | None = None
+        self._elapsed_seconds = 0.0
+        self._stop_requested = False
+        self._wakeup_read_fd, self._wakeup_write_fd, self._previous_wakeup_fd = -1, -1, -1
+        self._stopped = threading.Event()
+        self._main_thread_id = threading.get_ident()
+        self._thread = threading.Thread(target=self._poll_steps, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._wakeup_read_fd, self._wakeup_write_fd = os.pipe2(os.O_NONBLOCK)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.close(self._wakeup_read_fd)
+        os.close(self._wakeup_write_fd)
+
+    @contextmanager
+    def watch_step(self, number: int) -> Iterator[None]:
+        """Run step `number` in the body. Exceptions carry the number: the same error at the same step again indicates a bug."""
+        start_time, self._elapsed_seconds, self._current_step = time.monotonic(), 0.0, number
+        try:
+            yield
+        except Exception as error:
+            with suppress(AttributeError):
+                error.step = number  # type: ignore[attr-defined]  # read in entrypoint/supervisor/rank_process.py
+            raise
+        finally:
+            self._current_step = None
+        self._recent_step_seconds.append(time.monotonic() - start_time)
+
+    @property
+    def _limit_seconds(self) -> float | None:
+        """Seconds that a step may take; None until the step time is known."""
+        recent = sorted(self._recent_step_seconds)
+        if len(recent) < _MIN_STEPS:
+            return None
+        median = recent[len(recent) // 2]
+        return compute_collective_timeout(median) + 1.5 * median + MARGIN_SECONDS
+
+    def _poll_steps(self) -> None:
+        last_poll = time.monotonic()
+        while not self._stopped.wait(POLL_SECONDS):
+            now = time.monotonic()
+            # A process that was frozen, with its container or manually, has missed one check, no matter how long it was frozen.
+            self._elapsed_seconds += min(now - last_poll, 2 * POLL_SECONDS)
+            last_poll = now
+            self._read_signals()
+            limit, number = self._limit_seconds, self._current_step
+            if (
+                limit is not None
+                and number is not None
+                and self._elapsed_seconds > (limit if self._stop_requested else _UNREQUESTED_FACTOR * limit)
+            ):
+                self._terminate(number)
+
+    def _read_signals(self) -> None:
+        """Read signals from the wakeup fd, to which the interpreter writes them immediately, whatever the main thread is blocked in."""
+        with suppress(BlockingIOError):
+            self._stop_requested |= signal.SIGTERM in os.read(self._wakeup_read_fd, 64)
+
+    def _terminate(self, number: int) -> None:
+        frames = traceback.extract_stack(sys._current_frames()[self._main_thread_id])
+        slowdown = self._elapsed_seconds / sorted(self._recent_step_seconds)[len(self._recent_step_seconds) // 2]
+        error = (
+            f"hangs in step {number}, for {self._elapsed_seconds:.0f} s, {slowdown:,.0f} "
+            f"times as long as a step takes: it is in {_format_location(frames)}"
+        )
+        sys.stderr.write(f"rank {self._runtime.rank} {error}\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        self._post_failure(error, "".join(traceback.format_list(frames)))
+        os._exit(1)
+
+    def _post_failure(self, error: str, trace: str) -> None:
+        runtime = self._runtime
+        if runtime.coordinator_address and "TORCHELASTIC_RUN_ID" in os.environ:
+            rank_fields = {
+                "node": runtime.node,
+                "rank": runtime.rank,
+                "local_rank": runtime.local_rank,
+                "world": build_world_key(os.environ),
+            }
+            with suppress(CoordinatorError):
+                CoordinatorClient(runtime.coordinator_address).post(
+                    Event(EVENT_FAILURE, {**rank_fields, "error": error, "exit_code": 1, "traceback": trace})
+                )
+
+
+def _format_location(frames: traceback.StackSummary) -> str:
+    frame = frames[-1]
+    return f"{frame.name}, {os.path.basename(frame.filename)} line {frame.lineno}"  # noqa: PTH119  # no file is accessed

@@ -1,0 +1,110 @@
+"""`python -m swarmtrain.trainer evaluate`: the command that the CLI starts on each rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.config import Config
+from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
+from swarmtrain.trainer.cli_exit import handle_cli_errors
+from swarmtrain.trainer.data.samples import open_data
+from swarmtrain.trainer.huggingface.pretrained import find_differences
+from swarmtrain.trainer.inference import model_source
+from swarmtrain.trainer.inference.parallel_model import open_parallel_model
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel import parallelize
+from swarmtrain.trainer.runtime import start_runtime
+from swarmtrain.trainer.step import evaluate_model
+
+_MAX_EXP_NATS = 700.0
+"""Largest loss in nats whose exponential is finite."""
+
+
+@handle_cli_errors
+def main(options: Mapping[str, Any]) -> None:
+    """Write the validation loss of a model, or its results on tasks. Raises SwarmtrainError."""
+    if options["tasks"]:
+        _evaluate_tasks(options)
+    else:
+        _evaluate_validation_loss(options)
+
+
+def _evaluate_tasks(options: Mapping[str, Any]) -> None:
+    try:
+        from swarmtrain.trainer.inference import lm_eval_harness
+    except ImportError as error:
+        place, hint = "--tasks", "pip install 'swarmtrain[tasks]'"
+        raise TrainingError(f"{error.name} is not installed", place=place, hint=hint) from None
+    config = Config.from_json(options["config"])
+    model = model_source.open_model(_resolve_model_folder(options, config), config.trainer.init_from)
+    tokenizer = model.open_tokenizer(options["tokenizer"])
+    with open_parallel_model(model) as (parallel_model, runtime):
+        task_folder = Path(options["task_files"]) if options["task_files"] else None
+        harness_model = lm_eval_harness.HarnessModel(parallel_model, tokenizer, options["batch_size"])
+        results = lm_eval_harness.run_tasks(
+            harness_model, options["tasks"], num_fewshot=options["num_fewshot"], limit=options["limit"], task_folder=task_folder
+        )
+        if runtime.is_rank_zero:
+            report = {"model": str(model.path), "step": model.step, "results": results["results"]}
+            sys.stdout.write(f"{json.dumps(report) if options['json'] else lm_eval_harness.format_table(results)}\n")
+
+
+def _resolve_model_folder(options: Mapping[str, Any], config: Config) -> Path:
+    folder = options["model"] or config.trainer.save_dir
+    if folder is None:
+        raise TrainingError("there is no model", place="config trainer.save_dir", hint="name one: --model FOLDER")
+    return Path(folder)
+
+
+def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
+    config = Config.from_json(options["config"])
+    model, architecture = (
+        model_source.open_model(_resolve_model_folder(options, config), config.trainer.init_from),
+        config.transformer_architecture,
+    )
+    mismatches = find_differences(model.architecture, architecture)
+    adapter_fields = [
+        (name, getattr(model.architecture, name), getattr(architecture, name))
+        for name in sorted({*model.architecture.peft_fields, *architecture.peft_fields})
+    ]
+    mismatches += [f"{name} is {loaded} there and {configured} here" for name, loaded, configured in adapter_fields if loaded != configured]
+    if mismatches:
+        raise IncompatibleCheckpoint(
+            f"is another model than the config's: {'; '.join(mismatches)}",
+            place=str(model.path),
+            hint="name the config that it was trained by",
+        )
+    # `init_from` is cleared, since the loaded model is evaluated, not the one that a run would start from.
+    trainer = config.trainer.model_copy(update={"init_from": None})
+    with start_runtime(config.model_copy(update={"trainer": trainer})) as runtime:
+        _, data = open_data(config)
+        if data is None:
+            raise TrainingError("there is no validation data", place="config data", hint="data.validation_data_prefixes names it")
+        transformer = Transformer(architecture, 0)
+        transformer.initial_value = model.load_parameter
+        validation = evaluate_model(runtime, parallelize(transformer, runtime), data, None)
+        if validation is None or not validation.loss < _MAX_EXP_NATS:
+            loss = validation.loss if validation else None
+            raise TrainingError(f"the validation loss is {loss}", place=str(model.path), hint="an earlier checkpoint may be valid")
+        if runtime.is_rank_zero:
+            samples = min(config.topology.samples_per_step * config.trainer.eval_iterations, len(data))
+            report = {"model": str(model.path), "step": model.step, "loss": validation.loss, "samples": samples}
+            unit = "query" if config.trainer.contrastive_config else "pair" if config.trainer.preference_config else "token"
+            if unit == "token":
+                report["perplexity"] = math.exp(validation.loss)
+            if validation.accuracy is not None:
+                report["accuracy"] = validation.accuracy
+            sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_result(report, unit)}\n")
+
+
+def _format_result(report: Mapping[str, Any], unit: str) -> str:
+    step = "" if report["step"] is None else f" at step {report['step']}"
+    units = f"nats per {unit}" + (f", perplexity {report['perplexity']:.2f}" if "perplexity" in report else "")
+    units += f", accuracy {report['accuracy']:.1%}" if "accuracy" in report else ""
+    loss = f"validation loss {report['loss']:.4f} {units}"
+    return f"{report['model']}{step}: {loss}, over {report['samples']} samples"

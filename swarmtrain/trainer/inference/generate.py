@@ -1,0 +1,121 @@
+"""Token generation: each token is sampled from the model's distribution given those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.inference.kv_cache import CachedPrefix, caching_key_values
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.runtime import derive_seed
+from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
+
+GatherLogits = Callable[[Tensor], Tensor]
+"""Gathers the logits of the whole vocabulary from this rank's vocabulary shard."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters."""
+
+    temperature: float = 1.0
+    """Divisor of the logits. 0: greedy, take the most likely token."""
+    top_k: int = 0
+    """Sample from this many of the most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with at least this total probability (Holtzman et al. 2019, arXiv 1904.09751)."""
+    seed: int = 0
+
+
+def encode_prompt(tokenizer: BaseTokenizer, text: str, max_length: int, place: str) -> list[int]:
+    """Return the tokens of a prompt. Raises TrainingError if there are none, or `max_length` or more."""
+    [encoding] = tokenizer.encode([text], allow_special=True)
+    if not len(encoding.tokens):
+        raise TrainingError("a prompt holds nothing", place=place, hint="one character will do")
+    if len(encoding.tokens) >= max_length:
+        reason = f"a prompt has {len(encoding.tokens)} tokens, and the model was made for {max_length} at most"
+        raise TrainingError(reason, place=place, hint="shorten it")
+    return [int(token) for token in encoding.tokens]
+
+
+def build_logits_gather(group: dist.ProcessGroup) -> GatherLogits:
+    """Return a function that gathers the logits (batch, vocabulary), of which each rank of `group` has a vocabulary shard."""
+
+    def gather_logits(logits: Tensor) -> Tensor:
+        if group.size() == 1:
+            return logits
+        shards = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(shards, logits.contiguous(), group=group)
+        return torch.cat(shards, dim=-1)
+
+    return gather_logits
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    sampling_params: SamplingParams,
+    *,
+    max_tokens: int,
+    end_tokens: Collection[int] = (),
+    gather_logits: GatherLogits = lambda logits: logits,
+    is_done: Callable[[int], bool] = lambda prompt: False,
+    use_cache: bool = True,
+) -> Iterator[list[int | None]]:
+    """Yield the next token of each of `prompts`, None for those that have ended, up to `max_tokens` times.
+
+    A sequence ends with a token of `end_tokens`, which is not yielded, or when `is_done` returns True for its index. No sequence becomes
+    longer than the architecture's `sequence_length`. Prompts of different lengths are padded on the left with a separate document that they
+    do not attend to: the model's architecture must separate documents. What is sampled for a prompt depends on its index and
+    `sampling_params.seed`, not on the other prompts.
+    Raises TrainingError if the model produces non-finite logits.
+    """
+    device = next(model.parameters()).device
+    longest = max(map(len, prompts))
+    token_budgets = [min(max_tokens, model.architecture.sequence_length - len(prompt)) for prompt in prompts]
+    tokens = torch.stack([pad(torch.tensor(prompt), (longest - len(prompt), 0)) for prompt in prompts]).to(device)
+    documents = None
+    if len({len(prompt) for prompt in prompts}) > 1:
+        document_starts = torch.tensor([[longest - len(prompt)] for prompt in prompts], device=device)
+        documents = (torch.arange(longest, device=device) >= document_starts).long()
+    generators = [torch.Generator().manual_seed(derive_seed(sampling_params.seed, number)) for number in range(len(prompts))]
+    finished = [False] * len(prompts)
+    with caching_key_values(model, longest + max(token_budgets)) if use_cache else nullcontext(CachedPrefix()) as prefix:
+        for token_count in range(1, max(token_budgets) + 1):
+            logits = gather_logits(model.compute_next_token_logits(tokens, documents)).float().cpu()
+            if not logits.isfinite().all():
+                raise TrainingError("the model gives NaN or Inf", place="sample", hint="an earlier checkpoint may be valid")
+            prefix.cached_length = tokens.shape[1]
+            sampled = [_sample_token(row, sampling_params, generator) for row, generator in zip(logits, generators, strict=True)]
+            finished = [is_finished or token in end_tokens for is_finished, token in zip(finished, sampled, strict=True)]
+            yield [None if is_finished else token for is_finished, token in zip(finished, sampled, strict=True)]
+            finished = [
+                is_finished or is_done(number) or token_count == token_budgets[number] for number, is_finished in enumerate(finished)
+            ]
+            if all(finished):
+                return
+            tokens = torch.cat((tokens, torch.tensor(sampled, device=device)[:, None]), dim=1)
+            if documents is not None:
+                # After the end of a sequence each token is its own document: no position exceeds the maximum.
+                documents = torch.cat((documents, documents[:, -1:] + torch.tensor(finished, device=device)[:, None]), dim=1)
+
+
+def _sample_token(logits: Tensor, sampling_params: SamplingParams, generator: torch.Generator) -> int:
+    """Return a token sampled by its `logits` (vocabulary)."""
+    if not sampling_params.temperature:
+        return int(logits.argmax())
+    sorted_logits, tokens = ((logits - logits.max()) / sampling_params.temperature).sort(descending=True, stable=True)
+    if sampling_params.top_k:
+        sorted_logits = sorted_logits[: sampling_params.top_k]
+    probabilities = sorted_logits.softmax(0)
+    # The most likely token is always kept, whatever top_p is.
+    probabilities[(probabilities.cumsum(0) - probabilities >= sampling_params.top_p).logical_and(torch.arange(len(probabilities)) > 0)] = 0
+    return int(tokens[probabilities.multinomial(1, generator=generator)])

@@ -1,0 +1,62 @@
+"""KV cache: keys and values of earlier tokens, so that each is computed once.
+
+To the model it looks like context parallelism: it has a part of each sequence, the new tokens, and obtains the keys and values of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.transformer import Transformer
+
+
+class CachedPrefix:
+    """The first `cached_length` tokens of each sequence are cached."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.cached_length = 0
+
+    def select_positions(self, length: int, device: torch.device) -> Tensor | None:
+        """Return the positions of the new tokens in sequences of `length`; None if all are new."""
+        return torch.arange(self.cached_length, length, device=device) if self.cached_length else None
+
+
+class _LayerCache:
+    """Keys and values of one layer."""
+
+    def __init__(self, prefix: CachedPrefix, capacity: int) -> None:
+        self._prefix, self._capacity = prefix, capacity
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        batch, heads, new_length, size = key.shape
+        if self._buffers is None:
+            self._buffers = key.new_empty(batch, heads, self._capacity, size), value.new_empty(batch, heads, self._capacity, size)
+        end = self._prefix.cached_length + new_length
+        for buffer, new_values in zip(self._buffers, (key, value), strict=True):
+            buffer[:, :, self._prefix.cached_length : end] = new_values
+        keys, values = self._buffers
+        return keys[:, :, :end], values[:, :, :end]
+
+
+@contextmanager
+def caching_key_values(model: Transformer, capacity: int) -> Iterator[CachedPrefix]:
+    """Cache keys and values of up to `capacity` tokens per sequence in `model`. The caller updates the prefix's `cached_length`."""
+    previous, prefix = model.sequence_shard, CachedPrefix()
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    model.sequence_shard = prefix
+    for layer in layers:
+        layer.gather_key_value = _LayerCache(prefix, capacity)
+    try:
+        yield prefix
+    finally:
+        model.sequence_shard = previous
+        for layer in layers:
+            layer.gather_key_value = None

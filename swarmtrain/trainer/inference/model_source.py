@@ -1,0 +1,115 @@
+"""Source of a model to use: a run's newest checkpoint, a checkpoint, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarmtrain.config import Config, huggingface
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.errors import CheckpointError, TrainingError
+from swarmtrain.trainer.checkpoint import consolidated
+from swarmtrain.trainer.data import formats
+from swarmtrain.trainer.huggingface import pretrained
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.tokenize import tokenizer_backends
+from swarmtrain.trainer.tokenize.options import BYTE_TOKENIZER
+from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
+
+_BYTE_VOCABULARY_SIZE = 257
+"""Vocabulary size of byte tokens plus an end token."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model: its architecture, and each full parameter by name and size."""
+
+    path: Path
+    step: int | None
+    """Optimizer steps that it was trained for; None if unknown."""
+    architecture: TransformerArchitectureConfig
+    load_parameter: Callable[[str, torch.Size], Tensor]
+    tokenizer_names: tuple[str, ...]
+    """Candidates for its tokenizer, the most likely first: paths, or BYTE_TOKENIZER."""
+    end_token: int | None = None
+    """Token after each text of its training data; None if there was none, or if unknown."""
+
+    def open_tokenizer(self, name: str | None) -> BaseTokenizer:
+        """Return the tokenizer `name`, or the model's own. Raises TrainingError if there is none, or if its vocabulary does not match."""
+        return open_model_tokenizer((name,) if name else self.tokenizer_names, self.architecture, str(self.path), "--tokenizer")
+
+
+def open_model_tokenizer(names: Sequence[str], architecture: TransformerArchitectureConfig, place: str, option: str) -> BaseTokenizer:
+    """Open the first of the tokenizers `names`, for the model at `place`. `option` is the option or key that sets it, for hints.
+
+    Raises TrainingError if there is none, or if its vocabulary does not match.
+    """
+    if not names:
+        raise TrainingError("does not say how its tokens were made", place=place, hint=f"{option} names its tokenizer.json")
+    encoder = tokenizer_backends.open_tokenizer(names[0])
+    if encoder.vocab_size > architecture.vocab_size:
+        reason = f"has {encoder.vocab_size} tokens, and the model has {architecture.vocab_size}"
+        raise TrainingError(reason, place=f"tokenizer {encoder.name}", hint=f"{option} names the one that its data was made with")
+    return encoder
+
+
+def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
+    """Return the model at `path`. `base_model`: location of the base model that a checkpoint of adapters belongs to, if it has moved.
+
+    Raises CheckpointError if there is no model, or if it cannot be read.
+    """
+    if (path / pretrained.CONFIG_FILE).exists():
+        architecture = huggingface.read_architecture(
+            pretrained.read_json(path / pretrained.CONFIG_FILE), str(path / pretrained.CONFIG_FILE)
+        )
+        sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}
+        tokenizer_path = path / "tokenizer.json"
+        names = (str(tokenizer_path),) if tokenizer_path.exists() else _list_byte_tokenizers(architecture)
+        return ModelSource(path, None, architecture, pretrained.open_parameters(path, architecture, sizes), names)
+    if not path.is_dir():
+        raise CheckpointError(
+            "is not a folder", place=str(path), hint="name a run's save_dir, a checkpoint, or a folder with a config.json"
+        )
+    checkpoint = consolidated.find_checkpoint(path, base_model)
+    config = checkpoint.config
+    return ModelSource(
+        checkpoint.path,
+        checkpoint.manifest.step,
+        config.transformer_architecture,
+        checkpoint.load_parameter,
+        find_tokenizers(config),
+        _find_end_token(config),
+    )
+
+
+def find_tokenizers(config: Config) -> tuple[str, ...]:
+    """Return candidates for the tokenizer of a config's data, the most likely first: paths, or BYTE_TOKENIZER."""
+    recorded = [name for prefix in config.data.data_prefixes if (name := _find_recorded_tokenizer(prefix))]
+    return (*recorded, *_list_byte_tokenizers(config.transformer_architecture))
+
+
+def _find_end_token(config: Config) -> int | None:
+    for prefix in config.data.data_prefixes[:1]:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            token = json.loads(formats.build_file_path(prefix, "meta.json").read_text())["prepared"]["end_token"]
+            return None if token is None else int(token)
+    return None
+
+
+def _list_byte_tokenizers(architecture: TransformerArchitectureConfig) -> tuple[str, ...]:
+    return (BYTE_TOKENIZER,) if architecture.vocab_size <= _BYTE_VOCABULARY_SIZE else ()
+
+
+def _find_recorded_tokenizer(prefix: Path) -> str | None:
+    """Return the tokenizer that `data tokenize` used for token files, if they record it and it has not changed since."""
+    try:
+        recorded = json.loads(formats.build_file_path(prefix, "meta.json").read_text())["prepared"]["tokenizer"]
+        return str(recorded["name"]) if tokenizer_backends.open_tokenizer(recorded["name"]).sha256 == recorded["sha256"] else None
+    except (OSError, ValueError, LookupError, TypeError, TrainingError):
+        return None

@@ -1,0 +1,47 @@
+"""A model for inference, sharded over the ranks of this world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from swarmtrain import distributed_env
+from swarmtrain.config import Config
+from swarmtrain.config.schema.topology import TopologyConfig
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.forward_backward import autocast
+from swarmtrain.trainer.inference.model_source import ModelSource
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel import ParallelModel, parallelize
+from swarmtrain.trainer.runtime import Runtime, start_runtime
+
+
+@contextmanager
+def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> Iterator[tuple[ParallelModel, Runtime]]:
+    """Open `model`, tensor-parallel over this world's ranks.
+
+    Raises SwarmtrainError if they cannot share it, or if `needs_vectors` does not match whether it is an embedding model.
+    """
+    # Prompts of different lengths must be separated from their padding.
+    shape = model.architecture.model_copy(update={"reset_attention_mask": True, "reset_position_ids": True})
+    if needs_vectors is not (shape.embedding_head_config is not None):
+        reason, hint = (
+            ("generates text, and has no embedding head", "sample") if needs_vectors else ("makes vectors of texts, and no text", "embed")
+        )
+        raise TrainingError(reason, place=str(model.path), hint=f"swarmtrain {hint} is for it")
+    world_size = int(distributed_env.detect_torchrun_env(os.environ)["WORLD_SIZE"])
+    for name in ("num_attention_heads", "kv_heads", "vocab_size", "mlp_width"):
+        if getattr(shape, name) % world_size:
+            reason = f"{world_size} ranks cannot divide its {name}, {getattr(shape, name)}"
+            raise TrainingError(reason, place="--ranks", hint="fewer, or one")
+    topology = TopologyConfig(model_parallel_size=world_size, global_batch_size=1, micro_batch_size=1)
+    # A config with this head requires a contrastive loss, which is not needed here.
+    config = Config(topology=topology, transformer_architecture=shape.model_copy(update={"embedding_head_config": None}))
+    with start_runtime(config.model_copy(update={"transformer_architecture": shape})) as runtime:
+        transformer = Transformer(shape, 0)
+        transformer.initial_value = model.load_parameter
+        parallel_model = parallelize(transformer, runtime)
+        parallel_model.local_model.eval()
+        with autocast(runtime):
+            yield parallel_model, runtime

@@ -1,0 +1,94 @@
+"""`python -m swarmtrain.trainer sample`: the command that the CLI starts on each rank."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.cli_exit import handle_cli_errors
+from swarmtrain.trainer.inference import model_source
+from swarmtrain.trainer.inference.generate import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
+from swarmtrain.trainer.inference.model_source import ModelSource
+from swarmtrain.trainer.inference.parallel_model import open_parallel_model
+from swarmtrain.trainer.inference.text_stream import TextStream
+from swarmtrain.trainer.tokenize import tokenizer_backends
+
+_COMMAND = "sample"
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Options of `swarmtrain sample`."""
+
+    source: str
+    base: str | None
+    prompts: list[str]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop: list[str]
+    seed: int | None
+    tokenizer: str | None
+    json: bool
+
+
+@handle_cli_errors
+def main(request: Mapping[str, Any]) -> None:
+    """Write a model's completions of prompts. Raises SwarmtrainError."""
+    options = SampleOptions(**request)
+    model = model_source.open_model(Path(options.source), Path(options.base) if options.base else None)
+    tokenizer = model.open_tokenizer(options.tokenizer)
+    prompts = [encode_prompt(tokenizer, prompt, model.architecture.sequence_length, f"{_COMMAND} --prompt") for prompt in options.prompts]
+    with open_parallel_model(model) as (parallel_model, runtime):
+        seed = collectives.run_on_rank_zero(lambda: secrets.randbits(31)) if options.seed is None else options.seed
+        sampling_params = SamplingParams(options.temperature, options.top_k, options.top_p, seed)
+        streams = [TextStream(tokenizer, options.stop) for _ in prompts]
+        stream_output = runtime.is_rank_zero and not options.json and len(prompts) == 1
+        if stream_output:
+            _write_stdout(options.prompts[0])
+        tokens = generate_tokens(
+            parallel_model.local_model,
+            prompts,
+            sampling_params,
+            max_tokens=options.max_tokens,
+            end_tokens=tokenizer_backends.find_end_tokens(tokenizer),
+            gather_logits=build_logits_gather(parallel_model.mesh.tensor_group),
+            is_done=lambda number: streams[number].stopped,
+        )
+        for sampled in tokens:
+            for stream, token in zip(streams, sampled, strict=True):
+                new_text = "" if token is None or stream.stopped else stream.add_token(token)
+                if stream_output:
+                    _write_stdout(new_text)
+        if runtime.is_rank_zero:
+            _write_samples(options, streams, model, stream_output=stream_output)
+            token_budgets = [model.architecture.sequence_length - len(prompt) for prompt in prompts]
+            if any(
+                len(stream.tokens) == token_budget < options.max_tokens for stream, token_budget in zip(streams, token_budgets, strict=True)
+            ):
+                sys.stderr.write(f"note: ended at {model.architecture.sequence_length} tokens, the most that the model was made for\n")
+
+
+def _write_samples(options: SampleOptions, streams: Sequence[TextStream], model: ModelSource, *, stream_output: bool) -> None:
+    rows = [
+        {"prompt": prompt, "text": stream.text, "tokens": len(stream.tokens)}
+        for prompt, stream in zip(options.prompts, streams, strict=True)
+    ]
+    if options.json:
+        _write_stdout(f"{json.dumps({'source': str(model.path), 'step': model.step, 'samples': rows}, ensure_ascii=False)}\n")
+    elif stream_output:
+        _write_stdout(f"{streams[0].flush_text()}\n")
+    else:
+        _write_stdout("\n".join(f"{row['prompt']}{row['text']}\n" for row in rows))
+
+
+def _write_stdout(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

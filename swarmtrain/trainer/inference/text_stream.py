@@ -1,0 +1,44 @@
+"""Text of tokens as they arrive: only complete characters, and nothing that may turn out to be part of a stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
+
+_REPLACEMENT_CHARACTER = "\ufffd"
+"""Decoded in place of bytes that are not a complete character yet."""
+
+
+class TextStream:
+    """Text of a stream of tokens. It ends before the first of `stop_texts` that is complete."""
+
+    def __init__(self, tokenizer: BaseTokenizer, stop_texts: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop_texts = tokenizer, [stop for stop in stop_texts if stop]
+        self.tokens: list[int] = []
+        self.text = ""
+        self.stopped = False
+        self._emitted_length = 0
+
+    def add_token(self, token: int) -> str:
+        """Add a token, and return the text that has become final since the last call."""
+        self.tokens.append(token)
+        self.text = self._tokenizer.decode(self.tokens)
+        if stop_positions := [position for stop in self._stop_texts if (position := self.text.find(stop)) >= 0]:
+            self.text, self.stopped = self.text[: min(stop_positions)], True
+            return self._emit_until(len(self.text))
+        certain_length = len(self.text.rstrip(_REPLACEMENT_CHARACTER))
+        return self._emit_until(certain_length - self._count_partial_stop(self.text[:certain_length]))
+
+    def flush_text(self) -> str:
+        """Return the rest of the text."""
+        return self._emit_until(len(self.text))
+
+    def _emit_until(self, end: int) -> str:
+        new_text, self._emitted_length = self.text[self._emitted_length : end], max(self._emitted_length, end)
+        return new_text
+
+    def _count_partial_stop(self, text: str) -> int:
+        """Return how many characters at the end of `text` may be the beginning of a stop text."""
+        lengths = (length for stop in self._stop_texts for length in range(1, len(stop)) if text.endswith(stop[:length]))
+        return max(lengths, default=0)

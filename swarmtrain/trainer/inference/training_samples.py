@@ -1,0 +1,67 @@
+"""Completions during training, configured by trainer.sampling_config."""
+
+from __future__ import annotations
+
+import torch
+
+from swarmtrain.config.schema.sampling import SamplingConfig
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.forward_backward import autocast
+from swarmtrain.trainer.health.step_timer import VALIDATION, StepTimer
+from swarmtrain.trainer.inference import model_source
+from swarmtrain.trainer.inference.generate import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
+from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime, derive_seed
+from swarmtrain.trainer.tokenize import tokenizer_backends
+from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
+
+
+class TrainingSampler:
+    """Sampler of a run's prompts. All methods are collective."""
+
+    def __init__(self, runtime: Runtime, model: ParallelModel) -> None:
+        """Encode the prompts. Raises TrainingError if the tokenizer is unknown or does not match the model, or if a prompt is too long."""
+        self._runtime, self._model = runtime, model
+        self._config = runtime.config.trainer.sampling_config
+        self._tokenizer: BaseTokenizer | None = None
+        self._prompts: list[list[int]] = []
+        self._end_tokens: set[int] = set()
+        if self._config:
+            config = self._config
+            self._prompts, self._end_tokens = collectives.run_on_rank_zero(lambda: self._encode_prompts(config))
+
+    def generate_samples(self, step: int, timer: StepTimer, *, is_last: bool) -> list[GeneratedSample]:
+        """Return completions of the prompts after `step`, if due; `is_last`: it is the last step. They are the same in every world.
+
+        Ranks other than rank 0 return none.
+        """
+        config, local = self._config, self._model.local_model
+        if config is None or step == 0 or (step % config.interval and not is_last):
+            return []
+        sampling_params = SamplingParams(
+            config.temperature, config.top_k, config.top_p, derive_seed(self._runtime.config.trainer.seed, step)
+        )
+        gather_logits, completions = build_logits_gather(self._model.mesh.tensor_group), []
+        local.eval()
+        # Compiling would specialize for each text length.
+        with timer.phase(VALIDATION), autocast(self._runtime), torch.compiler.set_stance("force_eager"):
+            for prompt in self._prompts:  # one by one: for prompts of different lengths the model would have to separate documents
+                sampled = generate_tokens(
+                    local, [prompt], sampling_params, max_tokens=config.max_tokens, end_tokens=self._end_tokens, gather_logits=gather_logits
+                )
+                completions.append([token for (token,) in sampled if token is not None])
+        local.train()
+        if self._tokenizer is None:
+            return []
+        texts = [self._tokenizer.decode(tokens) for tokens in completions]
+        return [{"prompt": prompt, "text": text} for prompt, text in zip(config.prompts, texts, strict=True)]
+
+    def _encode_prompts(self, config: SamplingConfig) -> tuple[list[list[int]], set[int]]:
+        architecture, place = self._runtime.config.transformer_architecture, "config trainer.sampling_config"
+        tokenizer_names = (config.tokenizer,) if config.tokenizer else model_source.find_tokenizers(self._runtime.config)
+        self._tokenizer = encoder = model_source.open_model_tokenizer(
+            tokenizer_names, architecture, place, "trainer.sampling_config.tokenizer"
+        )
+        prompts = [encode_prompt(encoder, prompt, architecture.sequence_length, f"{place}.prompts") for prompt in config.prompts]
+        return prompts, tokenizer_backends.find_end_tokens(encoder)

@@ -1,0 +1,95 @@
+"""Instrumentation of a step: hang detection, NaN/Inf checks, out-of-memory reports, timing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.health import gradient_checks, out_of_memory
+from swarmtrain.trainer.health.gc_control import GcController
+from swarmtrain.trainer.health.rank_timing import RankTimer, RankTiming
+from swarmtrain.trainer.health.step_timer import StepTimer
+from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
+from swarmtrain.trainer.health.watchdog import Watchdog
+from swarmtrain.trainer.metrics.profiler import TorchProfiler
+from swarmtrain.trainer.metrics.tensor_stats_recorder import TensorStatsRecorder
+from swarmtrain.trainer.metrics.timeline import TimelineRecorder
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+
+
+class StepInstruments:
+    """While entered, hangs are detected, and garbage is collected between steps only. Call `start` before the first step."""
+
+    _rank_timer: RankTimer
+    _timer: StepTimer
+    _timeline: TimelineRecorder
+    _tensor_stats: TensorStatsRecorder
+    phase_seconds: Mapping[str, float]
+    """Seconds per phase, of the last step whose timing is known."""
+
+    def __init__(self, runtime: Runtime, model: ParallelModel, optimizer: Optimizer, collective_timeout: CollectiveTimeout) -> None:
+        self._runtime, self._model, self._optimizer, self._collective_timeout = runtime, model, optimizer, collective_timeout
+        self._watchdog, self._gc_controller, self._profiler = Watchdog(runtime), GcController(), TorchProfiler(runtime)
+
+    def __enter__(self) -> Self:
+        self._watchdog.__enter__()
+        self._gc_controller.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._profiler.close()
+        if kind is None:
+            self._timeline.close()
+            self._tensor_stats.close()
+        self._gc_controller.__exit__(kind, error, trace)
+        self._watchdog.__exit__(kind, error, trace)
+
+    def start(self, data: TokenDataset, step: int) -> StepTimer:
+        """Start measuring after `step`, and return the timer that step phases are reported to. Called by all ranks together.
+
+        Raises TrainingError if a file cannot be opened.
+        """
+        self._tensor_stats = TensorStatsRecorder(self._runtime, self._model, step)
+        self._rank_timer, self._timer = RankTimer(self._runtime, self._model, data), StepTimer(self._runtime.device)
+        self._timeline = TimelineRecorder(self._runtime, self._model.mesh, self._timer)
+        return self._timer
+
+    def after_backward(self) -> None:
+        """Record that forward and backward of the step are done, and gradients are summed. Called by all ranks together."""
+        self._tensor_stats.after_backward()
+
+    def gather_rank_timings(self) -> list[RankTiming] | None:
+        """Return the timings of all ranks, by rank, if a comparison is due, else None. Called by all ranks together, after each step."""
+        return self._rank_timer.gather_timings()
+
+    @contextmanager
+    def instrument_step(self, number: int) -> Iterator[None]:
+        """Instrument step `number`, which the body runs. Called by all ranks together."""
+        self._profiler.before_step()
+        self._tensor_stats.before_step(number)
+        start_time, place = time.monotonic(), f"step {number} on rank {self._runtime.rank}"
+        with (
+            self._watchdog.watch_step(number),
+            gradient_checks.explaining_torch_errors(number),
+            out_of_memory.explaining_out_of_memory(place, self._group_tensors_by_purpose),
+            self._rank_timer.measure_step(),
+        ):
+            yield
+        self._collective_timeout.record_step(time.monotonic() - start_time)
+        self._gc_controller.after_step(number)
+        self._profiler.after_step()
+        self.phase_seconds = self._timer.end_step()
+        self._timeline.after_step(number)
+
+    def _group_tensors_by_purpose(self) -> dict[str, list[Tensor | None]]:
+        parameters = list(self._model.parameters.values())
+        gradients = [parameter.grad for parameter in parameters]
+        return {"parameters": [*parameters], "gradients": gradients, "optimizer state": [*self._optimizer.collect_state_tensors().values()]}

@@ -1,0 +1,1 @@
+"""Other systems that start a training process."""

@@ -1,0 +1,112 @@
+"""Determined AI trial, if this run is one: its master may request preemption, and receives the metrics.
+
+There is no setting for it: Determined's container brings its own package and the environment variables that identify a trial.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from swarmtrain import distributed_env
+from swarmtrain.errors import TrainingError
+from swarmtrain.protocol import EXIT_PLANNED
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.metrics.sinks.generated_samples import extract_samples
+from swarmtrain.trainer.runtime import Runtime
+
+LOG = logging.getLogger("swarmtrain")
+_POLL_SECONDS, _CLOSE_TIMEOUT_SECONDS = 0.2, 30.0
+"""Seconds between two checks for preemption; seconds to send what is left when the run ends."""
+
+
+class DeterminedTrial:
+    """The trial as rank 0 sees it. On other ranks, and outside a trial, it does nothing."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Join the trial. Collective. Raises TrainingError on every rank if that fails."""
+        self._log_interval, self._total_steps = runtime.config.logger.log_interval, runtime.config.trainer.train_iterations
+        self._context: Any = None
+        self._preemption_requested = self._reporting_failed = False
+        if distributed_env.is_determined_trial(os.environ):
+            collectives.run_on_rank_zero(self._init_context)
+
+    def should_preempt(self) -> bool:
+        """Return whether the master requested preemption."""
+        return self._preemption_requested
+
+    def acknowledge_preemption(self) -> int:
+        """Return the exit code of a graceful exit after everything is saved. Collective.
+
+        If the master requested preemption, it is asked to restart the trial, and the code is 0: any other looks like a failure there.
+        """
+        return (
+            EXIT_PLANNED
+            if not distributed_env.is_determined_trial(os.environ) or not collectives.run_on_rank_zero(self._send_acknowledgment)
+            else 0
+        )
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Report `values`, one of which is `step`: validation losses as validation metrics, and other metrics at logged steps."""
+        if self._context is None or self._reporting_failed or extract_samples(values):
+            return
+        step, metrics = values["step"], {name: value for name, value in values.items() if name != "step" and value is not None}
+        if "validation_loss" in metrics:
+            self._try_reporting(lambda: self._context.train.report_validation_metrics(step, metrics))
+        elif step % self._log_interval == 0 or step == self._total_steps:
+            self._try_reporting(lambda: self._context.train.report_training_metrics(step, metrics))
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._context is not None:
+            self._run_with_timeout(self._context.close)
+
+    def _init_context(self) -> None:
+        try:
+            from determined import core
+        except ImportError:
+            raise TrainingError("determined is not installed", place="Determined trial", hint="pip install determined") from None
+        try:
+            # The ranks agree among themselves, so Determined only needs to know one of them.
+            self._context = core.init(
+                distributed=core.DummyDistributedContext(),
+                preempt_mode=core.PreemptMode.ChiefOnly,
+                tensorboard_mode=core.TensorboardMode.MANUAL,
+            )
+            self._context.start()
+        except Exception as error:  # whatever its client raises
+            raise TrainingError(str(error), place="Determined trial", hint="its master must be reachable from the container") from error
+        threading.Thread(target=self._try_reporting, args=(self._poll_preemption,), daemon=True).start()
+
+    def _poll_preemption(self) -> None:
+        """Wait until the master requests preemption.
+
+        Runs in its own thread, since the first reply of an unreachable master takes minutes.
+        """
+        while not self._context.preempt.should_preempt(auto_ack=False):
+            time.sleep(_POLL_SECONDS)
+        self._preemption_requested = True
+
+    def _send_acknowledgment(self) -> bool:
+        return self._preemption_requested and self._run_with_timeout(self._context.preempt.acknowledge_preemption_signal)
+
+    def _run_with_timeout(self, action: Callable[[], object]) -> bool:
+        """Run `action`, for at most 30 s. Return whether it succeeded."""
+        outcomes: list[bool] = []
+        thread = threading.Thread(target=lambda: outcomes.append(self._try_reporting(action)), daemon=True)
+        thread.start()
+        thread.join(_CLOSE_TIMEOUT_SECONDS)
+        return outcomes == [True]
+
+    def _try_reporting(self, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  # whatever its client raises: training continues
+            LOG.warning("Determined: metrics are no longer reported: %s", error)
+            self._reporting_failed = True
+            return False
+        return True

@@ -1,0 +1,63 @@
+"""Logging of a rank: to its console, filtered by the rank's coordinates and by level, and to a log file per rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from swarmtrain.config import Config
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.schema.logger import LogColor
+from swarmtrain.errors import TrainingError
+
+LOG = logging.getLogger("swarmtrain")
+_LEVEL_COLORS = ((logging.ERROR, "31"), (logging.WARNING, "33"))
+"""Levels, and the terminal's color codes for red and yellow."""
+
+
+def configure_logging(config: Config, rank: int, world_size: int) -> None:
+    """Configure this process's logging as the config says. Raises TrainingError if its log file cannot be written."""
+    logger = config.logger
+    level = logger.log_level.upper()
+    is_selected = logger.log_ranks.has_rank(rank, config.topology.compute_rank_coordinates(rank, world_size))
+    console = logging.StreamHandler(sys.stdout)
+    console.setFormatter(_ColorFormatter("" if rank == 0 else f"[rank {rank}] ", use_color=_should_use_color(logger.log_color)))
+    console.setLevel(level if is_selected else max(logging.WARNING, logging.getLevelName(level)))
+    for handler in LOG.handlers:
+        handler.close()
+    LOG.handlers[:] = [console]
+    if logger.log_file_per_rank:
+        LOG.addHandler(_create_file_handler(config, rank))
+    LOG.propagate = False
+    LOG.setLevel(level)
+
+
+class _ColorFormatter(logging.Formatter):
+    def __init__(self, prefix: str, *, use_color: bool) -> None:
+        super().__init__(f"{prefix}%(message)s")
+        self._use_color = use_color
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        color = next((color for level, color in _LEVEL_COLORS if record.levelno >= level), None)
+        return f"\033[{color}m{line}\033[0m" if self._use_color and color else line
+
+
+def _should_use_color(mode: LogColor) -> bool:
+    if mode is LogColor.auto:
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return mode is LogColor.always
+
+
+def _create_file_handler(config: Config, rank: int) -> logging.Handler:
+    folder = config.logger.log_dir or config.trainer.save_dir or Path()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(folder / f"rank-{rank:04}.log")
+    except OSError as error:
+        hint = "the user that trains needs write access to it"
+        raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.log_dir", hint=hint) from None
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    return handler

@@ -1,0 +1,171 @@
+"""Allocation ledger: every storage that operations allocate and free, by its purpose.
+
+Entries are only appended while a step runs. The purpose of a storage is often known only after its allocation (a tensor becomes a gradient
+once a parameter holds it), so the peak and its breakdown are computed at the end from the whole ledger.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class AllocationKind(StrEnum):
+    """Purpose of an allocation."""
+
+    parameters = "parameters"
+    gradients = "gradients"
+    optimizer_state = "optimizer state"
+    fp64_sums = "sums in fp64"
+    activations = "activations"
+    logits = "logits"
+    backward_gradients = "backward gradients"
+    gathered_parameters = "gathered parameters"
+    pipeline_buffers = "pipeline buffers"
+    optimizer_step = "optimizer step"
+    startup = "start"
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The highest memory use in bytes, and its breakdown."""
+
+    size: int
+    breakdown: Mapping[AllocationKind, int]
+
+
+class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not typed in torch
+    """While entered, records the memory of everything that is computed. Tensors may be fake: reading a scalar returns a placeholder."""
+
+    def __init__(self, *, vocabulary_size: int, has_fp64_sums: bool) -> None:
+        """`vocabulary_size`: vocabulary entries in this rank's logits. `has_fp64_sums`: count float64 tensors as sums."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vocabulary_size, self._has_fp64_sums = vocabulary_size, has_fp64_sums
+        self._phase: AllocationKind | None = AllocationKind.startup
+        self._kinds: list[AllocationKind] = []
+        self._changes: list[tuple[int, int]] = []
+        self._storage_ids: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._storage_refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _make_placeholder_scalar(args[0].dtype)
+        if DTensor in types:
+            return NotImplemented  # the computation on its local shard is dispatched here as well
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
+                self._register_storage(tensor)
+        if func is torch.ops.c10d.recv_.default:
+            self.assign_kind(args[0], AllocationKind.pipeline_buffers)
+        return out
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Record operations and storage resizes in the body."""
+        original_resize = torch.UntypedStorage.resize_
+
+        @wraps(original_resize)
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original_resize(storage, size)
+            if (storage_id := self._storage_ids.get(storage._cdata)) is not None:
+                self._kinds[storage_id] = AllocationKind.gathered_parameters  # only fully_shard resizes storages
+                self._record_size(storage_id, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # not an operation, so it is not dispatched
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = original_resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def in_phase(self, phase: AllocationKind | None) -> Iterator[None]:
+        """Attribute allocations in the body to `phase`; None: to forward and backward passes."""
+        previous_phase, self._phase = self._phase, phase
+        yield
+        self._phase = previous_phase
+
+    def assign_kind(self, tensors: Iterable[Tensor | None], kind: AllocationKind) -> None:
+        """Record the purpose of `tensors`."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._kinds[self._register_storage(_unwrap_dtensor(tensor))] = kind
+
+    def track_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record gradients of `parameters` as such whenever a backward pass has computed one."""
+        for parameter in (candidate for candidate in parameters if candidate.requires_grad):
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda made: self.assign_kind([made.grad], AllocationKind.gradients)
+            )
+
+    def mark_position(self) -> int:
+        """Return the current position in the ledger."""
+        return len(self._changes)
+
+    def find_peak(self, since: int = 0, until: int | None = None) -> MemoryPeak:
+        """Return the peak between two positions in the ledger."""
+        current, highest, peak_position = 0, -1, 0
+        for position, (_, change) in enumerate(self._changes[:until], 1):
+            current += change
+            if current > highest and position >= since:
+                highest, peak_position = current, position
+        breakdown: Counter[AllocationKind] = Counter()
+        for storage_id, change in self._changes[:peak_position]:
+            breakdown[self._kinds[storage_id]] += change
+        return MemoryPeak(highest, {kind: breakdown[kind] for kind in AllocationKind if breakdown[kind]})
+
+    def _register_storage(self, tensor: Tensor) -> int:
+        """Return the id of the tensor's storage, which is recorded if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storage_ids:
+            storage_id = self._storage_ids[key] = len(self._kinds)
+            self._kinds.append(self._infer_kind(tensor))
+            self._record_size(storage_id, storage.nbytes())
+            self._storage_refs[key] = weakref.ref(storage, lambda _: self._release_storage(key))
+        return self._storage_ids[key]
+
+    def _release_storage(self, key: int) -> None:
+        del self._storage_refs[key]
+        self._record_size(self._storage_ids.pop(key), 0)
+
+    def _record_size(self, storage_id: int, size: int) -> None:
+        previous_size = self._sizes.get(storage_id, 0)
+        self._sizes[storage_id] = size
+        self._changes.append((storage_id, size - previous_size))
+
+    def _infer_kind(self, tensor: Tensor) -> AllocationKind:
+        if self._phase is AllocationKind.startup:
+            return AllocationKind.startup
+        if self._has_fp64_sums and tensor.dtype is torch.float64 and tensor.dim():
+            return AllocationKind.fp64_sums
+        if tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary_size and tensor.is_floating_point():
+            return AllocationKind.logits
+        if self._phase is not None:
+            return self._phase
+        # A layer that is recomputed in the backward pass allocates activations there, with gradients enabled.
+        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        return AllocationKind.backward_gradients if in_backward else AllocationKind.activations
+
+
+def _make_placeholder_scalar(dtype: torch.dtype) -> float | int | bool:
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def _unwrap_dtensor(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

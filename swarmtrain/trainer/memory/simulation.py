@@ -1,0 +1,158 @@
+"""Simulation of one rank's step that moves no data: the real model, optimizer and forward and backward passes, on fake tensors.
+
+The other ranks do not exist either: collectives of the `fake` backend return immediately. So any rank of any world can be simulated on any
+machine, in the memory and time of one process, and it runs the same code that will train.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from swarmtrain.config import Config
+from swarmtrain.config.schema.transformer_architecture import Precision
+from swarmtrain.trainer.data.memory_map import Ids
+from swarmtrain.trainer.data.samples import GlobalBatch, TokenDataset
+from swarmtrain.trainer.data.token_batch import TokenBatch
+from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.memory.allocation_tracker import AllocationKind, AllocationTracker, MemoryPeak
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
+from swarmtrain.trainer.parallel import ParallelModel, mesh, parallelize
+from swarmtrain.trainer.parallel.ddp import DdpModel
+from swarmtrain.trainer.runtime import Runtime
+from swarmtrain.trainer.step import train_step
+
+
+def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[MemoryPeak, MemoryPeak]:
+    """Return the memory peaks of `rank` in a world of `world_size` ranks: during startup, and during steps.
+
+    Raises WorldError if the world size does not fit the config's topology, and whatever torch raises if it cannot do without data.
+    """
+    # The compiler needs real data, and the size of weights is known without reading them.
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": False, "init_from": None})})
+    runtime = Runtime(config, rank, world_size, 0, torch.device("cpu"), run_name="simulation", node="node0", coordinator_address=None)
+    architecture = config.transformer_architecture
+    tracker = AllocationTracker(
+        vocabulary_size=architecture.vocab_size // config.topology.tensor_parallel_size,
+        has_fp64_sums=architecture.precision is Precision.float32,
+    )
+    with _entering_fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), tracker.tracking():
+        model = parallelize(Transformer(architecture, config.trainer.seed), runtime)
+        if isinstance(model.wrapped_model, DdpModel):
+            model.wrapped_model._ddp.reducer = _StaticBucketReducer(model.wrapped_model._ddp.reducer)  # type: ignore[assignment]  # it delegates everything else
+        optimizer = _TrackedOptimizer(model, config, tracker)
+        startup_end = tracker.mark_position()
+        with tracker.in_phase(None):
+            train_step(runtime, model, optimizer, _SyntheticSamples(config), position=0, number=1, stop=StopFlag())
+        return tracker.find_peak(0, startup_end), tracker.find_peak(startup_end)
+
+
+class _TrackedOptimizer(Optimizer):
+    """Optimizer that reports the purpose of its tensors to the ledger."""
+
+    def __init__(self, model: ParallelModel, config: Config, tracker: AllocationTracker) -> None:
+        super().__init__(model, config)
+        self._tracker = tracker
+        tracker.assign_kind([*model.local_model.buffers(), *model.parameters.values()], AllocationKind.parameters)
+        tracker.assign_kind(self.collect_state_tensors().values(), AllocationKind.optimizer_state)
+        tracker.track_gradients(model.local_model.parameters())
+
+    def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
+        self._tracker.assign_kind([parameter.grad for parameter in self.parameters.values()], AllocationKind.gradients)
+        with self._tracker.in_phase(AllocationKind.optimizer_step):
+            return super().prepare_step(number, *extra_scalars)
+
+    def step(self, number: int) -> OptimizerUpdate:
+        with self._tracker.in_phase(AllocationKind.optimizer_step):
+            return super().step(number)
+
+
+class _SyntheticSamples(TokenDataset):
+    """Samples of the right shape, not backed by a file."""
+
+    def __init__(self, config: Config) -> None:
+        architecture = config.transformer_architecture
+        self.sequence_length = architecture.sequence_length
+        self.rows_per_sample = config.data.rows_per_sample
+        self._has_documents = architecture.reset_attention_mask or architecture.reset_position_ids
+
+    def build_batch(self, position: int, count: int) -> GlobalBatch:
+        return GlobalBatch(
+            np.arange(position, position + count), self.count_loss_tokens(range(count)), self.compute_loss_denominator(np.arange(count))
+        )
+
+    def count_loss_tokens(self, ids: Sized) -> int:
+        return self.rows_per_sample * len(ids) * self.sequence_length
+
+    def load(self, ids: Ids) -> TokenBatch:
+        tensors: list[Tensor] = [torch.zeros((self.rows_per_sample * len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
+        return TokenBatch(tensors[0], tensors[1], tensors[2] if self._has_documents else None)
+
+    def prefetch_samples(self, ids: Ids) -> None:
+        """Do nothing: there is no file."""
+
+
+class _StaticBucketReducer:
+    """DDP's reducer without rebuilding of buckets, which would read data that ranks have agreed on."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+@contextmanager
+def _entering_fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Run the body as `rank` of a world of `world_size`, in which no other rank exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            _patching(_with_real_tensors, (mesh, "build_mesh"), *((DeviceMesh, name) for name in _MESH_METHODS)),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+        # DTensor caches layouts by mesh, and confuses equal-looking meshes of different worlds or ranks.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+_MESH_METHODS = "__init__", "__getitem__", "get_coordinate"
+"""Methods in which a mesh computes with tensors whose values it needs."""
+
+
+def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call_with_real_tensors(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return call_with_real_tensors
+
+
+@contextmanager
+def _patching(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *targets: tuple[Any, str]) -> Iterator[None]:
+    originals = [vars(owner).get(name) for owner, name in targets]
+    for owner, name in targets:
+        setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(targets, originals, strict=True):
+            delattr(owner, name) if function is None else setattr(owner, name, function)

@@ -1,0 +1,45 @@
+"""Audit log: what each rank did, on disk, one JSON line per step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO
+
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.step import StepResult
+
+
+class AuditLog:
+    """Log of what one rank of one world did. Each step is on disk before the next step begins."""
+
+    def __init__(self, folder: Path | None, generation: int, rank: int) -> None:
+        """Open this rank's file in `folder`; None: record nothing. Raises TrainingError if that fails."""
+        self._common_fields = {"generation": generation, "rank": rank}
+        self._file: IO[str] | None = None
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"world-{generation:06}-rank-{rank:04}.jsonl").open("a")
+        except OSError as error:
+            hint = "the user that trains needs write access to it"
+            raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.audit_dir", hint=hint) from None
+
+    def write(self, result: StepResult) -> None:
+        """Record the sample ids of this rank in a step, the loss of the whole batch, and whether the step was skipped."""
+        if self._file is None:
+            return
+        values = {"step": result.number, "samples": list(result.sample_ids), "loss": finite_or_none(result.loss)}
+        skipped = {"skipped": True} if result.is_skipped else {}
+        self._file.write(json.dumps({**self._common_fields, **values, **skipped}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return `value`, or None if it is not finite, which JSON cannot represent."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,80 @@
+"""Post events to the coordinator from a thread, so that training never waits for the network.
+
+Only the latest progress event is kept: if the coordinator is slow, older ones are dropped. All other events are kept until posted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.errors import CoordinatorError
+from swarmtrain.protocol import Event
+
+LOG = logging.getLogger("swarmtrain")
+_INTERVAL_SECONDS = 0.5
+"""Seconds between two progress posts."""
+
+
+class EventPoster:
+    """Poster of events to the coordinator at `address` (host:port)."""
+
+    def __init__(self, address: str) -> None:
+        self._coordinator = CoordinatorClient(address)
+        self._queue: deque[Event] = deque()
+        self._latest_progress: Event | None = None
+        self._close_deadline: float | None = None
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._post_until_closed, name="event-poster", daemon=True)
+        self._thread.start()
+
+    def post(self, event: Event) -> None:
+        """Post `event` soon. It is kept until the coordinator has received it."""
+        with self._wake:
+            self._queue.append(event)
+            self._wake.notify()
+
+    def post_progress(self, event: Event) -> None:
+        """Post `event`, unless a newer progress event replaces it first."""
+        with self._wake:
+            self._latest_progress = event
+
+    def close(self, timeout: float) -> None:
+        """Post what is left, for at most `timeout` seconds."""
+        with self._wake:
+            self._close_deadline = time.monotonic() + timeout
+            self._wake.notify()
+        self._thread.join(timeout + self._coordinator.timeout)
+
+    def _post_until_closed(self) -> None:
+        while True:
+            with self._wake:
+                if not self._queue and self._close_deadline is None:
+                    self._wake.wait(_INTERVAL_SECONDS)
+                deadline, latest, self._latest_progress = self._close_deadline, self._latest_progress, None
+                if latest is not None:
+                    self._queue.append(latest)
+            if self._post_all() and deadline is not None:
+                return
+            if deadline is not None and time.monotonic() > deadline:
+                LOG.warning("coordinator %s: not reached, %d events lost", self._coordinator.address, len(self._queue))
+                return
+
+    def _post_all(self) -> bool:
+        while self._queue:
+            try:
+                self._coordinator.post(self._queue[0])
+            except CoordinatorError as error:
+                LOG.debug("%s", error)
+                self._drop_progress()
+                time.sleep(_INTERVAL_SECONDS)
+                return False
+            self._queue.popleft()
+        return True
+
+    def _drop_progress(self) -> None:
+        with self._wake:
+            self._queue = deque(event for event in self._queue if event.kind != "progress")

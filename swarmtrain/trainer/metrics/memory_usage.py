@@ -1,0 +1,25 @@
+"""Memory that this rank uses now, as reported by its device and the operating system. Does not synchronize the device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_RESIDENT_FIELD = 1
+
+
+def read_memory_usage(device: torch.device) -> dict[str, int]:
+    """Return bytes: `host` (resident memory of the process); for a GPU also `allocated`, `reserved`, `peak` (allocated), `total`."""
+    host_memory = {"host": int(Path("/proc/self/statm").read_text().split()[_RESIDENT_FIELD]) * _PAGE_BYTES}
+    if device.type != "cuda":
+        return host_memory
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "peak": torch.cuda.max_memory_allocated(device),
+        "total": torch.cuda.get_device_properties(device).total_memory,
+        **host_memory,
+    }

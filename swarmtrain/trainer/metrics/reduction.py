@@ -1,0 +1,111 @@
+"""Metrics that a rank logs, and their reduction over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.metrics.audit_log import finite_or_none
+
+MetricValues = dict[str, "MetricValue"]
+"""What one rank logs in one step."""
+
+
+class ReductionOp(StrEnum):
+    """Reductions of the values of all ranks that logged one, in rank order."""
+
+    mean = "mean"
+    sum = "sum"
+    min = "min"
+    max = "max"
+    last = "last"
+    cat = "cat"
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """A value of this rank, and how it is reduced over all ranks."""
+
+    value: Any
+    reduction: ReductionOp = ReductionOp.mean
+
+    def copy_to_host(self) -> MetricValue:
+        """Return a copy with plain numbers. Synchronizes with the device if the value is a tensor."""
+        if not isinstance(self.value, Tensor):
+            return self
+        return MetricValue(self.value.flatten().tolist() if self.reduction is ReductionOp.cat else self.value.item(), self.reduction)
+
+
+def expand_metric(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
+    """Yield the metrics that `value` contributes under `name`: several, if it is a metric with several values.
+
+    Does not synchronize the device.
+    A tensor is cloned on its device, since the script may modify it afterwards. A torchmetrics object's `compute` is called on all ranks
+    together.
+    Raises TrainingError if a value is not a number.
+    """
+    reduction = value.reduction if isinstance(value, MetricValue) else ReductionOp.mean
+    raw_value = value.value if isinstance(value, MetricValue) else value
+    if callable(compute := getattr(raw_value, "compute", None)):
+        raw_value = compute()
+    if isinstance(raw_value, Mapping):
+        for key, item in raw_value.items():
+            yield from expand_metric(f"{name}.{key}", MetricValue(item, reduction))
+        return
+    if isinstance(raw_value, Tensor):
+        raw_value = raw_value.detach().clone()
+        if reduction is not ReductionOp.cat and raw_value.numel() != 1:
+            raise _build_metric_error(name, f"is {raw_value.numel()} numbers", "reduce it to one first, or run.cat(...) for all of them")
+    elif reduction is ReductionOp.cat:
+        raw_value = [_to_number(name, each) for each in (raw_value if isinstance(raw_value, Sequence) else [raw_value])]
+    else:
+        raw_value = _to_number(name, raw_value)
+    yield name, MetricValue(raw_value, reduction)
+
+
+def reduce_metrics(metrics_by_rank: Sequence[Mapping[str, MetricValue]]) -> dict[str, Any]:
+    """Return the values of all ranks reduced to one line. A non-finite result becomes None."""
+    values_by_name: dict[str, list[MetricValue]] = {}
+    for rank_metrics in metrics_by_rank:
+        for name, value in rank_metrics.items():
+            values_by_name.setdefault(name, []).append(value)
+    return {
+        name: _replace_non_finite(_REDUCERS[rank_values[0].reduction]([rank_value.value for rank_value in rank_values]))
+        for name, rank_values in values_by_name.items()
+    }
+
+
+_REDUCERS: dict[ReductionOp, Callable[[list[Any]], Any]] = {
+    ReductionOp.mean: lambda values: sum(values) / len(values),
+    ReductionOp.sum: sum,
+    ReductionOp.min: min,
+    ReductionOp.max: max,
+    ReductionOp.last: lambda values: values[-1],
+    ReductionOp.cat: lambda values: [number for part in values for number in part],
+}
+
+
+def _to_number(name: str, value: Any) -> int | float:
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _build_metric_error(
+            name, f"is not a number but {type(value).__name__}", "a number, a tensor of one, or a torchmetrics object"
+        ) from None
+
+
+def _replace_non_finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_replace_non_finite(each) for each in value]
+    return finite_or_none(value) if isinstance(value, float) else value
+
+
+def _build_metric_error(name: str, message: str, hint: str) -> TrainingError:
+    return TrainingError(f"{name} {message}", place="run.log", hint=hint)

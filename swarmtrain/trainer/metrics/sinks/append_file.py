@@ -1,0 +1,84 @@
+"""A file that grows by complete records, on a disk that may be full."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.errors import TrainingError
+
+LOG = logging.getLogger("swarmtrain")
+
+
+class AppendFile:
+    """File of appended records, each of which is written completely or not at all."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        """Create the file with `content`. Raises TrainingError.
+
+        It is created by rename, so that a world that was cut off keeps writing to an unlinked file.
+        """
+        self.path = path
+        self._has_warned = False
+        self._fd = self._size = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._create_file(content)
+        except OSError as error:
+            hint = "the user that trains needs write access to it"
+            raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.log_dir", hint=hint) from None
+
+    @property
+    def size(self) -> int:
+        """Size in bytes of what has been written completely."""
+        return self._size
+
+    def append(self, data: bytes, offset: int | None = None) -> bool:
+        """Append `data`; with `offset`, replace everything from there. Return whether it was written.
+
+        A disk that refuses writes is reported once, and training continues.
+        """
+        offset = self._size if offset is None else offset
+        try:
+            os.ftruncate(self._fd, offset)
+            self._size = offset
+            if os.pwrite(self._fd, data, offset) < len(data):
+                os.ftruncate(self._fd, offset)
+                return self._warn_once("no space is left")
+        except OSError as error:
+            return self._warn_once(describe_os_error(error))
+        self._size = offset + len(data)
+        return True
+
+    def replace_content(self, content: bytes) -> bool:
+        """Replace the file's content. Return whether that succeeded; if not, the file is unchanged."""
+        previous_fd = self._fd
+        try:
+            self._create_file(content)
+        except OSError as error:
+            return self._warn_once(describe_os_error(error))
+        os.close(previous_fd)
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _create_file(self, content: bytes) -> None:
+        staging = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            staging.write_bytes(content)
+            fd = os.open(staging, os.O_RDWR)
+            staging.replace(self.path)
+        except OSError:
+            staging.unlink(missing_ok=True)
+            raise
+        self._fd, self._size = fd, len(content)
+
+    def _warn_once(self, message: str) -> bool:
+        if not self._has_warned:
+            LOG.warning("%s: no more metrics while it cannot be written: %s", self.path, message)
+        self._has_warned = True
+        return False

@@ -1,0 +1,84 @@
+"""`metrics.jsonl`: one JSON line per step, no matter how often the run was interrupted. Also other line files with a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.metrics.sinks.append_file import AppendFile
+from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Metrics written by a run, for other programs and for the run's own next world."""
+
+    def __init__(self, folder: Path, resumed_step: int, name: str = FILE_NAME) -> None:
+        """Open the file `name` in `folder`, and drop what an earlier world wrote after `resumed_step`. Raises TrainingError."""
+        retained = [
+            (line, values)
+            for line in _read_lines_or_raise(folder / name)
+            if (values := _parse_line(line)) and values["step"] <= resumed_step
+        ]
+        self._file = AppendFile(folder / name, "".join(line for line, _ in retained).encode())
+        self.history = ResumeHistory(resumed_step, [values for _, values in retained])
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append one line. A disk that refuses writes is reported once, and training continues."""
+        self._file.append((json.dumps(values) + "\n").encode())
+
+    @property
+    def path(self) -> Path:
+        """Path of the file."""
+        return self._file.path
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_last_step(folder: Path) -> int:
+    """Return the last step in `metrics.jsonl` in `folder`; 0 if there is none. Raises TrainingError."""
+    return max((values["step"] for line in _read_lines_or_raise(folder / FILE_NAME) if (values := _parse_line(line))), default=0)
+
+
+def append_missing_step(folder: Path, step: int, values: dict[str, Any]) -> None:
+    """Append the line of `step` to `metrics.jsonl` in `folder` if it is the next one: the writer died before it wrote it.
+
+    Raises OSError.
+    """
+    path = folder / FILE_NAME
+    lines = _read_lines(path)
+    complete = [each for line in lines if (each := _parse_line(line)) and each["step"] <= step]
+    if complete and complete[-1]["step"] == step - 1:
+        separator = "" if lines[-1].endswith("\n") else "\n"
+        with path.open("a") as file:
+            file.write(separator + json.dumps({"step": step, **values}) + "\n")
+
+
+def _read_lines_or_raise(path: Path) -> list[str]:
+    try:
+        return _read_lines(path)
+    except OSError as error:
+        hint = "the user that trains must be able to read it"
+        raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.log_dir", hint=hint) from None
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def _parse_line(line: str) -> dict[str, Any] | None:
+    """Return the values of a line, or None if it is incomplete or invalid."""
+    try:
+        values = json.loads(line)
+        return {**values, "step": int(values["step"])} if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None

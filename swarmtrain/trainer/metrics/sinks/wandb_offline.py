@@ -1,0 +1,56 @@
+"""The files that W&B's client writes when offline, one per world, which `wandb sync` sends one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_BLOCK_BYTES, _HEADER_BYTES = 1 << 15, 7
+"""Bytes of a block and of a record header, in LevelDB's log format."""
+
+
+def truncate_offline_files(folder: Path, run: str, step: int) -> int | None:
+    """Truncate the offline files of `run` in `folder` before `step`: everything from there on is recomputed and logged again.
+
+    Return the last step left, -1 if there is none; None if there are no files. Raises whatever W&B's own reader raises.
+    """
+    last_step = None
+    for path in sorted(folder.glob(f"offline-run-*-{run}/run-{run}.wandb")):
+        end, file_last_step = _find_truncation_point(path, step)
+        last_step = max(file_last_step, -1 if last_step is None else last_step)
+        staging = path.with_name(f".{path.name}")
+        with path.open("rb") as file:
+            staging.write_bytes(file.read(end) + bytes(_compute_padding(end)))
+        # By rename: the process that W&B starts next to a rank may outlive it, and keep writing to an unlinked file.
+        staging.replace(path)
+    return last_step
+
+
+def _compute_padding(end: int) -> int:
+    """Return the number of zero bytes that a W&B file has after byte `end`: the rest of a block that is too small for a record header."""
+    remaining = -end % _BLOCK_BYTES
+    return remaining if remaining < _HEADER_BYTES else 0
+
+
+def _find_truncation_point(path: Path, step: int) -> tuple[int, int]:
+    """Return the byte offset at which the file reaches `step` or a later one, becomes corrupt, or ends; and the last step before it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store: Any = DataStore()  # its methods are not typed
+    store.open_for_scan(str(path))
+    last_step = -1
+    try:
+        while True:
+            offset: int = store.get_offset()
+            try:
+                data = store.scan_data()
+            except AssertionError:  # that reader's way to report a corrupt record
+                return offset, last_step
+            record = Record.FromString(data or b"")
+            if data is None or (record.HasField("history") and record.history.step.num >= step):
+                return offset, last_step
+            if record.HasField("history"):
+                last_step = record.history.step.num
+    finally:
+        store.close()

@@ -1,0 +1,202 @@
+"""Statistics of a sharded tensor: columns of each shard, how two rows of columns are merged, and the statistics that follow from them.
+
+Moments are central and merged by the formulas of Chan et al. (1979) and Pébay (2008), since raw moments would suffer cancellation for
+values that hardly differ, such as norm weights. Quantiles come from a histogram of values rounded to bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmtrain.config.schema.tensor_statistics import Statistic
+
+(
+    FINITE_COUNT,
+    MEAN,
+    M2,
+    M3,
+    M4,
+    COUNT,
+    ABS_SUM,
+    ZEROS,
+    UNDERFLOWS,
+    OVERFLOWS,
+    UNDERFLOWS_E4M3,
+    UNDERFLOWS_E5M2,
+    POSITIVE_INFS,
+    NEGATIVE_INFS,
+    NANS,
+    MAX,
+    NEGATED_MIN,
+    NEGATED_ABS_MIN,
+) = range(18)
+"""Columns. Those from COUNT on are sums; those from MAX on are maxima: of the values, of the negated values, and of the negated magnitudes.
+"""
+COLUMN_COUNT = 18
+BIN_COUNT = 1 << 16
+_CHUNK_SIZE = 1 << 22
+"""Values processed at a time: in fp64 they take 8 bytes each."""
+_E4M3_UNDERFLOW_LIMIT, _E5M2_UNDERFLOW_LIMIT = 2.0**-10, 2.0**-17
+"""Values of at most this magnitude round to zero: half of the smallest subnormal."""
+_QUANTILE_STATISTICS = {Statistic.median, Statistic.abs_median, Statistic.max_sparsity}
+
+
+def needs_histogram(statistics: Collection[Statistic]) -> bool:
+    """Return whether any of `statistics` needs the histogram."""
+    return any(statistic in _QUANTILE_STATISTICS or "quantile" in statistic for statistic in statistics)
+
+
+def create_empty_columns(device: torch.device | None = None) -> Tensor:
+    """Return the columns of an empty tensor."""
+    row = torch.zeros(COLUMN_COUNT, dtype=torch.float64, device=device)
+    row[MAX:] = -math.inf
+    return row
+
+
+def compute_columns(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the columns of `tensor`. `dtype`: what its values are rounded to when they are used."""
+    row = create_empty_columns(tensor.device)
+    for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK_SIZE):
+        row = merge_columns(row, _compute_chunk_columns(chunk, dtype)) if len(chunk) else row
+    return row
+
+
+def compute_histogram(tensor: Tensor) -> Tensor:
+    """Return, for each bfloat16 by its bits, how many finite values of `tensor` round to it."""
+    histogram = torch.zeros(BIN_COUNT, dtype=torch.int64, device=tensor.device)
+    for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK_SIZE):
+        bits = chunk.to(torch.bfloat16).view(torch.int16).int() & (BIN_COUNT - 1)
+        histogram += torch.bincount(torch.where(chunk.isfinite(), bits, BIN_COUNT), minlength=BIN_COUNT + 1)[:BIN_COUNT]
+    return histogram
+
+
+def merge_columns(first: Tensor, second: Tensor) -> Tensor:
+    """Return the merged columns of two shards, or row by row of several."""
+    total = first + second
+    total[..., MAX:] = torch.maximum(first[..., MAX:], second[..., MAX:])
+    m, n = first[..., FINITE_COUNT], second[..., FINITE_COUNT]
+    count = torch.clamp(m + n, min=1.0)
+    delta = second[..., MEAN] - first[..., MEAN]
+    total[..., MEAN] = (m * first[..., MEAN] + n * second[..., MEAN]) / count
+    total[..., M2] += delta**2 * m * n / count
+    total[..., M3] += delta**3 * m * n * (m - n) / count**2 + 3 * delta * (m * second[..., M2] - n * first[..., M2]) / count
+    total[..., M4] += (
+        delta**4 * m * n * (m**2 - m * n + n**2) / count**3
+        + 6 * delta**2 * (m**2 * second[..., M2] + n**2 * first[..., M2]) / count**2
+        + 4 * delta * (m * second[..., M3] - n * first[..., M3]) / count
+    )
+    return total
+
+
+def compute_statistics(row: Tensor, statistics: Collection[Statistic], histogram: Tensor | None = None) -> dict[str, Any]:
+    """Return `statistics` of the columns `row`, by name. `histogram` is required if any of them needs it.
+
+    A statistic that does not exist is None.
+    """
+    available = _compute_moment_statistics(row.tolist()) | (_compute_quantile_statistics(row, histogram) if histogram is not None else {})
+    selected = {str(statistic): available[statistic] for statistic in statistics}
+    return {name: value if math.isfinite(value) else None for name, value in selected.items()}
+
+
+def _compute_chunk_columns(chunk: Tensor, dtype: torch.dtype) -> Tensor:
+    finite, cast = chunk.isfinite(), chunk.to(dtype)
+    float64_values = torch.where(finite, chunk, 0).double()
+    magnitude, number = float64_values.abs(), torch.clamp(finite.sum(), min=1)
+    mean = float64_values.sum() / number
+    central = torch.where(finite, float64_values - mean, 0)
+    square, nonzero = central.square(), chunk != 0
+    columns = {
+        FINITE_COUNT: finite.sum(),
+        MEAN: mean,
+        M2: square.sum(),
+        M3: (square * central).sum(),
+        M4: square.square().sum(),
+        COUNT: torch.tensor(len(chunk), device=chunk.device),
+        ABS_SUM: magnitude.sum(),
+        ZEROS: (~nonzero).sum(),
+        UNDERFLOWS: (nonzero & (cast == 0)).sum(),
+        OVERFLOWS: (finite & cast.isinf()).sum(),
+        UNDERFLOWS_E4M3: (finite & nonzero & (magnitude <= _E4M3_UNDERFLOW_LIMIT)).sum(),
+        UNDERFLOWS_E5M2: (finite & nonzero & (magnitude <= _E5M2_UNDERFLOW_LIMIT)).sum(),
+        POSITIVE_INFS: chunk.isposinf().sum(),
+        NEGATIVE_INFS: chunk.isneginf().sum(),
+        NANS: chunk.isnan().sum(),
+        MAX: torch.where(finite, float64_values, -math.inf).max(),
+        NEGATED_MIN: -torch.where(finite, float64_values, math.inf).min(),
+        NEGATED_ABS_MIN: -torch.where(finite, magnitude, math.inf).min(),
+    }
+    return torch.stack([columns[number].double() for number in range(COLUMN_COUNT)])
+
+
+def _compute_moment_statistics(row: list[float]) -> dict[Statistic, float]:
+    n, count = max(1.0, row[FINITE_COUNT]), max(1.0, row[COUNT])
+    squares = row[M2] + n * row[MEAN] ** 2
+    std, variance = math.sqrt(row[M2] / max(1.0, n - 1)), row[M2] / n
+    norm = math.sqrt(squares)
+    return {
+        Statistic.l1: row[ABS_SUM] / n,
+        Statistic.mean: row[MEAN],
+        Statistic.std: std,
+        Statistic.skew: row[M3] / n / std**3 if std else math.nan,
+        Statistic.kurtosis: row[M4] / n / variance**2 - 3 if variance else math.nan,
+        Statistic.norm: norm,
+        Statistic.max: row[MAX],
+        Statistic.min: -row[NEGATED_MIN],
+        Statistic.abs_std: math.sqrt(max(0.0, squares - row[ABS_SUM] ** 2 / n) / max(1.0, n - 1)),
+        Statistic.abs_max: max(row[MAX], row[NEGATED_MIN]),
+        Statistic.abs_min: -row[NEGATED_ABS_MIN],
+        Statistic.pct_zero: row[ZEROS] / count,
+        Statistic.pct_underflow: row[UNDERFLOWS] / count,
+        Statistic.pct_overflow: row[OVERFLOWS] / count,
+        Statistic.pct_underflow_e4m3: row[UNDERFLOWS_E4M3] / count,
+        Statistic.pct_underflow_e5m2: row[UNDERFLOWS_E5M2] / count,
+        Statistic.pct_posinf: row[POSITIVE_INFS] / count,
+        Statistic.pct_neginf: row[NEGATIVE_INFS] / count,
+        Statistic.pct_nan: row[NANS] / count,
+        Statistic.non_finite: int(row[COUNT] - row[FINITE_COUNT]),
+        Statistic.norm_sparsity: math.sqrt(n) * norm / row[ABS_SUM] if row[ABS_SUM] else math.nan,
+    }
+
+
+def _compute_quantile_statistics(row: Tensor, histogram: Tensor) -> dict[Statistic, float]:
+    sorted_bits, sorted_abs_bits = _sort_bfloat16_bits()
+    counts_by_value, counts_by_magnitude = histogram[sorted_bits], (histogram + histogram.roll(BIN_COUNT // 2))[sorted_abs_bits]
+    statistics = {
+        Statistic.median: _compute_quantile(sorted_bits, counts_by_value, 0.5),
+        Statistic.abs_median: _compute_quantile(sorted_abs_bits, counts_by_magnitude, 0.5),
+    }
+    for percent in (1, 10, 25, 75, 90, 99):
+        statistics[Statistic(f"quantile_{percent}")] = _compute_quantile(sorted_bits, counts_by_value, percent / 100)
+        statistics[Statistic(f"abs_quantile_{percent}")] = _compute_quantile(sorted_abs_bits, counts_by_magnitude, percent / 100)
+    abs_median, abs_max = statistics[Statistic.abs_median], float(torch.maximum(row[MAX], row[NEGATED_MIN]))
+    statistics[Statistic.max_sparsity] = (abs_max - abs_median) / abs_median if abs_median else math.nan
+    return statistics
+
+
+def _compute_quantile(sorted_bits: Tensor, bin_counts: Tensor, fraction: float) -> float:
+    """Return the quantile at `fraction` of the values with these `sorted_bits` (ascending), each of which occurs `bin_counts` times."""
+    cumulative_counts = bin_counts.cumsum(0)
+    if not int(cumulative_counts[-1]):
+        return math.nan
+    position = math.floor(fraction * (int(cumulative_counts[-1]) - 1))
+    return float(_decode_bfloat16(sorted_bits[torch.searchsorted(cumulative_counts, position, right=True)]))
+
+
+def _decode_bfloat16(bits: Tensor) -> Tensor:
+    return torch.where(bits < BIN_COUNT // 2, bits, bits - BIN_COUNT).to(torch.int16).view(torch.bfloat16)
+
+
+@cache
+def _sort_bfloat16_bits() -> tuple[Tensor, Tensor]:
+    """Return the bits of every finite bfloat16 in ascending order, and of the non-negative ones only."""
+    bits = torch.arange(BIN_COUNT)
+    numbers = _decode_bfloat16(bits).float()
+    bits = bits[numbers.isfinite()]
+    order = numbers[bits].argsort(stable=True)
+    return bits[order], bits[bits < BIN_COUNT // 2]

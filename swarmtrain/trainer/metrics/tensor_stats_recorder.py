@@ -1,0 +1,151 @@
+"""Statistics of weights, activations and gradients every few steps, as `tensor-statistics.jsonl`: one line per tensor.
+
+They are statistics of full tensors, however sharded: each shard is counted by one of the ranks that hold it. For an activation all micro
+batches of the step count, on every rank; if ranks that share a layer hold the same activation, it counts once per rank.
+The recorder changes no values, and does nothing between recorded steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from functools import partial, reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from swarmtrain.config.schema.tensor_statistics import Statistic, TensorKind
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.forward_backward import LOW_PRECISION_DTYPES
+from swarmtrain.trainer.metrics import tensor_stats
+from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+
+TensorKey = tuple[TensorKind, str]
+
+
+class TensorStatsRecorder:
+    """Recorder of the tensors of this rank's part of a model. Does nothing if the config does not enable it."""
+
+    def __init__(self, runtime: Runtime, model: ParallelModel, resumed_step: int) -> None:
+        """Create the recorder of a run resumed from `resumed_step`. Collective. Raises TrainingError if the file cannot be created."""
+        self._config = config = runtime.config.trainer.tensor_statistics_recorder_config
+        if config is None:
+            return
+        self._model, self._is_first_replica = model, model.mesh.device_mesh.get_local_rank("replica") == 0
+        self._compute_dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision, torch.float32)
+        self._file = MetricsFile(runtime.output_folder, resumed_step, "tensor-statistics.jsonl") if runtime.is_rank_zero else None
+        self._modules = {name: module for name, module in model.local_model.named_modules() if self._is_watched(name, module)}
+        self._statistics_by_key: dict[TensorKey, tuple[Statistic, ...]] = {}
+        self._module_types = {
+            name: kind for rank_types in collectives.all_gather_objects(self._list_module_types()) for name, kind in rank_types.items()
+        }
+        for kind in config.kinds:
+            for name in (
+                self._module_types
+                if "activation" in kind
+                else model.trained_names
+                if kind is TensorKind.gradients
+                else model.parameter_names
+            ):
+                if statistics := self._find_statistics(name):
+                    self._statistics_by_key[kind, name] = statistics
+        self._recorded_step: int | None = None
+        self._hooks: list[Any] = []
+
+    def before_step(self, number: int) -> None:
+        """If step `number` is to be recorded, record the weights, and from now on the outputs of modules."""
+        if self._config is None or number % self._config.interval:
+            return
+        self._recorded_step = number
+        self._columns_by_key: dict[TensorKey, Tensor] = {}
+        self._histograms: dict[TensorKey, Tensor] = defaultdict(lambda: torch.zeros(tensor_stats.BIN_COUNT, dtype=torch.int64))
+        for name, parameter in self._model.parameters.items():
+            self._add_shard(TensorKind.weights, name, parameter)
+        if any("activation" in kind for kind in self._config.kinds):
+            for name, module in self._modules.items():
+                self._hooks.append(module.register_forward_hook(partial(self._record_activation, name)))
+
+    def after_backward(self) -> None:
+        """Record the gradients, which are reduced and not yet clipped, and write all statistics. Collective."""
+        if self._config is None or self._recorded_step is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for name, parameter in self._model.parameters.items():
+            if parameter.grad is not None:
+                self._add_shard(TensorKind.gradients, name, parameter.grad)
+        columns_by_rank = collectives.gather_to_rank_zero(
+            torch.stack([self._columns_by_key.get(key, tensor_stats.create_empty_columns()).cpu() for key in self._statistics_by_key])
+        )
+        rows = reduce(tensor_stats.merge_columns, columns_by_rank) if columns_by_rank else torch.empty(len(self._statistics_by_key), 0)
+        for row, (key, statistics) in zip(rows, self._statistics_by_key.items(), strict=True):
+            histogram = None
+            if tensor_stats.needs_histogram(statistics):
+                histogram = self._histograms[key].cpu()
+                dist.reduce(histogram, 0)
+            if self._file and row[tensor_stats.COUNT]:
+                self._file.write(self._build_line(key, row, tensor_stats.compute_statistics(row, statistics, histogram)))
+        self._recorded_step = None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._config and self._file:
+            self._file.close()
+
+    def _build_line(self, key: TensorKey, row: Tensor, statistics: dict[str, Any]) -> dict[str, Any]:
+        kind, name = key
+        line: dict[str, Any] = {"step": self._recorded_step, "name": name, "kind": str(kind)}
+        if self._config and self._config.include_module_type:
+            line["type"] = self._module_types[name if name in self._module_types else name.rpartition(".")[0]]
+        return {**line, "count": int(row[tensor_stats.COUNT]), **statistics}
+
+    def _record_activation(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Record the output of a module. What a backward pass recomputes has been recorded already."""
+        if not isinstance(output, Tensor) or not output.is_floating_point() or torch._C._current_graph_task_id() != -1:
+            return
+        self._accumulate_tensor(TensorKind.activations, name, output)
+        if output.requires_grad and (TensorKind.activation_gradients, name) in self._statistics_by_key:
+            output.register_hook(partial(self._record_activation_gradient, name))  # type: ignore[no-untyped-call]  # not typed in torch
+
+    def _record_activation_gradient(self, name: str, gradient: Tensor) -> None:
+        self._accumulate_tensor(TensorKind.activation_gradients, name, gradient)
+
+    def _add_shard(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
+        if self._is_first_replica and self._model.shard_layout.is_primary_copy(name):
+            self._accumulate_tensor(kind, name, tensor)
+
+    @torch.no_grad()
+    def _accumulate_tensor(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
+        key = kind, name
+        if key not in self._statistics_by_key:
+            return
+        local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        row = tensor_stats.compute_columns(local_tensor, self._compute_dtype)
+        self._columns_by_key[key] = tensor_stats.merge_columns(self._columns_by_key[key], row) if key in self._columns_by_key else row
+        if tensor_stats.needs_histogram(self._statistics_by_key[key]):
+            self._histograms[key] += tensor_stats.compute_histogram(local_tensor).cpu()
+
+    def _find_statistics(self, name: str) -> tuple[Statistic, ...]:
+        """Return the statistics configured for a module, or for a parameter by its own name or its module's."""
+        names = (name, name.rpartition(".")[0])
+        pairs = self._config.statistics if self._config else ()
+        return next((statistics for pattern, statistics in pairs if any(fnmatchcase(each, pattern) for each in names)), ())
+
+    def _list_module_types(self) -> dict[str, str]:
+        return {name: _get_module_type(module) for name, module in self._modules.items()}
+
+    def _is_watched(self, name: str, module: nn.Module) -> bool:
+        """Return whether a module exists in the unsharded model and holds parameters on this rank."""
+        return bool(name) and "parametrizations" not in name and next(module.parameters(), None) is not None
+
+
+def _get_module_type(module: nn.Module) -> str:
+    """Return a module's class name, without the prefixes that sharding and parametrization add."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP").removeprefix("Parametrized")

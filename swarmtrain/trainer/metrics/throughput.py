@@ -1,0 +1,32 @@
+"""Tokens per second and estimated time left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+_WINDOW_STEPS = 50
+
+
+class Throughput:
+    """Moving average over the last steps, including evaluations and checkpoints between them."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_WINDOW_STEPS + 1)
+
+    def record_step(self, tokens: int) -> None:
+        """Record that a step with `tokens` tokens is done."""
+        self._marks.append((time.monotonic(), self._marks[-1][1] + tokens))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second, all ranks together."""
+        return (self._marks[-1][1] - self._marks[0][1]) / self._seconds
+
+    def estimate_seconds_left(self, steps_left: int) -> float:
+        """Return the estimated seconds that `steps_left` steps take."""
+        return steps_left * self._seconds / max(1, len(self._marks) - 1)
+
+    @property
+    def _seconds(self) -> float:
+        return max(1e-9, self._marks[-1][0] - self._marks[0][0])

@@ -1,0 +1,49 @@
+"""A head that computes one vector per text; texts are compared by the cosine similarity of their vectors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from swarmtrain.config.schema.transformer_architecture import EmbeddingHeadConfig, Pooling, TransformerArchitectureConfig
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+
+
+class EmbeddingHead(nn.Module):
+    """Pools the hidden states of a text's tokens.
+
+    The position-weighted mean is that of SGPT (Muennighoff 2022, arXiv 2202.08904): under causal attention the first tokens have attended
+    to little of the text.
+    """
+
+    def __init__(self, architecture: TransformerArchitectureConfig, config: EmbeddingHeadConfig) -> None:
+        super().__init__()
+        self._pooling = config.pooling
+        widths = architecture.hidden_size, *config.proj_layers
+        self.projections = nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in pairwise(widths))
+
+    def forward(self, hidden: Tensor, *, targets: Tensor) -> Tensor:
+        """Return vectors (texts, dimensions) of length one, in float32 or higher.
+
+        `hidden` (texts, sequence, hidden size); `targets` (texts, sequence): tokens whose target is IGNORE_INDEX do not count.
+        """
+        hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+            vectors = (self._compute_weights(targets, hidden.dtype)[:, None] @ hidden).squeeze(1)
+            for number, projection in enumerate(self.projections):
+                vectors = projection(functional.gelu(vectors) if number else vectors)
+            return functional.normalize(vectors, dim=-1)
+
+    def _compute_weights(self, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight of each token. The weights of a text sum to one, or to zero if none of its tokens counts."""
+        valid = targets != IGNORE_INDEX
+        positions = torch.arange(1, targets.shape[1] + 1, device=targets.device)
+        if self._pooling is Pooling.last_token:
+            return (valid & (positions == (positions * valid).amax(1, keepdim=True))).to(dtype)
+        weights = (valid * (positions if self._pooling is Pooling.weighted_mean else 1)).to(dtype)
+        return weights / weights.sum(1, keepdim=True).clamp_min(1)

@@ -1,0 +1,66 @@
+"""Initial parameter values, independent of how the model is divided.
+
+Each parameter is drawn from a generator seeded by (seed, its name), so its values depend neither on the order in which modules are created
+nor on the topology. A rank that keeps a shard draws the full parameter, one at a time, and takes its shard: no rank ever holds a model that
+is too large for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.model.peft import is_added_parameter
+from swarmtrain.trainer.runtime import derive_seed
+
+_INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class ParameterInitializer:
+    """Computes the initial values of the parameters of `architecture`.
+
+    Matrices are normal, with standard deviation one under u-muP; norms are one, biases zero. Added parameters are normal
+    too, except the second matrix of LoRA and of adapters, which is zero.
+    """
+
+    architecture: TransformerArchitectureConfig
+    seed: int
+
+    def __call__(self, name: str, size: torch.Size) -> Tensor:
+        """Return the full parameter `name` of this size, in float32 on the CPU."""
+        if len(size) < 2:
+            return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
+        if is_added_parameter(name) and name.endswith((".b.weight", ".up_projection.weight")):
+            return torch.zeros(size)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, name))
+        if is_added_parameter(name):
+            return torch.empty(size).normal_(0, (3 * size[1]) ** -0.5, generator=generator)
+        if self.architecture.umup.enable:
+            return torch.empty(size).normal_(generator=generator)
+        writes_to_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        # Each block adds twice to the residual stream; with this scale its variance does not grow with depth (GPT-2).
+        std = _INIT_STD / (2 * self.architecture.num_layers) ** 0.5 if writes_to_residual else _INIT_STD
+        return torch.empty(size).normal_(0, std, generator=generator)
+
+
+def materialize_parameters(
+    module: nn.Module, names: Mapping[nn.Parameter, str], value: Callable[[str], Tensor], device: torch.device
+) -> None:
+    """Give the meta parameters of `module` their values, `value(name)`, and move it to `device`.
+
+    `names` contains at least these parameters. Modules that share a parameter still share it afterwards.
+    """
+    materialized: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for key, parameter in list(owner._parameters.items()):
+            if parameter is not None and parameter.device.type == "meta":
+                if parameter not in materialized:
+                    materialized[parameter] = nn.Parameter(value(names[parameter]).to(device), requires_grad=parameter.requires_grad)
+                setattr(owner, key, materialized[parameter])
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, key, buffer.to(device))

@@ -1,0 +1,20 @@
+"""Learned position embeddings (Radford et al. 2019): one vector per position in the sample, added to the token embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+
+
+class LearnedPositions(nn.Module):
+    """The vectors of all positions."""
+
+    def __init__(self, architecture: TransformerArchitectureConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(architecture.sequence_length, architecture.hidden_size))
+
+    def forward(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
+        """Return `hidden` (batch, sequence, dimension) plus the vectors of `positions`, (sequence) or (batch, sequence)."""
+        return hidden + self.weight[positions]

@@ -1,0 +1,24 @@
+"""Parameters added to a model for fine-tuning, recognized by their names: LoRA, adapters, and projections of an embedding head.
+
+LoRA and adapters initially leave the model's output unchanged. If a model has them, they alone are trained, unless
+trainer.finetunable_parameters selects others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LORA_KEY, ADAPTER_KEY = ".lora.", ".adapter."
+_PROJECTION_HEAD_PREFIX = "head.projections."
+
+
+def zero_second_half(values: Tensor) -> Tensor:
+    """Return `values` (samples, …) with the second half of the samples replaced by zeros."""
+    half = len(values) // 2
+    return torch.cat((values[:half], torch.zeros_like(values[half:])))
+
+
+def is_added_parameter(name: str) -> bool:
+    """Return whether the parameter `name` is added for fine-tuning rather than one of the model's own."""
+    return LORA_KEY in name or ADAPTER_KEY in name or name.startswith(_PROJECTION_HEAD_PREFIX)

@@ -1,0 +1,42 @@
+"""Learning rates as pure functions of the step: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+
+from swarmtrain.config.schema.learning_rate_scheduler import DecayStyle, LearningRateSchedulerConfig
+
+
+def compute_learning_rate(schedule: LearningRateSchedulerConfig, step: int, total_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (the first is 1) in a run of `total_steps`.
+
+    0 during the delay; then linear warm-up to `learning_rate`, reached on the last warm-up step; then decay to `learning_rate_minimum`,
+    reached on step `learning_rate_decay_iters` (default: `total_steps`), and constant from there on. With warmup_stable_decay the rate
+    stays at `learning_rate` until the last `learning_rate_decay_steps` (default: a fifth) of these steps.
+    """
+    highest, lowest = schedule.learning_rate, schedule.learning_rate_minimum
+    steps_since_delay = step - schedule.learning_rate_warmup_delay_steps
+    if steps_since_delay <= 0:
+        return 0.0
+    if steps_since_delay < schedule.learning_rate_warmup_steps:
+        return highest * steps_since_delay / schedule.learning_rate_warmup_steps
+    if schedule.learning_rate_decay_style is DecayStyle.constant:
+        return highest
+    end = total_steps if schedule.learning_rate_decay_iters is None else schedule.learning_rate_decay_iters
+    start = _find_decay_start(schedule, end)
+    if step >= end:
+        return lowest
+    if step <= start:
+        return highest
+    progress = (step - start) / (end - start)
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if schedule.learning_rate_decay_style is DecayStyle.cosine else 1 - progress
+    return lowest + (highest - lowest) * remaining
+
+
+def _find_decay_start(schedule: LearningRateSchedulerConfig, end: int) -> int:
+    """Return the last step at the highest rate, if the decay ends on step `end`."""
+    warmup_end = schedule.learning_rate_warmup_delay_steps + schedule.learning_rate_warmup_steps
+    if schedule.learning_rate_decay_style is not DecayStyle.warmup_stable_decay:
+        return warmup_end
+    decay_steps = end // 5 if schedule.learning_rate_decay_steps is None else schedule.learning_rate_decay_steps
+    return max(warmup_end, end - decay_steps)

@@ -1,0 +1,101 @@
+"""Training groups: which parameter is trained with which settings. Every parameter is in exactly one group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swarmtrain.config import Config
+from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
+from swarmtrain.config.schema.optimizer import OptimizerMethod
+from swarmtrain.config.schema.training_groups import TrainingGroupConfig
+from swarmtrain.errors import TrainingError
+
+_MAX_SHOWN_NAMES = 5
+_MATRIX_DIMENSIONS = 2
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters, by name, that share weight decay and schedule."""
+
+    name: str
+    parameter_names: tuple[str, ...]
+    method: OptimizerMethod | None
+    """The group's method; None: what `choose_method` selects."""
+    weight_decay: float
+    """A step multiplies parameters by 1 - learning rate x weight decay."""
+    schedule: LearningRateSchedulerConfig
+    independent_weight_decay: bool = False
+    """Whether weight decay is the same at every learning rate."""
+
+
+def build_parameter_groups(names: Sequence[str], config: Config) -> list[ParameterGroup]:
+    """Partition the parameters `names` into the config's groups; without any, into one group with the default weight decay.
+
+    Raises TrainingError for a group that matches nothing, and for parameters in several groups or in none, naming them.
+    """
+    group_configs = config.training_groups or (TrainingGroupConfig(group_name="all"),)
+    groups = [
+        ParameterGroup(
+            group.group_name,
+            tuple(name for name in names if _matches_group(group, name)),
+            group.method,
+            _compute_weight_decay(group, schedule),
+            schedule,
+            group.independent_weight_decay,
+        )
+        for group in group_configs
+        for schedule in (group.learning_rate_scheduler or config.learning_rate_scheduler,)
+    ]
+    groups_by_name = {name: [group.name for group in groups if name in group.parameter_names] for name in names}
+    if empty := [group.name for group in groups if not group.parameter_names]:
+        raise _build_group_error(f"no parameter is in {_format_names(empty)}", names)
+    if duplicated := {name: group_names for name, group_names in groups_by_name.items() if len(group_names) > 1}:
+        name, group_names = next(iter(duplicated.items()))
+        raise _build_group_error(f"{_format_names(duplicated)}: in more than one group ({name} in {' and '.join(group_names)})", names)
+    if ungrouped := [name for name, group_names in groups_by_name.items() if not group_names]:
+        raise _build_group_error(f"{_format_names(ungrouped)}: in no group", names)
+    return groups
+
+
+def _compute_weight_decay(group: TrainingGroupConfig, schedule: LearningRateSchedulerConfig) -> float:
+    if not group.independent_weight_decay:
+        return group.weight_decay
+    # Wortsman et al. 2023 (arXiv 2309.14322): another learning rate changes the speed of training, but not the weight decay.
+    return group.weight_decay / schedule.learning_rate if schedule.learning_rate else 0.0
+
+
+def choose_method(group: ParameterGroup, name: str, dimensions: int, default_method: OptimizerMethod) -> OptimizerMethod:
+    """Return the method for the parameter `name` of `group`; `default_method` is the config's.
+
+    Muon is for the matrices of blocks; embeddings, the output layer and norms use AdamW, unless the group sets a method. Raises
+    TrainingError if the group sets Muon for a parameter that is not a matrix.
+    """
+    if group.method is OptimizerMethod.muon and dimensions != _MATRIX_DIMENSIONS:
+        raise TrainingError(
+            f"{name} has {dimensions} dimensions, and Muon is for matrices",
+            place=f"config training_groups, group {group.name}",
+            hint="leave it to another group by parameters_exclude, or leave method out: norms then go to AdamW",
+        )
+    if group.method is not None:
+        return group.method
+    if default_method is OptimizerMethod.muon and not (dimensions == _MATRIX_DIMENSIONS and name.startswith("blocks.")):
+        return OptimizerMethod.adamw
+    return default_method
+
+
+def _matches_group(group: TrainingGroupConfig, name: str) -> bool:
+    included = group.parameters_include is None or any(re.search(pattern, name) for pattern in group.parameters_include)
+    return included and not any(re.search(pattern, name) for pattern in group.parameters_exclude)
+
+
+def _format_names(names: Iterable[str]) -> str:
+    names = list(names)
+    hidden_count = len(names) - _MAX_SHOWN_NAMES
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
+
+
+def _build_group_error(message: str, names: Sequence[str]) -> TrainingError:
+    return TrainingError(message, place="config training_groups", hint=f"parameters are named like {_format_names(names)}")

@@ -1,0 +1,57 @@
+"""Compiled blocks: torch.compile on each block's forward pass during training.
+
+Blocks are compiled rather than the whole model, because blocks are alike: one compilation serves all of them, and everything around them
+(hooks of fully_shard, pipeline schedules, activation checkpointing) stays as it is. Validation runs uncompiled: another compilation, in the
+middle of a run, would take longer than the validation itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.model.transformer import Transformer
+
+_GRAPHS_PER_BLOCK = 2
+"""One for a full micro batch, and one for an empty one."""
+
+
+def compile_blocks(model: Transformer, device: torch.device) -> None:
+    """Compile the blocks of `model` on first use. Raises TrainingError if this machine has no compiler."""
+    _check_compiler(device)
+    recompile_limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(recompile_limit, _GRAPHS_PER_BLOCK * len(model.blocks))  # for blocks that differ slightly
+    for block in model.blocks:
+        block.forward = _use_compiled_in_training(torch.compile(block.forward, dynamic=False), block.forward)
+
+
+def _use_compiled_in_training(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(eager)
+    def forward(*args: Any, **options: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else eager)(*args, **options)
+
+    return forward
+
+
+def _check_compiler(device: torch.device) -> None:
+    from torch._inductor import config, cpp_builder, exc
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda" and not has_triton():
+        raise TrainingError("there is no Triton here", place="config trainer.compile", hint="pip install triton, or remove trainer.compile")
+    try:
+        compiler = cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        compiler = ""
+    if not compiler or shutil.which(compiler) is None:
+        tried = ", ".join(str(name) for name in config.cpp.cxx if name)
+        raise TrainingError(
+            f"needs a C++ compiler, and found none of {tried}",
+            place="config trainer.compile",
+            hint="an image whose BASE_IMAGE has one, as python:3.11-bookworm does; or remove trainer.compile",
+        )

@@ -1,0 +1,54 @@
+"""Context parallelism: each rank has a part of every sequence, and gathers the keys and values of the whole for attention.
+
+All other layers process one token at a time and need no communication. A token attends to those before it, so later tokens cost more; each
+rank therefore has one chunk from the front and the matching one from the end, which balances the work.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.transformer import Transformer
+
+_SEQUENCE_DIM = 2
+"""The sequence dimension of heads (batch, head, sequence, dimension)."""
+
+
+class ContextParallelGroup:
+    """The ranks of a one-dimensional mesh, which share sequences."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.size = mesh.size()
+        self._mesh, self._rank = mesh, mesh.get_local_rank()
+
+    def select_positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions, in sequences of `length`, of this rank's tokens. `length` must be a multiple of twice the group size."""
+        return self._compute_all_positions(length, device)[self._rank]
+
+    def gather_key_value(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the whole sequence. Gradients are summed over ranks, and each rank receives those of its part."""
+        return self._gather_sequence(key), self._gather_sequence(value)
+
+    def _gather_sequence(self, heads: Tensor) -> Tensor:
+        sharded = DTensor.from_local(heads, self._mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
+        gathered = sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        order = self._compute_all_positions(gathered.shape[_SEQUENCE_DIM], heads.device).flatten().argsort()
+        return gathered.index_select(_SEQUENCE_DIM, order)
+
+    def _compute_all_positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions of each rank's tokens, one row per rank."""
+        chunks = torch.arange(length, device=device).view(2 * self.size, -1)
+        return torch.cat((chunks[: self.size], chunks[self.size :].flip(0)), dim=1)
+
+
+def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
+    """Divide each sequence of `model` over the ranks of `mesh`; all of them receive the whole sequence as input."""
+    model.sequence_shard = group = ContextParallelGroup(mesh)
+    model.model_coordinate = model.model_coordinate[0], model.model_coordinate[1] * mesh.size() + mesh.get_local_rank()
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.gather_key_value = group.gather_key_value

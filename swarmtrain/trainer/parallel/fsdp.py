@@ -1,0 +1,125 @@
+"""Data parallelism with sharded state: `fully_shard`, one group per block, with summed instead of averaged gradients.
+
+Each rank keeps a shard of every parameter, its gradient and its optimizer state, and gathers a block's parameters when they are needed. In
+fp32 gradients are kept in fp64 until they are summed (see ddp.py), so the losses equal those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from swarmtrain.config import Config
+from swarmtrain.config.schema.topology import DataParallelType
+from swarmtrain.config.schema.transformer_architecture import Precision
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.mesh import Mesh
+
+Materializer = Callable[[nn.Module], None]
+"""Gives the parameters of a module their values."""
+
+
+class FsdpParameters:
+    """This rank's shards of a model that is divided over the shard dimension, as plain tensors."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        stages: Sequence[Transformer],
+        config: Config,
+        mesh: Mesh,
+        materialize: Materializer,
+        *,
+        keep_gathered: bool,
+    ) -> None:
+        """Shard `model` in place. `stages` are what forward passes run through: the model itself, or views that show parts of it.
+
+        The model has no values yet: each block is filled with `materialize` right before it is sharded, so that no two blocks are ever in
+        memory unsharded. `keep_gathered`: parameters gathered in a forward pass stay until a backward pass reshards them.
+        """
+        sum_in_fp64, device_mesh = config.transformer_architecture.precision is Precision.float32, mesh.device_mesh
+        # Sums that wait for the reduction over replicas are kept in fp64. Sums that fully_shard completes at once have the dtype of the
+        # parameters.
+        is_hybrid = config.topology.reduce_every_micro_batch or device_mesh["replica"].size() > 1
+        options: dict[str, Any] = {
+            "mesh": device_mesh["replica", "shard"] if is_hybrid else device_mesh["shard"],
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64 if sum_in_fp64 else None),
+            "reshard_after_forward": False if keep_gathered else None,
+        }
+        if config.topology.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
+        for stage in stages:
+            blocks = [block for block in stage.blocks if next(block.parameters(), None) is not None]
+            for module in (*blocks, stage):
+                materialize(module)
+                fully_shard(module, **options)
+                _set_sum_reduction(module)
+        self._sharded_parameters = list(model.parameters())
+        self.parameters = [nn.Parameter(_to_local_tensor(parameter)) for parameter in self._sharded_parameters]
+        """This rank's shards, in the order of the model's parameters."""
+
+    def finalize_gradients(self) -> None:
+        """Move the gradients that fully_shard has summed to this rank's plain tensors."""
+        for parameter, local_shard in zip(self._sharded_parameters, self.parameters, strict=True):
+            local_shard.grad = None if parameter.grad is None else _to_local_tensor(parameter.grad)
+            parameter.grad = None
+
+
+class FsdpModel:
+    """A model divided over the ranks of the shard dimension, as one."""
+
+    def __init__(self, model: Transformer, config: Config, mesh: Mesh, materialize: Materializer) -> None:
+        self._model, self._reduce_every_micro_batch = model, config.topology.reduce_every_micro_batch
+        self._keep_gathered = config.topology.data_parallel_type is DataParallelType.ddp
+        """Gather parameters once per step and keep them until its end: only the optimizer state is to be sharded."""
+        self.micro_batches_per_step = max(mesh.micro_batches_per_replica)
+        """Micro batches that every rank runs in a step, empty ones included: the other ranks' passes need its shards."""
+        self._fsdp_parameters = FsdpParameters(model, [model], config, mesh, materialize, keep_gathered=self._keep_gathered)
+        register_fsdp_forward_method(model, "compute_next_token_logits")
+
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
+        loss: Tensor = self._model(tokens, targets, documents)
+        return loss
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's shards as plain tensors, in the order of the model's parameters."""
+        return self._fsdp_parameters.parameters
+
+    @contextmanager
+    def accumulating_gradients(self, *, is_last: bool) -> Iterator[None]:
+        """Run the forward and backward pass of one micro batch in the body. After a step's last one, this rank has its shard of the sum."""
+        model = _as_fsdp_module(self._model)
+        model.set_requires_gradient_sync(is_last or self._reduce_every_micro_batch)
+        model.set_requires_all_reduce(is_last)
+        if self._keep_gathered:
+            model.set_reshard_after_backward(is_last)
+        yield
+        if is_last:
+            self._fsdp_parameters.finalize_gradients()
+
+
+def _to_local_tensor(dtensor: Tensor) -> Tensor:
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"fully_shard left a {type(dtensor).__name__}")
+    local_shard: Tensor = dtensor.to_local().detach()
+    return local_shard
+
+
+def _set_sum_reduction(module: nn.Module) -> None:
+    fsdp_module = _as_fsdp_module(module)
+    fsdp_module.set_gradient_divide_factor(1.0)
+    fsdp_module.set_force_sum_reduction_for_comms(True)  # else a factor of one becomes an operation that gloo does not support
+
+
+def _as_fsdp_module(module: nn.Module) -> FSDPModule:
+    if not isinstance(module, FSDPModule):
+        raise TypeError(f"{type(module).__name__} is not sharded")
+    return module

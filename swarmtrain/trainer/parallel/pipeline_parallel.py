@@ -1,0 +1,324 @@
+"""Pipeline parallelism: torch's stages and schedules over the mesh's pipe group, on parts of one Transformer.
+
+Modules that a rank does not hold are replaced by a placeholder that passes its input on. So the remaining ones keep their names, and a
+stage's forward pass is the model's own: it takes hidden states instead of tokens, and returns hidden states if it has no head, a loss if it
+has one.
+
+Gradients are summed over replicas after the last backward pass, not during it: a pipeline rank is idle then, while the stages before it
+drain. As between replicas (see ddp.py) they are added in fp64 if the model's precision is float32. If replicas shard their state (see
+fsdp.py), each stage gathers its parameters once per step and keeps them until its last backward pass: micro batches run in both directions,
+and gathering for each of them would make all stages wait.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from swarmtrain.config import Config
+from swarmtrain.config.pipeline_layout import count_scheduled_micro_batches, partition_layers
+from swarmtrain.config.schema.topology import TopologyConfig
+from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.trainer.data.token_batch import TokenBatch
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel import activation_checkpointing
+from swarmtrain.trainer.parallel.fsdp import FsdpParameters, Materializer
+from swarmtrain.trainer.parallel.mesh import Mesh
+
+PassContextFactory = Callable[[int, int], AbstractContextManager[object]]
+"""Returns the context manager for a pass, given the micro batch's index in the replica and the stage's index."""
+LossTransform = Callable[[Tensor], Tensor]
+"""Maps a summed loss to the value that is differentiated."""
+_StageLossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Computes that value from the last stage's output and its target."""
+
+
+def remove_remote_layers(model: Transformer, config: Config, mesh: Mesh) -> None:
+    """Remove from `model`, in place, the modules that other ranks of the pipeline hold."""
+    stages = partition_layers(config.topology, config.transformer_architecture)
+    local_stages = stages[mesh.pipe_rank :: mesh.pipe_size]
+    _keep_layers(model, {layer for layers in local_stages for layer in layers})
+
+
+class PipelineModel:
+    """This rank's stages of one pipeline, as one model whose gradients are summed over its replicas."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        materialize_shards: Materializer | None,
+        tied_index: int | None,
+    ) -> None:
+        """`model` has only this rank's layers. `materialize_shards` is given if replicas shard the model's state: it has no values yet.
+
+        `tied_index`: index of the parameter of which the pipeline's other end has a copy.
+        """
+        self._mesh, self._device = mesh, device
+        topology, architecture = config.topology, config.transformer_architecture
+        micro_batch_count, sum_in_fp64 = (
+            count_scheduled_micro_batches(topology, mesh.micro_batches_per_replica[mesh.data_rank]),
+            architecture.precision is Precision.float32,
+        )
+        micro_batch_rows = topology.samples_per_micro_batch * config.data.rows_per_sample
+        self._scheduled_rows = micro_batch_count * micro_batch_rows
+        local_stages = list(enumerate(partition_layers(topology, architecture)))[mesh.pipe_rank :: mesh.pipe_size]
+        stage_models = [_build_stage_model(model, layers) for _, layers in local_stages]
+        self._parameter_store = (
+            FsdpParameters(model, stage_models, config, mesh, materialize_shards, keep_gathered=True)
+            if materialize_shards
+            else _ReplicatedParameters(model, mesh, sum_in_fp64=sum_in_fp64, tied_index=tied_index)
+        )
+        self._tied_parameter = self._parameter_store.parameters[tied_index] if materialize_shards and tied_index is not None else None
+        for stage_model in stage_models:
+            activation_checkpointing.checkpoint_stage(stage_model, topology.activation_checkpointing_type)
+        self._stages = [
+            _build_stage(stage_model, index, topology, architecture, rows=micro_batch_rows, mesh=mesh, device=device)
+            for stage_model, (index, _) in zip(stage_models, local_stages, strict=True)
+        ]
+        for stage in self._stages:
+            stage.replicated_parameters = None if isinstance(self._parameter_store, FsdpParameters) else self._parameter_store
+        if len(self._stages) == 1:
+            self._schedule: Any = Schedule1F1B(self._stages[0], micro_batch_count, self._compute_stage_loss, scale_grads=False)
+        else:
+            self._schedule = ScheduleInterleaved1F1B(list(self._stages), micro_batch_count, self._compute_stage_loss, scale_grads=False)
+        self._loss_function: _StageLossFunction = _return_output
+        self._outputs: list[Tensor] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What this rank keeps of each parameter, in the order of the model's parameters."""
+        return self._parameter_store.parameters
+
+    def run_forward_backward(
+        self,
+        rows: TokenBatch,
+        scale_loss: LossTransform,
+        forward_context: PassContextFactory,
+        backward_context: PassContextFactory,
+        vector_gradients: Tensor | None = None,
+    ) -> Tensor:
+        """Run the forward and backward passes of `rows`, this replica's samples of one step.
+
+        Return their summed loss in fp64, zero on a rank without the last stage and with `vector_gradients`. Every rank then has the
+        gradient of the sum over all replicas, with losses scaled by `scale_loss`. `vector_gradients`: gradients of the loss with respect to
+        the vectors that the last stage computes from `rows`.
+        """
+        if vector_gradients is None:
+            losses = self._run_schedule(self._schedule.step, rows, lambda loss, _: scale_loss(loss), (forward_context, backward_context))
+        else:
+            self._run_schedule(
+                self._schedule.step,
+                rows,
+                lambda vectors, pull: scale_loss((vectors * pull).sum()),
+                (forward_context, backward_context),
+                vector_gradients,
+            )
+            losses = []
+        self._parameter_store.finalize_gradients()
+        if self._tied_parameter is not None and self._tied_parameter.grad is not None:
+            self._tied_parameter.grad = _sum_with_tied_copy(self._tied_parameter.grad, self._mesh)
+        return self._sum_losses(losses)
+
+    def evaluate_loss(self, rows: TokenBatch, forward_context: PassContextFactory) -> Tensor:
+        """Return the summed loss of `rows` in fp64, zero on a rank without the last stage."""
+        return self._sum_losses(self._run_schedule(self._schedule.eval, rows, _return_output, (forward_context, forward_context)))
+
+    def compute_vectors(self, rows: TokenBatch, forward_context: PassContextFactory) -> Tensor | None:
+        """Return the last stage's output for each of `rows`; None on a rank without it."""
+        outputs = self._run_schedule(self._schedule.eval, rows, _return_output, (forward_context, forward_context))
+        return torch.cat(outputs)[: len(rows.inputs)] if outputs else None
+
+    def _run_schedule(
+        self,
+        run_schedule: Callable[..., object],
+        rows: TokenBatch,
+        loss_function: _StageLossFunction,
+        contexts: tuple[PassContextFactory, PassContextFactory],
+        schedule_targets: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return the last stage's output of each micro batch, if this rank has that stage."""
+        self._loss_function, self._outputs = loss_function, []
+        for stage in self._stages:
+            stage.forward_context, stage.backward_context = contexts
+        inputs = (self._pad_rows(rows.inputs, 0),) if self._stages[0].is_first else ()
+        kwargs = {} if rows.document_ids is None else {"documents": self._pad_rows(rows.document_ids, 0)}
+        if self._stages[-1].is_last:
+            kwargs["targets"] = self._pad_rows(rows.targets, IGNORE_INDEX)
+            kwargs["target"] = kwargs["targets"] if schedule_targets is None else self._pad_rows(schedule_targets, 0)
+        try:
+            run_schedule(*inputs, return_outputs=False, **kwargs)
+        except RuntimeError as error:  # torch's message names the stage and its arguments; the cause is the actual error
+            raise error.__cause__ or error from None
+        return self._outputs
+
+    def _sum_losses(self, losses: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(losses)).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def _pad_rows(self, rows: Tensor, value: int) -> Tensor:
+        """Return `rows`, padded with empty samples to the number that the schedule requires."""
+        padded = torch.full((self._scheduled_rows, rows.shape[1]), value, dtype=rows.dtype, device=self._device)
+        padded[: len(rows)] = rows
+        return padded
+
+    def _compute_stage_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self._outputs.append(output.detach())
+        return self._loss_function(output, target)
+
+
+class _HookedStage(PipelineStage):
+    """A pipeline stage that runs each micro batch's passes in given contexts, and collects gradients after each backward pass."""
+
+    forward_context: PassContextFactory
+    backward_context: PassContextFactory
+    replicated_parameters: _ReplicatedParameters | None = None
+    """Collects the gradients; None if fully_shard does."""
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
+    ) -> Any:
+        with self.forward_context(fwd_chunk_id, self.stage_index):
+            return super().forward_one_chunk(fwd_chunk_id, args, self._filter_kwargs(kwargs or {}), save_forward_output)
+
+    def _filter_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return `kwargs`, without targets unless this is the pipeline's last stage: only that stage computes a loss."""
+        return {name: value for name, value in kwargs.items() if self.is_last or name != "targets"}
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        with self.backward_context(bwd_chunk_id, self.stage_index):
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+            if self.replicated_parameters:
+                self.replicated_parameters.accumulate_gradients(self.submod.parameters())
+
+
+class _ReplicatedParameters:
+    """Parameters that every replica holds completely, and their gradient sums: over micro batches, then over replicas."""
+
+    def __init__(self, model: Transformer, mesh: Mesh, *, sum_in_fp64: bool, tied_index: int | None) -> None:
+        """`sum_in_fp64`: add in fp64. `tied_index`: index of the parameter of which the pipeline's other end has a copy."""
+        self.parameters = list(model.parameters())
+        self._mesh, self._sum_in_fp64 = mesh, sum_in_fp64
+        self._tied_parameter = None if tied_index is None else self.parameters[tied_index]
+        self._gradient_sums: dict[nn.Parameter, Tensor] = {}
+
+    def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the gradients of one micro batch to the fp64 sums. Without fp64 sums, autograd accumulates them."""
+        for parameter in parameters if self._sum_in_fp64 else ():
+            if parameter.grad is None:
+                continue
+            if parameter in self._gradient_sums:
+                self._gradient_sums[parameter] += parameter.grad
+            else:
+                self._gradient_sums[parameter] = parameter.grad.double()
+            parameter.grad = None
+
+    def finalize_gradients(self) -> None:
+        """Sum over all replicas, and store the results as gradients."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._gradient_sums[parameter], parameter.grad = parameter.grad, None
+        group = self._mesh.data_group
+        if group.size() > 1:
+            for work in [dist.all_reduce(total, group=group, async_op=True) for total in self._gradient_sums.values()]:
+                work.wait()
+        if self._tied_parameter in self._gradient_sums:
+            self._gradient_sums[self._tied_parameter] = _sum_with_tied_copy(self._gradient_sums[self._tied_parameter], self._mesh)
+        for parameter, total in self._gradient_sums.items():
+            parameter.grad = total.to(parameter.dtype)
+        self._gradient_sums.clear()
+
+
+def _sum_with_tied_copy(gradient: Tensor, mesh: Mesh) -> Tensor:
+    """Return the sum of `gradient` and that of the copy on the pipeline's other end.
+
+    Both ends add the two, so the copies stay bitwise equal.
+    """
+    local_gradient = gradient.contiguous()
+    remote_gradient = torch.empty_like(local_gradient)
+    group = mesh.pipe_group
+    peer = dist.get_global_rank(group, mesh.pipe_size - 1 - mesh.pipe_rank)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, local_gradient, peer, group), dist.P2POp(dist.irecv, remote_gradient, peer, group)]
+    ):
+        work.wait()
+    return local_gradient + remote_gradient
+
+
+class _RemoteStagePlaceholder(nn.Module):
+    """Replaces a module that another rank holds."""
+
+    def forward(self, hidden: Tensor, *_: object, **__: object) -> Tensor:
+        return hidden
+
+
+def _return_output(output: Tensor, _: Tensor) -> Tensor:
+    return output
+
+
+def _keep_layers(model: Transformer, layers: Collection[int]) -> None:
+    """Keep only `layers` in `model`, with the embedding before the very first and the head after the very last."""
+    has_first, has_last = 0 in layers, len(model.blocks) - 1 in layers
+    remote_modules = [f"blocks.{layer}" for layer in range(len(model.blocks)) if layer not in layers]
+    remote_modules += [] if has_first else ["embedding", "embedding_dropout"]
+    remote_modules += [] if has_last else ["norm", "head"]
+    for name in remote_modules:
+        model.set_submodule(name, _RemoteStagePlaceholder())
+    if not has_first:
+        model.positions = None
+    model.has_tied_embeddings = model.has_tied_embeddings and has_first and has_last
+    model.model_coordinate = min(layers), model.model_coordinate[1]
+
+
+def _build_stage_model(model: Transformer, layers: Collection[int]) -> Transformer:
+    """Return a view of `model` that has only `layers`, and shares them with it."""
+    stage_model = copy.copy(model)
+    # Its own dicts of modules and hooks: fully_shard registers hooks on each view.
+    vars(stage_model).update({name: copy.copy(value) for name, value in vars(model).items() if isinstance(value, dict)})
+    stage_model.blocks = nn.ModuleList(model.blocks)
+    _keep_layers(stage_model, layers)
+    return stage_model
+
+
+def _build_stage(
+    stage_model: Transformer,
+    index: int,
+    topology: TopologyConfig,
+    architecture: TransformerArchitectureConfig,
+    *,
+    rows: int,
+    mesh: Mesh,
+    device: torch.device,
+) -> _HookedStage:
+    """Return stage `index`, for micro batches of `rows` rows.
+
+    Input and output shapes are given explicitly, so that torch runs no extra pass to infer them.
+    """
+    length = architecture.sequence_length
+    tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
+    local_sequence_length = length // topology.context_parallel_size // (topology.tensor_parallel_size if topology.sequence_parallel else 1)
+    forward_rows = rows if stage_model.preference_loss is None else 2 * rows
+    hidden = torch.empty(
+        (forward_rows, local_sequence_length, architecture.hidden_size),
+        dtype=next(stage_model.parameters()).dtype,
+        device="meta",
+        requires_grad=True,
+    )
+    final_output = torch.empty((), device="meta", requires_grad=True)
+    if architecture.embedding_size is not None:
+        vector_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        final_output = torch.empty((rows, architecture.embedding_size), dtype=vector_dtype, device="meta", requires_grad=True)
+    stage_input, stage_output = tokens if index == 0 else hidden, final_output if index == topology.pipeline_stages - 1 else hidden
+    return _HookedStage(
+        stage_model, index, topology.pipeline_stages, device, input_args=stage_input, output_args=stage_output, group=mesh.pipe_group
+    )

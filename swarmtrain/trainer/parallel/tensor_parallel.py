@@ -1,0 +1,141 @@
+"""Tensor parallelism: `parallelize_module` shards the model, then every shard becomes a plain tensor again.
+
+parallelize_module leaves DTensor parameters behind, which DistributedDataParallel cannot reduce and some optimizers do not support. So each
+of them is re-registered as its local shard, with a parametrization that shows the layer the DTensor. Everything that handles parameters
+(DDP, fully_shard, AdamW, clipping) sees plain tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.utils import parametrize
+
+from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.embedding_head import EmbeddingHead
+from swarmtrain.trainer.model.lora import Lora
+from swarmtrain.trainer.model.peft import ADAPTER_KEY, LORA_KEY
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.vocabulary_parallel_loss import VocabularyParallelLoss
+
+_ROWWISE_LAYERS = ("output", "down")
+_PER_HEAD_MODULES = ("query_norm", "key_norm")
+_PER_POSITION_MODULES = ("positions",)
+_SEQUENCE_SHARDED_ADAPTERS = ("output.b", "down.b", "down_projection", "up_projection")
+"""Added modules in which each rank sees only its own positions under sequence parallelism: adapters, and LoRA's second matrices of
+row-parallel layers.
+"""
+
+
+class _AsDTensor(nn.Module):
+    """Shows a layer its local shard as the DTensor that its parallel style expects."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.placement = placement
+
+    def forward(self, local: Tensor) -> Tensor:
+        return DTensor.from_local(local, self.mesh, [self.placement], run_check=False)
+
+
+class _SummedGradient(nn.Module):
+    """Shows a layer a replicated parameter and sums its gradient over ranks, each of which saw only its own heads or positions."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, local: Tensor) -> Tensor:
+        return DTensor.from_local(local, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> dict[str, Placement]:
+    """Shard `model` in place over the one-dimensional `mesh`. Return the placements of sharded parameters, by name.
+
+    `sequence_parallel`: between attention and feed-forward blocks each rank has a part of the sequence, whose length must be a multiple of
+    the number of ranks.
+    """
+    if mesh.size() == 1:
+        return {}
+    parallelize_module(model, mesh, _build_plan(model, sequence_parallel=sequence_parallel), src_data_rank=None)
+    model.loss = VocabularyParallelLoss(mesh.get_group())
+    model.model_coordinate = model.model_coordinate[0], mesh.get_local_rank()
+    if sequence_parallel:
+        model.sequence_parallel_coordinate = mesh.get_local_rank(), mesh.size()
+    placements: dict[str, Placement] = {}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in list(module._parameters.items()):
+            if isinstance(parameter, DTensor):
+                placement = parameter.placements[0]
+                if placement.is_shard():
+                    placements[f"{name}.{parameter_name}"] = placement
+                setattr(module, parameter_name, nn.Parameter(parameter.to_local().clone()))
+                parametrize.register_parametrization(module, parameter_name, _AsDTensor(mesh, placement), unsafe=True)
+            elif parameter is not None and _has_partial_gradient(name, sequence_parallel=sequence_parallel):
+                parametrize.register_parametrization(module, parameter_name, _SummedGradient(mesh), unsafe=True)
+        if isinstance(module, Lora) and name.endswith(_ROWWISE_LAYERS):
+            module.dropout.first_dimension = mesh.get_local_rank() * module.a.in_features // mesh.size()
+        if isinstance(module, Attention):
+            module.first_head = mesh.get_local_rank() * (model.architecture.num_attention_heads // mesh.size())
+    if model.has_tied_embeddings:
+        head, embedding = model.head.get_submodule("parametrizations.weight"), model.embedding.get_submodule("parametrizations.weight")
+        head.original = embedding.original
+        placements.pop("head.weight")
+    return placements
+
+
+def _has_partial_gradient(name: str, *, sequence_parallel: bool) -> bool:
+    """Return whether the parameters of module `name` are replicated while each rank computes only a part of their gradient."""
+    is_per_position = name.endswith(_PER_POSITION_MODULES) or (
+        (LORA_KEY in name or ADAPTER_KEY in name) and name.endswith(_SEQUENCE_SHARDED_ADAPTERS)
+    )
+    return name.endswith(_PER_HEAD_MODULES) or (sequence_parallel and is_per_position)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of `model` by their names in an unsharded model."""
+    return {name.replace("parametrizations.", "").removesuffix(".original"): parameter for name, parameter in model.named_parameters()}
+
+
+def _build_plan(model: Transformer, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    residual_layout: Placement = Shard(1) if sequence_parallel else Replicate()
+    rowwise, colwise = RowwiseParallel(output_layouts=residual_layout), ColwiseParallel()
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual_layout),
+    }
+    if not isinstance(model.head, EmbeddingHead):
+        plan["head"] = ColwiseParallel(input_layouts=residual_layout)
+    elif sequence_parallel:
+        plan["head"] = PrepareModuleInput(input_layouts=residual_layout, desired_input_layouts=Replicate())
+    for name, _ in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if LORA_KEY in name:
+            is_rowwise = parent.endswith(_ROWWISE_LAYERS)
+            if leaf == "a" and is_rowwise:
+                plan[name] = rowwise
+            elif leaf == "b" and not is_rowwise:
+                plan[name] = colwise
+        elif leaf in ("query", "key", "value", "up", "gate"):
+            plan[name] = colwise
+        elif leaf in _ROWWISE_LAYERS:
+            plan[name] = rowwise
+        elif sequence_parallel and leaf in ("attention_norm", "mlp_norm", "norm"):
+            plan[name] = SequenceParallel()
+        elif sequence_parallel and leaf in ("attention", "mlp"):
+            plan[name] = PrepareModuleInput(input_layouts=residual_layout, desired_input_layouts=Replicate())
+    # Modules that another pipeline stage holds cannot be sharded here.
+    return {name: style for name, style in plan.items() if _is_local(model.get_submodule(name))}
+
+
+def _is_local(module: nn.Module) -> bool:
+    return isinstance(module, EmbeddingHead) or next(module.parameters(), None) is not None

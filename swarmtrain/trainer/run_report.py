@@ -1,0 +1,166 @@
+"""Report of where a run executes, written at the start of each world.
+
+The full report goes into the run's folder (report.json), a summary into the log, and one entry per node to the coordinator.
+It includes only environment variables that configure devices and communication, and of the config's own variables only the names:
+their values may be confidential.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import swarmtrain
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+
+LOG = logging.getLogger("swarmtrain")
+FILE_NAME = "report.json"
+_REPORTED_VARIABLES = re.compile(
+    r"(NCCL|GLOO|TP|UCX|TORCH_NCCL)_|(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG)$"
+)
+_DRIVER_VERSION_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
+_MAX_NODES_LOGGED = 8
+ReportFields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """One rank: its node, its device, and its part of the model and of the data."""
+
+    rank: int
+    node: str
+    host: str
+    local_rank: int
+    device: str
+    uuid: str
+    """Of the GPU; empty for a CPU."""
+    driver: str
+    pipe_rank: int
+    tensor_rank: int
+    data_rank: int
+
+
+def gather_report(runtime: Runtime, generation: int, model: ParallelModel) -> ReportFields:
+    """Return the report of the world with this `generation`. Called by all ranks together."""
+    placements = collectives.all_gather_objects(_collect_rank_placement(runtime, model))
+    config = runtime.config.model_dump(mode="json")
+    config["runner"]["env"] = dict.fromkeys(config["runner"].get("env") or {}, "…")
+    environment = {name: value for name, value in sorted(os.environ.items()) if _REPORTED_VARIABLES.match(name)}
+    return {
+        "run": runtime.run_name,
+        "generation": generation,
+        "time": time.time(),
+        "parameters": model.parameter_count,
+        "versions": _collect_versions(placements[0].driver),
+        "communication": {"backend": "nccl and gloo" if runtime.device.type == "cuda" else "gloo", "environment": environment},
+        "ranks": [asdict(placement) for placement in placements],
+        "config": config,
+    }
+
+
+def write_report(report: ReportFields, folder: Path) -> None:
+    """Write `report` to report.json in `folder`, replacing that of the previous world. If the folder is not writable, log a warning."""
+    staging = folder / f".{FILE_NAME}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging.write_text(json.dumps(report, indent=1) + "\n")
+        staging.replace(folder / FILE_NAME)
+    except OSError as error:
+        LOG.warning("%s: cannot be written: %s", folder / FILE_NAME, describe_os_error(error))
+
+
+def format_log_lines(report: ReportFields) -> Iterator[str]:
+    """Yield the log lines of `report`."""
+    versions, environment = report["versions"], report["communication"]["environment"]
+    interface = environment.get("NCCL_SOCKET_IFNAME", environment.get("GLOO_SOCKET_IFNAME", "")).lstrip("=")
+    yield ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield f"ranks talk by {report['communication']['backend']}{f' over {interface}' if interface else ''}"
+    nodes = list(summarize_nodes(report))
+    for node, node_fields in nodes[:_MAX_NODES_LOGGED]:
+        yield f"{node}: {node_fields['host']}, ranks {node_fields['ranks']}, {node_fields['devices']}"
+    if len(nodes) > _MAX_NODES_LOGGED:
+        yield f"and {len(nodes) - _MAX_NODES_LOGGED} nodes more, see {FILE_NAME}"
+
+
+def summarize_nodes(report: ReportFields) -> Iterator[tuple[str, ReportFields]]:
+    """Yield each node with what is posted about it to the coordinator."""
+    for node, group in groupby(report["ranks"], key=lambda placement: placement["node"]):
+        placements = list(group)
+        devices = [placement["device"] for placement in placements]
+        node_fields = {
+            "host": placements[0]["host"],
+            "ranks": _format_ranges([placement["rank"] for placement in placements]),
+            "devices": ", ".join(f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)),
+            "uuids": [placement["uuid"] for placement in placements if placement["uuid"]],
+        }
+        shared_fields = {
+            "parameters": f"{report['parameters']:,}",
+            "versions": report["versions"],
+            "communication": report["communication"],
+        }
+        yield node, {**{name: value for name, value in node_fields.items() if value}, **shared_fields}
+
+
+def _collect_rank_placement(runtime: Runtime, model: ParallelModel) -> RankPlacement:
+    device, uuid = platform.machine() or "CPU", ""
+    if runtime.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(runtime.device)
+        device, uuid = properties.name, str(getattr(properties, "uuid", ""))
+    mesh = model.mesh
+    host = socket.gethostname()
+    return RankPlacement(
+        runtime.rank,
+        runtime.node,
+        host,
+        runtime.local_rank,
+        device,
+        uuid,
+        _read_driver_version(),
+        mesh.pipe_rank,
+        mesh.tensor_rank,
+        mesh.data_rank,
+    )
+
+
+def _collect_versions(driver: str) -> dict[str, str]:
+    versions = {"swarmtrain": swarmtrain.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions | ({"driver": driver} if driver else {})
+
+
+def _read_driver_version() -> str:
+    for path in _DRIVER_VERSION_FILES:
+        try:
+            return path.read_text().strip()
+        except OSError:
+            continue
+    return ""
+
+
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending `numbers` as ranges: 0-3, 8."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, bounds)) for bounds in ranges)

@@ -1,0 +1,152 @@
+"""Render conversations as text with a Hugging Face chat template, and find which characters are the assistant's.
+
+An assistant turn begins where the template, rendered with the generation prompt, ends; it ends where the template has rendered that turn.
+This works for any template that writes message after message, whether or not it marks the assistant's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.tokenize import tokenizer_backends
+from swarmtrain.trainer.tokenize.options import ERROR_PLACE, import_optional
+from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer, EncodedText
+
+_CHATML_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_GENERATION_TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_ALLOWED_NEXT_ROLES: Mapping[str, tuple[str, ...]] = {
+    "": ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+CharRange = tuple[int, int]
+
+
+class ChatTemplate:
+    """A chat template."""
+
+    def __init__(self, tokenizer: BaseTokenizer, template_file: str | None) -> None:
+        """Load the template of `template_file`, a tokenizer_config.json or a Jinja template; else the tokenizer's own, else ChatML.
+
+        Raises TrainingError if it cannot be read.
+        """
+        settings = tokenizer_backends.read_tokenizer_config(tokenizer.name)
+        self.source, self.name = _load_template_source(tokenizer, template_file, settings)
+        if self.name == "ChatML":
+            missing = [
+                mark
+                for mark in _CHATML_TOKENS
+                if isinstance(tokenizer, tokenizer_backends.HuggingFaceTokenizer) and tokenizer.token_to_id(mark) is None
+            ]
+            self.name += f", in which {' and '.join(missing)} are not tokens of their own" if missing else ""
+        self._special_tokens = [*tokenizer.special_tokens, *(_CHATML_TOKENS if self.source == _CHATML_TEMPLATE else ())]
+        self._token_values = {
+            name: _extract_token_text(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        self._jinja = import_optional("jinja2")
+        self._template = self._compile_template(
+            _GENERATION_TAG.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", self.source)
+        )
+
+    def find_problem(self, messages: Any) -> str:
+        """Return why `messages` cannot be rendered as a conversation, or an empty string."""
+        if not isinstance(messages, list) or not messages:
+            return "has no list of messages"
+        previous_role = ""
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+                return f"message {number} is not a role and a content, both texts"
+            if message["role"] not in _ALLOWED_NEXT_ROLES[previous_role]:
+                after = f"after {previous_role}" if previous_role else "at the beginning"
+                return f"message {number} is of {message['role']}, and {after} comes {' or '.join(_ALLOWED_NEXT_ROLES[previous_role])}"
+            if special_token := next(
+                (special_token for special_token in self._special_tokens if special_token in message["content"]), None
+            ):
+                return f"message {number} has {special_token}, which only the template may write"
+            previous_role = message["role"]
+        return "" if previous_role == "assistant" else f"ends with {previous_role}, and not with the assistant's answer"
+
+    def render_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[CharRange]]:
+        """Return the text of `messages`, and the character ranges of the assistant's turns.
+
+        Raises ValueError if these ranges cannot be determined.
+        """
+        text, assistant_ranges = self._render_text(messages), list[CharRange]()
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._render_text(messages[:number], add_generation_prompt=True)
+                rendered = self._render_text(messages[: number + 1])
+                if not rendered.startswith(prompt) or not text.startswith(rendered):
+                    raise ValueError(f"message {number + 1}: the chat template writes messages otherwise once others follow")
+                assistant_ranges.append((len(prompt), len(prompt) + self._measure_learned_length(rendered[len(prompt) :])))
+        return text, assistant_ranges
+
+    def _measure_learned_length(self, turn: str) -> int:
+        """Return how many characters of a turn are learned: whitespace after the special token at its end is not."""
+        text = turn.rstrip()
+        return len(text) if text.endswith(tuple(self._special_tokens)) else len(turn)
+
+    def _render_text(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
+        try:
+            text: str = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._token_values)
+        except (self._jinja.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template: {error}") from None
+        return text
+
+    def _compile_template(self, source: str) -> Any:
+        sandbox = import_optional("jinja2.sandbox").ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], keep_trailing_newline=True
+        )
+        sandbox.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, indent=how.get("indent"))
+        sandbox.globals["raise_exception"] = self._raise_template_error
+        try:
+            return sandbox.from_string(source)
+        except self._jinja.TemplateError as error:
+            raise TrainingError(f"{self.name}: is not a template: {error}", place=f"{ERROR_PLACE} --chat") from None
+
+    def _raise_template_error(self, message: str) -> NoReturn:
+        raise self._jinja.TemplateError(message)
+
+
+def build_loss_mask(encoded: EncodedText, ranges: Sequence[CharRange]) -> Any:
+    """Return for each token whether at least one of its characters is in `ranges`."""
+    loss_mask = np.zeros(len(encoded.tokens), dtype=bool)
+    for start, end in ranges:
+        loss_mask |= (encoded.starts < end) & (encoded.ends > start)
+    return loss_mask
+
+
+def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the template's source and its display name."""
+    if template_file is None:
+        template_path = Path(tokenizer.name).with_name("chat_template.jinja")
+        if isinstance(settings.get("chat_template"), str):
+            return settings["chat_template"], "tokenizer_config.json"
+        return (template_path.read_text(), template_path.name) if template_path.is_file() else (_CHATML_TEMPLATE, "ChatML")
+    try:
+        text = Path(template_file).read_text()
+        template = json.loads(text)["chat_template"] if template_file.endswith(".json") else text
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainingError(f"{template_file}: has no chat template: {error}", place=f"{ERROR_PLACE} --chat-template") from None
+    if not isinstance(template, str):
+        raise TrainingError(
+            f"{template_file}: has several chat templates", place=f"{ERROR_PLACE} --chat-template", hint="give one as a file of its own"
+        )
+    return template, template_file
+
+
+def _extract_token_text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token or "")

@@ -1,0 +1,74 @@
+"""`python -m swarmtrain.trainer data VERB OPTIONS FILE...`, which `swarmtrain data` runs; OPTIONS is JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.config import Config
+from swarmtrain.config.schema.data import TokenFileFormat
+from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError, TrainingError
+from swarmtrain.trainer.cli_exit import handle_cli_errors
+from swarmtrain.trainer.tokenize.options import PrepareOptions
+from swarmtrain.trainer.tokenize.pipeline import prepare_token_files
+from swarmtrain.trainer.tokenize.verify import verify_token_files
+
+
+@handle_cli_errors
+def main(argv: Sequence[str]) -> int:
+    """Run the data command in `argv`, and return the exit code. Raises SwarmtrainError."""
+    if len(argv) < 2 or argv[0] not in _COMMANDS:
+        sys.stderr.write(f"usage: python -m swarmtrain.trainer data {'|'.join(_COMMANDS)} OPTIONS [FILE...]\n")
+        return EXIT_USAGE
+    return _COMMANDS[argv[0]](json.loads(argv[1]), argv[2:])
+
+
+def _run_prepare(values: dict[str, Any], names: Sequence[str]) -> int:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker pool runs in parallel already
+    options = PrepareOptions(**values)
+    options = replace(options, workers=options.workers or len(os.sched_getaffinity(0)))
+    try:
+        meta = prepare_token_files(options, names)
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted: finished shards are kept; the same command resumes from here\n")
+        return EXIT_INTERRUPTED
+    tokenizer_facts = meta["prepared"]["tokenizer"]
+    loss_tokens_text = f", of which {meta['loss_tokens']:,} count in the loss" if "loss_tokens" in meta else ""
+    size = Path(f"{options.prefix}.bin").stat().st_size
+    sys.stdout.write(
+        f"{options.prefix}: {meta['document_count']:,} documents, {meta['token_count']:,} tokens{loss_tokens_text}, {size / 1e6:,.1f} MB\n"
+    )
+    sys.stderr.write(
+        f"next: data.data_prefixes: [{options.prefix}], transformer_architecture.vocab_size: {tokenizer_facts['vocab_size']} or more\n"
+    )
+    return EXIT_OK
+
+
+def _run_verify(options: dict[str, Any], names: Sequence[str]) -> int:
+    if options["format"] not in list(TokenFileFormat):
+        raise TrainingError(f"{options['format']!r} is not one of {', '.join(TokenFileFormat)}", place="data verify --format")
+    code = EXIT_OK
+    for name in names:
+        try:
+            report = verify_token_files(Path(name), format=TokenFileFormat(options["format"]), document_token=options["document_token"])
+            sys.stdout.write(f"{report}\n")
+        except SwarmtrainError as error:
+            sys.stderr.write(error.plain_text)
+            code = error.exit_code
+    return code
+
+
+def _run_inspect(options: dict[str, Any], _: Sequence[str]) -> int:
+    from swarmtrain.trainer.tokenize.inspect_samples import format_samples
+
+    for sample in format_samples(Config.from_json(options["config"]), options["samples"], options["tokenizer"]):
+        sys.stdout.write(f"{sample}\n")
+    return EXIT_OK
+
+
+_COMMANDS = {"tokenize": _run_prepare, "verify": _run_verify, "inspect": _run_inspect}

@@ -1,0 +1,150 @@
+"""Build documents from records: texts, prompts with completions, or conversations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data.token_file import Tokens
+from swarmtrain.trainer.tokenize import chat_template, tokenizer_backends
+from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
+from swarmtrain.trainer.tokenize.options import ERROR_PLACE, PrepareOptions
+from swarmtrain.trainer.tokenize.readers import SourceRecord
+from swarmtrain.trainer.tokenize.shards import Document, DocumentBuilder
+from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
+
+
+def select_token_dtype(vocab_size: int) -> str:
+    """Return the smallest unsigned integer dtype that holds tokens below `vocab_size`."""
+    return next(name for name in ("uint8", "uint16", "uint32") if vocab_size <= np.iinfo(name).max + 1)
+
+
+def find_text_problem(values: Any, key: str) -> str:
+    """Return why `values[key]` is not a valid text, or an empty string."""
+    value = values[key]
+    if not isinstance(value, str):
+        return f"{key!r} is {'null' if value is None else type(value).__name__}, not a text"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return f"{key!r} has half of a character (a lone surrogate)"
+    return ""
+
+
+def append_end_token(tokens: Tokens, end_token: int | None) -> Tokens:
+    """Return `tokens` followed by `end_token`, if there is one."""
+    return tokens if end_token is None else np.append(tokens.astype(np.uint32), np.uint32(end_token))
+
+
+class TextBuilder:
+    """Builds one document per text; every token counts in the loss. An empty text yields an empty document, even with an end token."""
+
+    has_loss_mask = False
+
+    def __init__(self, tokenizer: BaseTokenizer, key: str, end_token: int | None) -> None:
+        self.keys: Sequence[str] = (key,)
+        self._tokenizer, self._end_token = tokenizer, end_token
+        self.dtype = select_token_dtype(tokenizer.vocab_size)
+        self.identity_options: Mapping[str, Any] = {"key": key, "end_token": end_token}
+
+    def find_problem(self, record: SourceRecord) -> str:
+        """Return why `record` cannot become a document, or an empty string."""
+        return find_text_problem(record.values, self.keys[0])
+
+    def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
+        """Return one document per record."""
+        texts = [record.values[self.keys[0]] for record in records if record.values]
+        return [
+            Document(append_end_token(tokens, self._end_token) if len(tokens) else tokens)
+            for tokens in tokenizer_backends.encode_plain(self._tokenizer, texts)
+        ]
+
+
+class CompletionBuilder:
+    """Builds one document per prompt with its completion; only the completion and the end token count in the loss."""
+
+    has_loss_mask = True
+
+    def __init__(self, tokenizer: BaseTokenizer, prompt_key: str, completion_key: str, end_token: int | None) -> None:
+        self.keys: Sequence[str] = (prompt_key, completion_key)
+        self._tokenizer, self._end_token = tokenizer, end_token
+        self.dtype = select_token_dtype(tokenizer.vocab_size)
+        self.identity_options: Mapping[str, Any] = {"prompt_key": prompt_key, "completion_key": completion_key, "end_token": end_token}
+
+    def find_problem(self, record: SourceRecord) -> str:
+        """Return why `record` cannot become a document, or an empty string."""
+        return next(filter(None, (find_text_problem(record.values, key) for key in self.keys)), "")
+
+    def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
+        """Return one document per record."""
+        pairs = [tuple(record.values[key] for key in self.keys) for record in records if record.values]
+        documents = []
+        for (prompt, completion), encoded in zip(
+            pairs, self._tokenizer.encode([prompt + completion for prompt, completion in pairs]), strict=True
+        ):
+            loss_mask = chat_template.build_loss_mask(encoded, [(len(prompt), len(prompt) + len(completion))])
+            has_end = self._end_token is not None and bool(completion)
+            documents.append(
+                Document(
+                    append_end_token(encoded.tokens, self._end_token if has_end else None),
+                    np.append(loss_mask, True) if has_end else loss_mask,
+                )
+            )
+        return documents
+
+
+class ChatBuilder:
+    """Builds one document per conversation; only the assistant's turns, including their end, count in the loss."""
+
+    has_loss_mask = True
+
+    def __init__(self, tokenizer: BaseTokenizer, key: str, template: ChatTemplate) -> None:
+        self.keys: Sequence[str] = (key,)
+        self._tokenizer, self._template = tokenizer, template
+        self.dtype = select_token_dtype(tokenizer.vocab_size)
+        self.identity_options: Mapping[str, Any] = {"key": key, "chat_template": template.source}
+
+    def find_problem(self, record: SourceRecord) -> str:
+        """Return why `record` cannot become a document, or an empty string."""
+        messages = record.values[self.keys[0]] if record.values else None
+        problem = self._template.find_problem(messages)
+        if not problem and (text_problem := next(filter(None, (find_text_problem(message, "content") for message in messages or ())), "")):
+            return text_problem
+        if not problem:
+            try:
+                self._template.render_messages(messages or ())
+            except ValueError as error:
+                return str(error)
+        return problem
+
+    def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
+        """Return one document per record."""
+        rendered = [self._template.render_messages(record.values[self.keys[0]]) for record in records if record.values]
+        encoded = self._tokenizer.encode([text for text, _ in rendered], allow_special=True)
+        return [
+            Document(each.tokens, chat_template.build_loss_mask(each, ranges)) for each, (_, ranges) in zip(encoded, rendered, strict=True)
+        ]
+
+
+def select_document_builder(options: PrepareOptions, tokenizer: BaseTokenizer) -> DocumentBuilder:
+    """Return the document builder that `options` select. Raises TrainingError if the options contradict each other."""
+    end_token = tokenizer_backends.resolve_end_token(tokenizer, options.end_token, use_default=options.append_eos)
+    pair_keys = options.prompt_key, options.completion_key
+    if any(pair_keys) and (not all(pair_keys) or options.chat):
+        hint = "--prompt-key prompt --completion-key completion; or --chat, with messages under --key"
+        raise TrainingError("--prompt-key and --completion-key go together, and without --chat", place=ERROR_PLACE, hint=hint)
+    if options.chat and end_token is not None:
+        raise TrainingError("a chat's template ends its messages itself", place=ERROR_PLACE, hint="leave out --append-eos and --end-token")
+    if options.chat_template and not options.chat:
+        raise TrainingError("--chat-template is for --chat", place=ERROR_PLACE, hint="add --chat")
+    if options.chat:
+        template = ChatTemplate(tokenizer, options.chat_template)
+        sys.stderr.write(f"chat template: {template.name}\n")
+        return ChatBuilder(tokenizer, options.key or "messages", template)
+    if options.prompt_key and options.completion_key:
+        return CompletionBuilder(tokenizer, options.prompt_key, options.completion_key, end_token)
+    return TextBuilder(tokenizer, options.key or "text", end_token)

@@ -1,0 +1,98 @@
+"""Format training samples as text, as the model will see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from swarmtrain.config import Config
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data.memory_map import MemoryMap
+from swarmtrain.trainer.data.samples import TokenDataset, open_data
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+from swarmtrain.trainer.tokenize import tokenizer_backends
+
+_MAX_SHOWN_CHARS = 160
+"""Maximum characters shown of a run of tokens; half of them are from its end."""
+LabelArray = npt.NDArray[np.str_]
+_LOSS_LABELS = {1: ("loss   ", "no loss"), 0: ("counts ", "ignored")}
+"""Labels of tokens that count and of tokens that do not, keyed by how far targets are shifted."""
+DecodeFunction = Callable[[Sequence[int]], str]
+
+
+def format_samples(config: Config, count: int, tokenizer: str | None = None) -> Iterator[str]:
+    """Yield the first `count` training samples of `config`, several lines each. Raises SwarmtrainError."""
+    data, _ = open_data(config)
+    architecture = config.transformer_architecture
+    decoders = {file.prefix: _build_decoder(file, tokenizer) for file in data.all_token_files}
+    for number, sample in enumerate(data.build_batch(0, count).ids.tolist()):
+        for dataset in (data, *data.companion_datasets):
+            yield "\n".join(_format_sample(dataset, number, sample, decoders, reset_positions=architecture.reset_position_ids))
+
+
+def _format_sample(
+    data: TokenDataset, number: int, sample: int, decoders: Mapping[Path, DecodeFunction], *, reset_positions: bool
+) -> Iterator[str]:
+    ids = np.array([sample])
+    targets = data.load(ids).targets[0].numpy()
+    file, spans, target_shift = data.locate_sample(sample)
+    loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
+    summary = (
+        f"{int(spans.count.sum())} of {data.sequence_length} inputs, {loss_tokens} "
+        f"tokens count in the {'loss' if target_shift else 'vector'}"
+    )
+    yield f"sample {number}: number {sample} of the data, in {file.prefix}; {summary}"
+    order = np.argsort(spans.column)
+    for column, start, size in zip(spans.column[order].tolist(), spans.start[order].tolist(), spans.count[order].tolist(), strict=True):
+        is_in_loss = np.concatenate([[False] * target_shift, targets[column : column + size] != IGNORE_INDEX])
+        yield from _format_span(
+            file, column, start, np.where(is_in_loss, *_LOSS_LABELS[target_shift]), decoders[file.prefix], reset_positions=reset_positions
+        )
+
+
+def _format_span(
+    file: MemoryMap, column: int, start: int, labels: LabelArray, decode: DecodeFunction, *, reset_positions: bool
+) -> Iterator[str]:
+    """Yield a line for each run of tokens of one document that have the same label.
+
+    `labels` has as many entries more than there are inputs as targets are shifted by: with a shift of 1 the last token is only a target.
+    """
+    tokens = file.tokens[start : start + len(labels)]
+    documents = file.find_documents_at(np.arange(start, start + len(tokens), dtype=np.int64))
+    changes = np.flatnonzero((np.diff(documents) != 0) | (labels[1:] != labels[:-1])) + 1
+    for first, end in zip([0, *changes.tolist()], [*changes.tolist(), len(tokens)], strict=True):
+        position = first - int(np.searchsorted(documents, documents[first])) if reset_positions else column + first
+        boundary = " begins" if int(file.documents[documents[first], 0]) == start + first else ""
+        token_range = f"tokens {column + first}-{column + end - 1}, positions {position}-{position + end - first - 1}"
+        yield (
+            f"  {labels[first]} {token_range}, document {documents[first]}{boundary}: {_truncate_text(decode(tokens[first:end].tolist()))}"
+        )
+
+
+def _build_decoder(file: MemoryMap, tokenizer: str | None) -> DecodeFunction:
+    """Return the function that decodes tokens of `file`; it shows token ids if the tokenizer is unknown or not available unchanged."""
+    recorded = file.meta.get("prepared", {}).get("tokenizer", {})
+    name = tokenizer or recorded.get("name")
+    if name is None:
+        return _format_ids
+    try:
+        loaded_tokenizer = tokenizer_backends.open_tokenizer(name)
+    except TrainingError:
+        if tokenizer:
+            raise
+        return _format_ids
+    if tokenizer is None and loaded_tokenizer.sha256 != recorded["sha256"]:
+        return _format_ids
+    return lambda tokens: json.dumps(loaded_tokenizer.decode(tokens), ensure_ascii=False)
+
+
+def _format_ids(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def _truncate_text(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]} … {text[-_MAX_SHOWN_CHARS // 2 :]}"

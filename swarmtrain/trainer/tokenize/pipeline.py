@@ -1,0 +1,268 @@
+"""Run `data tokenize`: several processes build shards, each is kept once finished, and all are merged.
+
+PREFIX.parts holds the finished shards. A shard is published atomically, so the same command resumes after any interruption. The output
+depends only on files and options, byte for byte: not on the number of workers, nor on interruptions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data import formats
+from swarmtrain.trainer.tokenize import document_builders, readers, shards, tokenizer_backends
+from swarmtrain.trainer.tokenize.options import ERROR_PLACE, PrepareOptions
+from swarmtrain.trainer.tokenize.progress import ProgressBar
+from swarmtrain.trainer.tokenize.readers import FilePart, SourceFile
+from swarmtrain.trainer.tokenize.shards import DocumentBuilder, ShardStats
+from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
+from swarmtrain.trainer.tokenize.worker_pool import WorkerPool
+
+_MIN_SHARD_BYTES, _MAX_SHARDS = 8 << 20, 4096
+"""Minimum bytes of a shard, and approximate maximum number of shards."""
+_READ_BYTES = 1 << 20
+_FORMAT_VERSION = 1
+
+
+def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_shard_bytes: int = _MIN_SHARD_BYTES) -> dict[str, Any]:
+    """Write the token files that `options` describe from the files `names`; return the content of their meta file.
+
+    Raises TrainingError.
+    """
+    prefix = Path(options.prefix)
+    tokenizer = tokenizer_backends.open_tokenizer(options.tokenizer)
+    builder = document_builders.select_document_builder(options, tokenizer)
+    files = readers.find_sources(names)
+    plan = readers.plan_shards(files, builder.keys, max(min_shard_bytes, sum(file.size for file in files) // _MAX_SHARDS))
+    if formats.build_file_path(prefix, "bin").exists() and _read_identity(prefix) is None:
+        raise TrainingError(
+            f"{prefix}: there are token files that were not prepared by this", place=ERROR_PLACE, hint="name another prefix"
+        )
+    folder = formats.build_file_path(prefix, "parts")
+    with _locking_folder(folder):
+        identity = _build_identity(tokenizer, builder, _hash_sources(folder, files, options.workers), files)
+        if _read_identity(prefix) == identity:
+            _print_status(f"{prefix} is there already, of the same files and options")
+            shutil.rmtree(folder)
+            return _read_meta(prefix)
+        _reset_job_folder(folder, {**identity, "shards": len(plan)})
+        shard_stats = _build_missing_shards(folder, plan, files, builder, options)
+        _report_skipped(shard_stats, files, options)
+        meta = _merge_shards(prefix, folder, shard_stats, builder, identity)
+        shutil.rmtree(folder)
+    return meta
+
+
+def _build_missing_shards(
+    folder: Path, plan: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], builder: DocumentBuilder, options: PrepareOptions
+) -> list[ShardStats]:
+    """Build the shards of `plan` that are not finished; return the stats of all shards."""
+    shard_stats = {number: finished_stats for number in range(len(plan)) if (finished_stats := shards.read_finished_shard(folder, number))}
+    stops_on_bad = options.on_bad == "stop"
+    if stops_on_bad and (bad_shard := next((each for _, each in sorted(shard_stats.items()) if each.bad_count), None)):
+        file_number, position, problem = bad_shard.bad_records[0]
+        raise shards.build_bad_record_error(files[file_number], position, problem)
+    missing = [number for number in range(len(plan)) if number not in shard_stats]
+    sizes = [sum(part.size for part in parts) for parts in plan]
+    if shard_stats and missing:
+        _print_status(f"resuming: {len(shard_stats)} of {len(plan)} shards are done")
+    progress_bar = ProgressBar("tokens", sum(sizes), initial=sum(sizes[number] for number in shard_stats))
+
+    def build(number: int) -> ShardStats:
+        return shards.build_shard(folder, number, plan[number], files, builder, stop_on_bad=stops_on_bad)
+
+    with _running_workers(min(options.workers, len(missing)), build) as workers:
+        for finished in workers.run_tasks(missing):
+            if finished is not None:
+                number = missing[finished[0]]
+                shard_stats[number] = finished[1]
+                progress_bar.update(sizes[number], finished[1].tokens)
+            progress_bar.print_if_due()
+    progress_bar.close()
+    return [shard_stats[number] for number in range(len(plan))]
+
+
+def _hash_sources(folder: Path, files: Sequence[SourceFile], worker_count: int) -> list[str]:
+    """Return the hash of each file. Hashes of files that have not changed since they were hashed are reused."""
+    record_path = folder / "hashes.json"
+    known_hashes: dict[str, str] = _read_json(record_path) or {}
+    missing = [file for file in files if f"{file.name} {file.stamp}" not in known_hashes]
+    progress_bar = ProgressBar(
+        "", sum(file.size for file in files), initial=sum(file.size for file in files if file not in missing), verb="hashes"
+    )
+    with _running_workers(min(worker_count, len(missing)), readers.hash_file) as workers:
+        for finished in workers.run_tasks([file.name for file in missing]):
+            if finished is not None:
+                file = missing[finished[0]]
+                known_hashes[f"{file.name} {file.stamp}"] = finished[1]
+                progress_bar.update(file.size, 0)
+                if file.size >= _MIN_SHARD_BYTES:
+                    _write_json(record_path, known_hashes)
+            progress_bar.print_if_due()
+    _write_json(record_path, known_hashes)
+    return [known_hashes[f"{file.name} {file.stamp}"] for file in files]
+
+
+def _build_identity(
+    tokenizer: BaseTokenizer, builder: DocumentBuilder, hashes: Sequence[str], files: Sequence[SourceFile]
+) -> dict[str, Any]:
+    """Return everything that determines the bytes of the output."""
+    return {
+        "version": _FORMAT_VERSION,
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "options": builder.identity_options,
+        "sources": [{"name": file.name, "bytes": file.size, "sha256": sha256} for file, sha256 in zip(files, hashes, strict=True)],
+    }
+
+
+def _reset_job_folder(folder: Path, job: dict[str, Any]) -> None:
+    """Keep the finished shards of `job` in `folder`; delete those of any other job."""
+    previous = _read_json(folder / "job.json")
+    if previous is not None and previous != job:
+        changed = [name for name in job if previous.get(name) != job[name]]
+        _print_status(f"starts from scratch: not the same {' and '.join(changed)} as in what was begun")
+    if previous != job:
+        for path in folder.iterdir():
+            if path.name not in ("hashes.json", "lock"):
+                path.unlink()
+        _write_json(folder / "job.json", job)
+    for path in folder.glob(".*"):  # temporary files of killed processes
+        path.unlink()
+
+
+def _merge_shards(
+    prefix: Path, folder: Path, shard_stats: Sequence[ShardStats], builder: DocumentBuilder, identity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the files of `prefix`, the meta file last."""
+    documents, tokens = sum(each.documents for each in shard_stats), sum(each.tokens for each in shard_stats)
+    if not tokens:
+        raise TrainingError("there is not one document in these files", place=ERROR_PLACE, hint="--key names the text of a record")
+    merged_paths = {suffix: folder / f"whole.{suffix}" for suffix in ("bin", "idx", *(["mask.bin"] if builder.has_loss_mask else []))}
+    numbers = range(len(shard_stats))
+    hashes = {"bin": _concatenate_files(merged_paths["bin"], (folder / f"{number:06}.bin" for number in numbers))}
+    if builder.has_loss_mask:
+        hashes["mask.bin"] = _concatenate_files(merged_paths["mask.bin"], (folder / f"{number:06}.mask" for number in numbers))
+    hashes["idx"] = _write_index(merged_paths["idx"], [folder / f"{number:06}.len" for number in numbers])
+    meta = {
+        "dtype": builder.dtype,
+        "index_dtype": "int64",
+        "document_count": documents,
+        "token_count": tokens,
+        **({"loss_mask": True, "loss_tokens": sum(each.loss_tokens for each in shard_stats)} if builder.has_loss_mask else {}),
+        "skipped": {"bad": sum(each.bad_count for each in shard_stats), "empty": sum(each.empty_count for each in shard_stats)},
+        "sha256": hashes,
+        "prepared": dict(identity),
+    }
+    formats.build_file_path(prefix, "meta.json").unlink(missing_ok=True)
+    formats.build_file_path(prefix, "mask.bin").unlink(missing_ok=True)
+    for suffix, path in merged_paths.items():
+        path.replace(formats.build_file_path(prefix, suffix))
+    _write_json(formats.build_file_path(prefix, "meta.json"), meta)
+    return meta
+
+
+def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
+    """Write the contents of `paths` one after the other to `path`; return the SHA-256 of the result."""
+    sha256 = hashlib.sha256()
+    with path.open("wb") as file:
+        for part_path in paths:
+            with part_path.open("rb") as stream:
+                for block in iter(partial(stream.read, _READ_BYTES), b""):
+                    sha256.update(block)
+                    file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+def _write_index(path: Path, paths: Sequence[Path]) -> str:
+    """Write the first token and the length of each document, from the lengths in `paths`; return the SHA-256 of the index."""
+    sha256, start = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for part_path in paths:
+            lengths = np.fromfile(part_path, dtype="<i8")
+            entries = np.stack([start + np.cumsum(lengths) - lengths, lengths], axis=1).astype("<i8").tobytes()
+            start += int(lengths.sum())
+            sha256.update(entries)
+            file.write(entries)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+def _report_skipped(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: PrepareOptions) -> None:
+    """Print which and how many records were skipped."""
+    bad_records = [each for stats in shard_stats for each in stats.bad_records]
+    if options.on_bad == "skip":
+        for file_number, position, problem in bad_records[: shards.MAX_NAMED_BAD_RECORDS]:
+            _print_status(f"skipped {readers.format_location(files[file_number], position)}: {problem}")
+    if bad := sum(each.bad_count for each in shard_stats):
+        _print_status(f"{bad:,} records were skipped, since they could not be read")
+    if empty := sum(each.empty_count for each in shard_stats):
+        _print_status(f"{empty:,} records were skipped, since they are empty")
+
+
+@contextmanager
+def _locking_folder(folder: Path) -> Iterator[None]:
+    """Lock `folder` for this process. Raises TrainingError if another process holds it, or it cannot be created."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise TrainingError(
+            f"{folder}: another process is at work there", place=ERROR_PLACE, hint="wait for it, or name another prefix"
+        ) from None
+    except OSError as error:
+        hint = "finished shards are kept; the same command resumes from here"
+        raise TrainingError(f"{error.filename or folder}: {describe_os_error(error)}", place=ERROR_PLACE, hint=hint) from None
+
+
+@contextmanager
+def _running_workers(count: int, function: Any) -> Iterator[WorkerPool[Any, Any]]:
+    workers: WorkerPool[Any, Any] = WorkerPool(count, function)
+    try:
+        yield workers
+    finally:
+        workers.kill_workers()
+
+
+def _read_identity(prefix: Path) -> Any:
+    """Return the identity recorded for the files of `prefix`, if `data tokenize` wrote them."""
+    return (_read_json(formats.build_file_path(prefix, "meta.json")) or {}).get("prepared")
+
+
+def _read_meta(prefix: Path) -> dict[str, Any]:
+    return dict(_read_json(formats.build_file_path(prefix, "meta.json")))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary_path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    temporary_path.replace(path)
+
+
+def _print_status(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

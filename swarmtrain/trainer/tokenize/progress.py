@@ -1,0 +1,52 @@
+"""Progress on stderr: one line that is rewritten on a terminal, a line at intervals otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_TERMINAL_INTERVAL_SECONDS, _LOG_INTERVAL_SECONDS = 0.5, 10.0
+
+
+class ProgressBar:
+    """Prints how much of `total` is done, the rate and the remaining time.
+
+    `total` is in bytes, or in `total_unit`; `initial` of it was done before. `count_unit` names a second quantity, shown as a rate.
+    """
+
+    def __init__(self, count_unit: str, total: int, *, initial: int = 0, verb: str = "", total_unit: str = "") -> None:
+        self._total_unit = f"M {total_unit}" if total_unit else "MB"
+        self._count_unit, self._total, self._initial, self._done, self._verb = count_unit, total, initial, initial, verb
+        self._count = 0
+        self._start_time = self._last_printed = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+
+    def update(self, size: int, count: int) -> None:
+        """Add `size` to what is done, and `count` to the number of `count_unit`."""
+        self._done += size
+        self._count += count
+
+    def print_if_due(self) -> None:
+        """Print the progress if the interval has passed."""
+        now = time.monotonic()
+        if now - self._last_printed >= (_TERMINAL_INTERVAL_SECONDS if self._is_terminal else _LOG_INTERVAL_SECONDS):
+            self._last_printed = now
+            sys.stderr.write(f"\r{self._format_line(now)}\033[K" if self._is_terminal else f"{self._format_line(now)}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Clear the line on a terminal."""
+        if self._is_terminal:
+            sys.stderr.write("\r\033[K")
+
+    def _format_line(self, now: float) -> str:
+        speed = (self._done - self._initial) / max(now - self._start_time, 1e-9)
+        remaining = f"{_format_duration((self._total - self._done) / speed)} left" if speed else "no estimate yet"
+        count_rate = f", {self._count / (now - self._start_time):,.0f} {self._count_unit}/s" if self._count_unit else ""
+        done = f"{self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} {self._total_unit} ({self._done / max(self._total, 1):.0%})"
+        return f"{self._verb} {done}, {speed / 1e6:,.1f} {self._total_unit}/s{count_rate}, {remaining}".strip()
+
+
+def _format_duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"

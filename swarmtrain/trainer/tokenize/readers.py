@@ -1,0 +1,228 @@
+"""Read files as records: lines of JSONL, rows of Parquet, or one whole text; and plan where files are split into shards.
+
+A shard depends only on the files, so its documents are the same whichever worker builds it.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.tokenize.options import ERROR_PLACE, import_optional
+
+_READ_BYTES = 1 << 20
+_ROWS_PER_BATCH = 1024
+_COMPRESSED_SUFFIXES = {".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4"}
+
+
+class RecordKind(StrEnum):
+    """The kind of records in a file."""
+
+    lines = "lines"
+    rows = "rows"
+    text = "text"
+
+
+_KIND_OF_SUFFIX = {".jsonl": RecordKind.lines, ".ndjson": RecordKind.lines, ".json": RecordKind.lines, ".parquet": RecordKind.rows}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file, as it was when the job started."""
+
+    name: str
+    kind: RecordKind
+    size: int
+    """Bytes."""
+    stamp: str
+    """Changes whenever the file does."""
+
+    def check_unchanged(self) -> None:
+        """Raise TrainingError if the file has changed since."""
+        if _compute_stamp(self.name) != self.stamp:
+            raise TrainingError(
+                f"{self.name}: has changed while it was read", place=ERROR_PLACE, hint="the same command starts from scratch with it"
+            )
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A part of a file: the lines that begin in bytes `first` to before `end`, or a range of row groups; a text has one part."""
+
+    file_number: int
+    first: int
+    end: int
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """One line, row or text."""
+
+    position: int
+    """Byte offset of the line, or index of the row."""
+    values: Mapping[str, Any] | None
+    """None if the record cannot be read."""
+    problem: str = ""
+    """Why the record cannot be read."""
+
+
+def find_sources(names: Sequence[str]) -> list[SourceFile]:
+    """Return the files that `names` match, with globs expanded and each glob sorted. Raises TrainingError."""
+    sources = []
+    for name in names:
+        matching = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207  # keeps relative names relative
+        matching = [each for each in matching if not Path(each).is_dir()]
+        if not matching:
+            raise TrainingError(
+                f"{name}: no such file", place=ERROR_PLACE, hint="folders are not searched: 'texts/**/*.jsonl' is what is in one"
+            )
+        sources += [_inspect_source(each) for each in matching]
+    path_counts = Counter(os.path.realpath(each.name) for each in sources)
+    if duplicate := next((each.name for each in sources if path_counts[os.path.realpath(each.name)] > 1), None):
+        raise TrainingError(f"{duplicate}: is named twice", place=ERROR_PLACE, hint="each file is read once")
+    return sources
+
+
+def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes: int) -> list[list[FilePart]]:
+    """Return the parts of each shard, in order: about `shard_bytes` bytes each.
+
+    Raises TrainingError, also if a Parquet file lacks one of `keys`.
+    """
+    plan: list[list[FilePart]] = []
+    remaining_bytes = 0
+    for file_number, source in enumerate(sources):
+        for part in _iterate_parts(file_number, source, keys, shard_bytes):
+            if remaining_bytes <= 0:
+                plan.append([])
+                remaining_bytes = shard_bytes
+            plan[-1].append(part)
+            remaining_bytes -= part.size
+    return plan
+
+
+def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    """Yield the records of `part`, with at least the values of `keys`. Blank lines are skipped."""
+    if source.kind is RecordKind.rows:
+        yield from _iterate_rows(source, part, keys)
+    elif source.kind is RecordKind.lines:
+        yield from _iterate_lines(source, part, keys)
+    else:
+        try:
+            yield SourceRecord(0, {keys[0]: Path(source.name).read_bytes().decode()})
+        except UnicodeDecodeError as error:
+            yield SourceRecord(0, None, f"is not UTF-8: {error.reason} at byte {error.start}")
+
+
+def format_location(source: SourceFile, position: int) -> str:
+    """Return the location of the record at `position` for messages: file and line. Counts the lines before it."""
+    if source.kind is RecordKind.text:
+        return source.name
+    if source.kind is RecordKind.rows:
+        return f"{source.name} row {position + 1}"
+    lines, remaining = 1, position
+    with Path(source.name).open("rb") as file:
+        while remaining and (block := file.read(min(remaining, _READ_BYTES))):
+            lines, remaining = lines + block.count(b"\n"), remaining - len(block)
+    return f"{source.name} line {lines}"
+
+
+def hash_file(name: str) -> str:
+    """Return the SHA-256 of a file as hex digits."""
+    with Path(name).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _inspect_source(name: str) -> SourceFile:
+    try:
+        size, stamp = os.stat(name).st_size, _compute_stamp(name)  # noqa: PTH116  # as in _compute_stamp
+    except OSError as error:
+        raise TrainingError(f"{name}: {describe_os_error(error)}", place=ERROR_PLACE) from None
+    suffix = Path(name).suffix.lower()
+    if suffix in _COMPRESSED_SUFFIXES:
+        raise TrainingError(f"{name}: is packed", place=ERROR_PLACE, hint="unpack it: a packed file cannot be read by several at once")
+    return SourceFile(name, _KIND_OF_SUFFIX.get(suffix, RecordKind.text), size, stamp)
+
+
+def _compute_stamp(name: str) -> str:
+    file_stat = os.stat(name)  # noqa: PTH116
+    return f"{file_stat.st_size} {file_stat.st_mtime_ns} {file_stat.st_ctime_ns} {file_stat.st_ino}"
+
+
+def _iterate_parts(file_number: int, source: SourceFile, keys: Sequence[str], shard_bytes: int) -> Iterator[FilePart]:
+    if source.kind is RecordKind.text:
+        yield FilePart(file_number, 0, source.size, source.size)
+    elif source.kind is RecordKind.lines:
+        for first in range(0, source.size, shard_bytes):
+            end = min(first + shard_bytes, source.size)
+            yield FilePart(file_number, first, end, end - first)
+    else:
+        metadata = _open_parquet(source).metadata
+        columns = metadata.schema.to_arrow_schema().names
+        if missing := next((key for key in keys if key not in columns), None):
+            raise TrainingError(f"{source.name}: has no column {missing}", place=ERROR_PLACE, hint=f"it has {', '.join(columns)}")
+        for group in range(metadata.num_row_groups):
+            yield FilePart(file_number, group, group + 1, metadata.row_group(group).total_byte_size)
+
+
+def _iterate_lines(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    with Path(source.name).open("rb", buffering=_READ_BYTES) as file:
+        position = part.first
+        if position:
+            file.seek(position - 1)
+            position += len(file.readline()) - 1
+        while position < part.end and (line := file.readline()):
+            if not line.isspace():
+                yield _parse_line(position, line, keys)
+            position += len(line)
+
+
+def _parse_line(position: int, line: bytes, keys: Sequence[str]) -> SourceRecord:
+    try:
+        value = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return SourceRecord(position, None, f"is not UTF-8: {error.reason}")
+    except json.JSONDecodeError as error:
+        return SourceRecord(position, None, f"is not JSON: {error.msg} at character {error.pos + 1}")
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits, lists nested a thousand deep
+        return SourceRecord(position, None, f"cannot be read: {error}")
+    if not isinstance(value, dict):
+        return SourceRecord(position, None, "is not a JSON object")
+    if missing := next((key for key in keys if key not in value), None):
+        return SourceRecord(position, None, f"has no {missing!r}; it has {', '.join(map(repr, value)) or 'nothing'}")
+    return SourceRecord(position, value)
+
+
+def _iterate_rows(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    file, arrow_error = _open_parquet(source), import_optional("pyarrow").ArrowException
+    position = sum(file.metadata.row_group(group).num_rows for group in range(part.first))
+    batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=range(part.first, part.end), columns=list(keys), use_threads=False)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (arrow_error, OSError) as error:
+            raise TrainingError(f"{source.name}: is corrupt: {error}", place=ERROR_PLACE) from None
+        if batch is None:
+            return
+        for values in batch.to_pylist():
+            yield SourceRecord(position, values)
+            position += 1
+
+
+def _open_parquet(source: SourceFile) -> Any:
+    arrow = import_optional("pyarrow")
+    try:
+        return import_optional("pyarrow.parquet").ParquetFile(source.name, memory_map=False)
+    except (arrow.ArrowException, OSError) as error:
+        raise TrainingError(f"{source.name}: is not a Parquet file: {error}", place=ERROR_PLACE) from None

@@ -1,0 +1,164 @@
+"""Build one shard: records in, three or four files out. Each is published atomically; the last one marks the shard as complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data.token_file import Tokens
+from swarmtrain.trainer.tokenize import readers
+from swarmtrain.trainer.tokenize.options import ERROR_PLACE
+from swarmtrain.trainer.tokenize.readers import FilePart, SourceFile, SourceRecord
+
+_BATCH_CHARS = 1 << 20
+_BATCH_RECORDS = 512
+"""A batch of records to encode together ends at this many characters, or this many records."""
+MAX_NAMED_BAD_RECORDS = 20
+"""Maximum number of bad records that are listed."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tokens of one document, and which of them count in the loss; None: all of them."""
+
+    tokens: Tokens
+    loss_mask: Tokens | None = None
+
+
+@dataclass
+class ShardStats:
+    """Counts of a finished shard."""
+
+    documents: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    """Tokens that count in the loss."""
+    bad_count: int = 0
+    """Records that could not be read."""
+    empty_count: int = 0
+    """Records without tokens."""
+    bad_records: list[tuple[int, int, str]] = field(default_factory=list)
+    """The first bad records: file number, position of the record, and the problem."""
+
+
+class DocumentBuilder(Protocol):
+    """Builds documents from records."""
+
+    keys: Sequence[str]
+    """Keys of the values that it needs of each record."""
+    has_loss_mask: bool
+    """True if not all tokens count in the loss."""
+    dtype: str
+    identity_options: Mapping[str, Any]
+    """The options that determine the output."""
+
+    def find_problem(self, record: SourceRecord) -> str:
+        """Return why `record` cannot become a document, or an empty string."""
+
+    def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
+        """Return one document per record."""
+
+
+def list_suffixes(builder: DocumentBuilder) -> tuple[str, ...]:
+    """Return the suffixes of a shard's data files."""
+    return ("bin", "len", "mask") if builder.has_loss_mask else ("bin", "len")
+
+
+def build_shard(
+    folder: Path, number: int, parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, *, stop_on_bad: bool
+) -> ShardStats:
+    """Write shard `number` into `folder`, and return its stats. Raises TrainingError for the first bad record if `stop_on_bad`."""
+    stats = ShardStats()
+    temporary_paths = {suffix: folder / f".{number:06}.{suffix}.{os.getpid()}" for suffix in list_suffixes(builder)}
+    streams = {suffix: path.open("wb") for suffix, path in temporary_paths.items()}
+    try:
+        for document in _iterate_documents(parts, files, builder, stats, stop_on_bad=stop_on_bad):
+            streams["bin"].write(document.tokens.astype(builder.dtype).tobytes())
+            streams["len"].write(len(document.tokens).to_bytes(8, "little"))
+            if document.loss_mask is not None:
+                streams["mask"].write(document.loss_mask.astype(np.uint8).tobytes())
+                stats.loss_tokens += int(document.loss_mask.sum())
+            stats.documents += 1
+            stats.tokens += len(document.tokens)
+        for source in {part.file_number: files[part.file_number] for part in parts}.values():
+            source.check_unchanged()
+        for stream in streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+    finally:
+        for stream in streams.values():
+            stream.close()
+    for suffix, path in temporary_paths.items():
+        path.replace(folder / f"{number:06}.{suffix}")
+    temporary_path = folder / f".{number:06}.json.{os.getpid()}"
+    temporary_path.write_text(json.dumps(asdict(stats)))
+    temporary_path.replace(folder / f"{number:06}.json")
+    return stats
+
+
+def read_finished_shard(folder: Path, number: int) -> ShardStats | None:
+    """Return the stats of shard `number`, or None if it is not finished."""
+    try:
+        return ShardStats(**json.loads((folder / f"{number:06}.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _iterate_documents(
+    parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, stats: ShardStats, *, stop_on_bad: bool
+) -> Iterator[Document]:
+    """Yield the documents of `parts`; count in `stats` the records that yield none."""
+    for number, batch in _iterate_batches(parts, files, builder):
+        problems = [record.problem or builder.find_problem(record) for record in batch]
+        documents = iter(builder.build_documents([record for record, problem in zip(batch, problems, strict=True) if not problem]))
+        for record, problem in zip(batch, problems, strict=True):
+            document = None if problem else next(documents)
+            if document is not None and not len(document.tokens):
+                stats.empty_count += 1
+            elif document is None or (document.loss_mask is not None and not document.loss_mask.any()):
+                _record_bad(
+                    stats, (number, files[number]), record, problem or "has no token that counts in the loss", stop_on_bad=stop_on_bad
+                )
+            else:
+                yield document
+
+
+def _iterate_batches(
+    parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder
+) -> Iterator[tuple[int, list[SourceRecord]]]:
+    for part in parts:
+        source, batch, size = files[part.file_number], list[SourceRecord](), 0
+        for record in readers.iterate_records(source, part, builder.keys):
+            batch.append(record)
+            size += sum(len(str(record.values[key])) for key in builder.keys) if record.values else 0
+            if size >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
+                yield part.file_number, batch
+                batch, size = [], 0
+        if batch:
+            yield part.file_number, batch
+
+
+def build_bad_record_error(source: SourceFile, position: int, problem: str) -> TrainingError:
+    """Return the error that reports a bad record."""
+    return TrainingError(
+        f"{readers.format_location(source, position)}: {problem}",
+        place=ERROR_PLACE,
+        hint="--on-bad skip drops such records and lists them; --on-bad count drops and counts them",
+    )
+
+
+def _record_bad(
+    stats: ShardStats, numbered_source: tuple[int, SourceFile], record: SourceRecord, problem: str, *, stop_on_bad: bool
+) -> None:
+    if stop_on_bad:
+        raise build_bad_record_error(numbered_source[1], record.position, problem)
+    stats.bad_count += 1
+    if len(stats.bad_records) < MAX_NAMED_BAD_RECORDS:
+        stats.bad_records.append((numbered_source[0], record.position, problem))

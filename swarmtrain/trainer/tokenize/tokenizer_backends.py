@@ -1,0 +1,187 @@
+"""Encode texts as tokens: with a Hugging Face tokenizer.json, or one token per byte.
+
+Plain text stays plain: what looks like a special token in it is encoded as ordinary characters. Only a chat template writes special tokens
+as text, and a message that contains one is rejected there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from swarmtrain.config.files import describe_os_error
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.data.token_file import Tokens
+from swarmtrain.trainer.tokenize.options import BYTE_TOKENIZER, ERROR_PLACE, import_optional
+
+_COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """The tokens of a text, and the characters of each token: from `starts` to before `ends`."""
+
+    tokens: Tokens
+    starts: Tokens
+    ends: Tokens
+
+
+class BaseTokenizer(Protocol):
+    """Encodes texts as tokens and decodes them."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    """Highest token plus one."""
+
+    def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
+        """Return the tokens of each text. `allow_special`: special tokens written in the text are encoded as special tokens."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, including special tokens."""
+
+    def token_to_id(self, text: str) -> int | None:
+        """Return the token with this text, or None."""
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts of the special tokens."""
+
+
+def open_tokenizer(name: str) -> BaseTokenizer:
+    """Return the tokenizer `name`: BYTE_TOKENIZER, or the path of a tokenizer.json. Raises TrainingError."""
+    return ByteTokenizer() if name == BYTE_TOKENIZER else HuggingFaceTokenizer(name)
+
+
+def resolve_end_token(tokenizer: BaseTokenizer, text: str | None, *, use_default: bool) -> int | None:
+    """Return the token that ends each document: that of `text`, the tokenizer's own if `use_default`, or None.
+
+    Raises TrainingError if the tokenizer does not have it.
+    """
+    if text is None and use_default:
+        text = _find_eos_text(tokenizer)
+    if text is None:
+        return None
+    token_id = tokenizer.token_to_id(text)
+    if token_id is None:
+        raise TrainingError(
+            f"{tokenizer.name}: has no token {text!r}",
+            place=f"{ERROR_PLACE} --end-token",
+            hint="its special tokens: " + ", ".join(tokenizer.special_tokens),
+        )
+    return token_id
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, and one more for the end of a document."""
+
+    name, sha256 = BYTE_TOKENIZER, ""
+    special_tokens: list[str] = [_COMMON_END_TOKENS[0]]  # noqa: RUF012  # never modified
+
+    def __init__(self) -> None:
+        self.vocab_size = 256
+
+    def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
+        del allow_special  # a text contains no special tokens
+        return [_encode_bytes(text) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        pieces = [bytes([token]) if token < 256 else _COMMON_END_TOKENS[0].encode() for token in tokens]
+        return b"".join(pieces).decode(errors="replace")
+
+    def token_to_id(self, text: str) -> int | None:
+        if text not in self.special_tokens:
+            return None
+        self.vocab_size = 257
+        return 256
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the library `tokenizers`, without its post-processing, truncation and padding."""
+
+    def __init__(self, name: str) -> None:
+        library = import_optional("tokenizers")
+        try:
+            content = Path(name).read_bytes()
+            settings = json.loads(content)
+            plain_settings = {**settings, "truncation": None, "padding": None, "post_processor": None}
+            self._tokenizer: Any = library.Tokenizer.from_str(json.dumps(plain_settings))
+        except OSError as error:
+            raise TrainingError(
+                f"{name}: {describe_os_error(error)}", place=f"{ERROR_PLACE} --tokenizer", hint="a tokenizer.json, or bytes"
+            ) from None
+        except Exception as error:  # noqa: BLE001  # the library raises plain Exception
+            raise TrainingError(f"{name}: is not a tokenizer.json: {error}", place=f"{ERROR_PLACE} --tokenizer") from None
+        self.name, self.sha256 = name, hashlib.sha256(content).hexdigest()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.special_tokens = [token["content"] for token in settings.get("added_tokens", ()) if token.get("special")]
+
+    def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
+        self._tokenizer.encode_special_tokens = not allow_special
+        return [_convert_encoding(each) for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def encode_tokens(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text without their character offsets: a third faster."""
+        self._tokenizer.encode_special_tokens = True
+        return [np.array(each.ids, dtype=np.uint32) for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def token_to_id(self, text: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
+
+
+def find_end_tokens(tokenizer: BaseTokenizer) -> set[int]:
+    """Return the tokenizer's end token as a set, empty if there is none."""
+    try:
+        token_id = resolve_end_token(tokenizer, None, use_default=True)
+    except TrainingError:
+        return set()
+    return set() if token_id is None else {token_id}
+
+
+def encode_plain(tokenizer: BaseTokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Return only the tokens of each text."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.encode_tokens(texts)
+    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+def _encode_bytes(text: str) -> EncodedText:
+    widths = [len(character.encode()) for character in text]
+    starts = np.repeat(np.arange(len(text)), widths)
+    return EncodedText(np.frombuffer(text.encode(), dtype=np.uint8), starts, starts + 1)
+
+
+def _convert_encoding(encoding: Any) -> EncodedText:
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    return EncodedText(np.array(encoding.ids, dtype=np.uint32), offsets[:, 0], offsets[:, 1])
+
+
+def _find_eos_text(tokenizer: BaseTokenizer) -> str:
+    if eos_token := read_tokenizer_config(tokenizer.name).get("eos_token"):
+        return str(eos_token["content"] if isinstance(eos_token, dict) else eos_token)
+    for text in _COMMON_END_TOKENS:
+        if tokenizer.token_to_id(text) is not None:
+            return text
+    raise TrainingError(
+        f"{tokenizer.name}: does not say which token ends a text", place=f"{ERROR_PLACE} --append-eos", hint="--end-token names it"
+    )
+
+
+def read_tokenizer_config(tokenizer_path: str) -> dict[str, Any]:
+    """Return the content of the tokenizer_config.json next to a tokenizer.json; empty if there is none."""
+    try:
+        settings: dict[str, Any] = json.loads(Path(tokenizer_path).with_name("tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return settings

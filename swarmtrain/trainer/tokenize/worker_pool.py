@@ -1,0 +1,106 @@
+"""A pool of worker processes that run tasks one after the other, and exit with the process that started them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Generic, TypeVar
+
+from swarmtrain import process
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.tokenize.options import ERROR_PLACE
+
+TaskT = TypeVar("TaskT")
+ResultT = TypeVar("ResultT")
+_POLL_SECONDS = 1.0
+"""Seconds until a wait without a finished task returns."""
+
+
+@dataclass(frozen=True)
+class TaskFailure:
+    """Why a task failed."""
+
+    message: str
+    place: str | None
+    hint: str | None
+
+
+class WorkerPool(Generic[TaskT, ResultT]):
+    """`count` processes that run `function`. They are forked, so they inherit what the caller has loaded."""
+
+    def __init__(self, count: int, function: Callable[[TaskT], ResultT]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._idle: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            parent_end, child_end = context.Pipe()
+            worker = context.Process(target=_serve_tasks, args=(child_end, function, os.getpid()), daemon=True)
+            worker.start()
+            child_end.close()
+            self._idle.append(parent_end)
+            self._processes.append(worker)
+
+    def run_tasks(self, tasks: Sequence[TaskT]) -> Iterator[tuple[int, ResultT] | None]:
+        """Yield index and result of each of `tasks` as it finishes, and None after a second without a finished task.
+
+        Tasks start in order. Raises TrainingError for the first failed task in that order, after all tasks before it have finished.
+        """
+        next_number, running, failures = 0, dict[Connection, int](), dict[int, TaskFailure]()
+        while running or (next_number < len(tasks) and not failures):
+            while self._idle and next_number < len(tasks) and not failures:
+                worker = self._idle.pop()
+                worker.send(tasks[next_number])
+                running[worker] = next_number
+                next_number += 1
+            ready = wait(list(running), _POLL_SECONDS)
+            if not ready:
+                yield None
+            for connection in ready:
+                assert isinstance(connection, Connection)  # noqa: S101  # for mypy: wait() returns the connections it was given
+                number, result = running.pop(connection), self._receive_result(connection)
+                self._idle.append(connection)
+                if isinstance(result, TaskFailure):
+                    failures[number] = result
+                else:
+                    yield number, result
+            if failures and all(number > min(failures) for number in running.values()):
+                break
+        if failures:
+            first = failures[min(failures)]
+            raise TrainingError(first.message, place=first.place, hint=first.hint)
+
+    @staticmethod
+    def _receive_result(worker: Connection) -> ResultT | TaskFailure:
+        try:
+            result: ResultT | TaskFailure = worker.recv()
+        except EOFError:
+            hint = "is memory short? the same command resumes from here; --workers takes fewer"
+            raise TrainingError("a worker was killed", place=ERROR_PLACE, hint=hint) from None
+        return result
+
+    def kill_workers(self) -> None:
+        """Kill all workers at once, whatever they are doing."""
+        for worker in self._processes:
+            worker.kill()
+        for worker in self._processes:
+            worker.join()
+
+
+def _serve_tasks(connection: Connection, function: Callable[[TaskT], ResultT], parent_pid: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
+    process.set_parent_death_signal()
+    while os.getppid() == parent_pid:
+        task = connection.recv()
+        try:
+            result: ResultT | TaskFailure = function(task)
+        except TrainingError as error:
+            result = TaskFailure(error.message, error.place, error.hint)
+        except OSError as error:
+            result = TaskFailure(
+                f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}", ERROR_PLACE, "df -h shows which disk is full"
+            )
+        connection.send(result)

@@ -1,0 +1,175 @@
+"""The source of a page's data: a live run, which is polled for new data only, or what was stored of one that is down."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from swarmtrain import protocol
+from swarmtrain.errors import EngineError, HostError, RunNotFound, StateDirectoryError, SwarmtrainError
+from swarmtrain.launchers import find_run
+from swarmtrain.launchers.base import Launcher, LogLine, TaskState
+from swarmtrain.launchers.common import history_store
+from swarmtrain.plan import build_probe_run_name
+from swarmtrain.protocol import Event
+from swarmtrain.view.dashboard.event_timeline import EventAccumulator
+from swarmtrain.view.dashboard.page_data import PageData, build_line_data, build_page_data
+from swarmtrain.view.run_state import load_live_events
+
+POLL_SECONDS = 1.5
+"""Minimum seconds between two polls of a run, however many clients view its page."""
+MAX_LINES = 4000
+"""Maximum number of output lines that are kept."""
+_TAIL_LINES = 500
+_OVERLAP_SECONDS = 60.0
+_UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
+
+
+class RunDataSource:
+    """The data of a run for its page; any number of threads may call it. `launcher` is None for a run that is down."""
+
+    def __init__(self, run: str, launcher: Launcher | None) -> None:
+        self.run = run
+        self._launcher = launcher
+        self._poll_lock = threading.Lock()
+        self._lines_lock = threading.Lock()
+        """Guards the lines, which also arrive while no client polls."""
+        self._accumulator = EventAccumulator()
+        self._recent_events: dict[str, float] = {}
+        self._newest_time = 0.0
+        self._tasks: list[TaskState] = []
+        self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
+        self._line_count = 0
+        self._connection_error = ""
+        self._polled_at = self._answered_at = 0.0
+        self._page_data: PageData = {}
+        self._listener: threading.Thread | None = None
+        self._add_events(event for event in history_store.load_events(build_probe_run_name(run)) if event.kind == protocol.EVENT_LINK)
+        self._recent_events.clear()
+        self._newest_time = 0.0
+
+    def get_page_data(self) -> PageData:
+        """Return what the page shows now; its `connection_error` says why it is outdated. Raises SwarmtrainError if there never was any
+        data.
+
+        While one thread waits for a slow manager, all others get the previous data.
+        """
+        if self._poll_lock.acquire(blocking=not self._page_data):
+            try:
+                if not self._page_data or (self._launcher and time.monotonic() - self._polled_at > POLL_SECONDS):
+                    self._refresh()
+                    self._polled_at = time.monotonic()
+            finally:
+                self._poll_lock.release()
+        return self._page_data
+
+    def compute_age(self) -> float:
+        """Return the seconds since the run last answered; 0 for one that is down, which has no new data."""
+        return time.monotonic() - self._answered_at if self._launcher else 0.0
+
+    def get_lines(self, after_number: int = 0) -> tuple[list[PageData], int]:
+        """Return the lines after number `after_number` that are still kept, and the number of the last one."""
+        self._ensure_listener()
+        with self._lines_lock:
+            skipped = max(0, after_number - (self._line_count - len(self._lines)))
+            return [build_line_data(line) for line in islice(self._lines, skipped, None)], self._line_count
+
+    def read_last_lines(self) -> list[PageData]:
+        """Return the current last lines of all nodes, without waiting for more. Raises SwarmtrainError."""
+        if self._launcher is None:
+            self.get_page_data()
+            return self.get_lines()[0]
+        last_lines = list(self._launcher.stream_logs(self.run, follow=False, tail=_TAIL_LINES))
+        for line in last_lines:
+            self._append_line(line)
+        return [build_line_data(line) for line in last_lines]
+
+    def _refresh(self) -> None:
+        if self._launcher is None:
+            self._load_stored_run()
+        else:
+            try:
+                self._poll(self._launcher)
+                self._connection_error, self._answered_at = "", time.monotonic()
+            except RunNotFound:
+                if not self._page_data:
+                    raise
+                self._launcher = None
+                self._tasks = [TaskState(task.node, task.host, "down") for task in self._tasks]
+            except _UNREACHABLE_ERRORS as error:
+                if not self._page_data:
+                    raise
+                self._connection_error = str(error)
+        with self._lines_lock:
+            lines = list(self._lines)
+        self._page_data = {
+            **build_page_data(self.run, self._accumulator, self._tasks, lines, time.time()),
+            "connection_error": self._connection_error,
+        }
+
+    def _poll(self, launcher: Launcher) -> None:
+        self._add_events(
+            launcher.read_events(self.run, self._newest_time - _OVERLAP_SECONDS)
+            if self._newest_time
+            else load_live_events(launcher, self.run)
+        )
+        self._tasks = launcher.list_tasks(self.run)
+
+    def _load_stored_run(self) -> None:
+        if self._page_data:
+            return
+        events = history_store.merge_events(history_store.select_last_deployment(history_store.load_events(self.run)), ())
+        self._add_events(events)
+        nodes = sorted({str(event.data.get("node")) for event in events if event.kind == protocol.EVENT_NODE_JOINED})
+        self._tasks = [TaskState(node, "", "down") for node in nodes]
+        for line in history_store.load_log_lines(self.run):
+            self._append_line(line)
+
+    def _add_events(self, events: Iterable[Event]) -> None:
+        """Add events, each once: one that was read again is recognized by its line."""
+        for event in events:
+            line = event.to_line()
+            if line in self._recent_events:
+                continue
+            self._recent_events[line] = event.time
+            self._newest_time = max(self._newest_time, event.time)
+            self._accumulator.add_event(event)
+        oldest = self._newest_time - 2 * _OVERLAP_SECONDS
+        self._recent_events = {line: event_time for line, event_time in self._recent_events.items() if event_time > oldest}
+
+    def _append_line(self, line: LogLine) -> None:
+        self._lines.append(line)
+        self._line_count += 1
+
+    def _ensure_listener(self) -> None:
+        """Start the thread that reads the output; replace one that has ended if the run still exists."""
+        with self._lines_lock:
+            if self._launcher is None or (self._listener and self._listener.is_alive()):
+                return
+            self._listener = threading.Thread(target=self._read_output, args=(self._launcher,), name="output", daemon=True)
+            self._listener.start()
+
+    def _read_output(self, launcher: Launcher) -> None:
+        last_time = self._lines[-1].time if self._lines else 0.0
+        try:
+            for line in launcher.stream_logs(self.run, follow=True, tail=None if last_time else _TAIL_LINES, since=last_time or None):
+                if not last_time or line.time > last_time:
+                    with self._lines_lock:
+                        self._append_line(line)
+        except SwarmtrainError:
+            pass  # the page shows that the run is unreachable; the next request for lines tries again
+        time.sleep(POLL_SECONDS)
+
+
+def open_data_source(run: str | None) -> RunDataSource:
+    """Return the source of `run`, or of the only run if it is None. Raises RunNotFound if nothing is known of it."""
+    try:
+        launcher, run_name = find_run(run)
+    except (RunNotFound, *_UNREACHABLE_ERRORS):
+        if run is None or not history_store.load_events(run):
+            raise
+        return RunDataSource(run, None)
+    return RunDataSource(run_name, launcher)

@@ -1,0 +1,42 @@
+"""The events of a run without its curves: its history, and the last progress and usage before each of its entries."""
+
+from __future__ import annotations
+
+from swarmtrain import protocol
+from swarmtrain.protocol import Event
+from swarmtrain.view.dashboard.curves import CurveSet
+
+_REPEATED_KINDS = (protocol.EVENT_PROGRESS, protocol.EVENT_USAGE)
+
+
+class EventTimeline:
+    """The events of a run, without the progress and usage events that a newer one has replaced.
+
+    A run of several days has 100,000 events, nearly all of them progress; the length of the timeline depends only on the other events.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add_event(self, event: Event) -> None:
+        """Add the next event; progress and usage replace the previous one of their kind if nothing else has happened since."""
+        if event.kind in _REPEATED_KINDS:
+            for index in range(len(self.events) - 1, max(-1, len(self.events) - 1 - len(_REPEATED_KINDS)), -1):
+                kind = self.events[index].kind
+                if kind == event.kind:
+                    del self.events[index]
+                if kind not in _REPEATED_KINDS or kind == event.kind:
+                    break
+        self.events.append(event)
+
+
+class EventAccumulator:
+    """All that a run's coordinator has reported, as far as the page needs it."""
+
+    def __init__(self) -> None:
+        self.curves, self.timeline = CurveSet(), EventTimeline()
+
+    def add_event(self, event: Event) -> None:
+        """Add the next event."""
+        self.curves.add_event(event)
+        self.timeline.add_event(event)

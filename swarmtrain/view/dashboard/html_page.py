@@ -1,0 +1,62 @@
+"""The files of the page, and all of them with the data in a single file that can be sent to others."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from importlib.resources import files
+from pathlib import Path
+
+from swarmtrain.errors import SwarmtrainError
+from swarmtrain.view.dashboard.data_source import RunDataSource
+from swarmtrain.view.dashboard.page_data import PageData
+
+ASSET_TYPES = {"page.css": "text/css", "page.js": "text/javascript", "uplot/uPlot.css": "text/css", "uplot/uPlot.js": "text/javascript"}
+"""The files next to index.html, by the names under which it requests them."""
+_DATA_PLACEHOLDER = '<script type="application/json" id="data"></script>'
+_CSP_TEMPLATE = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; {rest}"
+SERVED_CSP = _CSP_TEMPLATE.format(rest="script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'")
+"""The Content-Security-Policy of the served page: nothing is loaded from elsewhere, and no text of a run becomes a script."""
+
+
+def read_asset(name: str) -> str:
+    """Return the text of one of the page's files."""
+    return files("swarmtrain.view.dashboard").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def render_single_file(data: PageData, lines: list[PageData]) -> str:
+    """Return the page with its data, styles and scripts as one HTML text, which makes no requests."""
+    page = read_asset("index.html")
+    hashes: dict[str, list[str]] = {"style": [], "script": []}
+
+    def inline_asset(match: re.Match[str]) -> str:
+        element = "style" if match["link"] else "script"
+        content = f"\n{read_asset(match['link'] or match['script'])}\n"
+        hashes[element].append(f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'")
+        return f"<{element}>{content}</{element}>"
+
+    page = re.sub(r'<link rel="stylesheet" href="(?P<link>[^"]+)">|<script defer src="(?P<script>[^"]+)"></script>', inline_asset, page)
+    policy = _CSP_TEMPLATE.format(rest=f"script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}")
+    page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>', 1)
+    return page.replace(
+        _DATA_PLACEHOLDER, _DATA_PLACEHOLDER.replace("></", f">{_dump_script_safe_json({'page': data, 'lines': lines})}</"), 1
+    )
+
+
+def write_report(source: RunDataSource, path: Path) -> None:
+    """Write the current page of `source` to `path`. Raises SwarmtrainError if that fails."""
+    lines = source.read_last_lines()
+    data = {**source.get_page_data(), "written": time.time()}
+    try:
+        path.write_text(render_single_file(data, lines), encoding="utf-8")
+    except OSError as error:
+        raise SwarmtrainError(f"cannot be written: {error.strerror}", place=str(path), hint="-o FILE writes it somewhere else") from None
+
+
+def _dump_script_safe_json(value: PageData) -> str:
+    """Return JSON that does not end a script element, whatever texts it contains."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=str)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,207 @@
+"""Curves, timeline, tasks and lines of a run → the one value that its page shows: mappings, lists, texts and finite numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from swarmtrain import protocol
+from swarmtrain.launchers.base import LogLine, TaskState
+from swarmtrain.protocol import Event
+from swarmtrain.view.dashboard.event_timeline import EventAccumulator
+from swarmtrain.view.history import build_history
+from swarmtrain.view.status import RunStatus, build_status
+from swarmtrain.view.why import diagnose_failure
+from swarmtrain.view.worlds import list_worlds
+
+PageData = dict[str, Any]
+_MAX_CHECKPOINTS = 100
+_MAX_HISTORY_ENTRIES = 500
+_MAX_MARKERS = 100
+_OFF_STATES = ("down", "stopped", "shutdown", "complete", "remove", "orphaned")
+_RECENT_RESTART_SECONDS = 600.0
+"""Seconds for which a restarted node is marked as needing attention."""
+_HOT_GPU_CELSIUS = 88.0
+"""Degrees Celsius near which the GPUs of servers begin to throttle."""
+
+
+def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[TaskState], lines: Iterable[LogLine], now: float) -> PageData:
+    """Return what the page of `run` shows; times are in seconds since the epoch, sizes in bytes."""
+    timeline = accumulator.timeline.events
+    run_status = build_status(run, timeline, tasks, now)
+    diagnosis = diagnose_failure(run, timeline, tasks, lines)
+    checkpoints = [{**event.data, "time": event.time} for event in timeline if event.kind == protocol.EVENT_CHECKPOINT]
+    entries = [
+        {"time": entry.time, "kind": entry.kind, "text": entry.text, "node": entry.data.get("node")}
+        for entry in build_history(run, timeline).entries[-_MAX_HISTORY_ENTRIES:]
+    ]
+    page_data: PageData = {
+        "run": run,
+        "state": "down" if _is_down(run_status) else run_status.state,
+        "started": run_status.started,
+        "ended": run_status.ended or (_get_last_time(timeline) if _is_down(run_status) else None),
+        "outcome": run_status.reason,
+        "exit_code": run_status.exit_code,
+        "hint": run_status.hint,
+        "progress": run_status.progress,
+        "validation": run_status.validation,
+        "world": run_status.world,
+        "worlds": len(run_status.worlds),
+        "failures": run_status.failures,
+        "straggler": run_status.straggler,
+        "curves": accumulator.curves.downsample(),
+        "markers": find_markers(timeline)[-_MAX_MARKERS:],
+        "nodes": _build_nodes(run_status, timeline, now),
+        "links": _collect_latest_links(timeline),
+        "checkpoints": checkpoints[-_MAX_CHECKPOINTS:],
+        "checkpoint_count": len(checkpoints),
+        "history": entries,
+        "why": {**diagnosis.to_dict(), "rank_label": diagnosis.rank_label} if diagnosis else None,
+        "node_facts": collect_node_facts(timeline),
+    }
+    clean: PageData = replace_non_finite(page_data)
+    return clean
+
+
+def build_page_data_from_events(
+    run: str, events: Iterable[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine], now: float
+) -> PageData:
+    """Return what the page of `run` shows, from all its events, oldest first."""
+    accumulator = EventAccumulator()
+    for event in events:
+        accumulator.add_event(event)
+    return build_page_data(run, accumulator, tasks, lines, now)
+
+
+def build_line_data(line: LogLine) -> PageData:
+    """Return a line of output as the page shows it."""
+    return {"node": line.node, "rank": line.rank, "time": line.time, "text": line.text}
+
+
+def find_markers(timeline: Iterable[Event]) -> list[PageData]:
+    """Return the markers of the curves: where the run restarted or scaled, and where it failed for good."""
+    found_markers: list[PageData] = []
+    step, has_progressed, previous_nodes = 0, True, None
+    worlds_by_time = {world.time: world for world in list_worlds(list(timeline))}
+    for event in timeline:
+        if event.kind == protocol.EVENT_PROGRESS:
+            step, has_progressed = int(event.data.get("step") or step), True
+        elif event.kind == protocol.EVENT_RESUMED:
+            step = int(event.data.get("step") or 0)
+            if found_markers and not has_progressed:
+                found_markers[-1]["step"] = step
+        elif event.kind == protocol.EVENT_WORLD_FORMED:
+            world = worlds_by_time[event.time]
+            if previous_nodes is not None:
+                scaled = world.nodes != previous_nodes
+                label = f"{previous_nodes} → {world.nodes} nodes" if scaled else "restart"
+                text = f"world {world.number}, {world.nodes} nodes{f': {world.reason}' if world.reason else ''}"
+                found_markers.append(
+                    {"step": step, "time": event.time, "kind": "scale" if scaled else "restart", "label": label, "text": text}
+                )
+                has_progressed = False
+            previous_nodes = world.nodes
+        elif event.kind == protocol.EVENT_OUTCOME and event.data.get("status") == "failed":
+            found_markers.append(
+                {"step": step, "time": event.time, "kind": "failed", "label": "failed", "text": str(event.data.get("reason", ""))}
+            )
+    return found_markers
+
+
+def collect_node_facts(timeline: Iterable[Event]) -> list[PageData]:
+    """Return what the nodes reported at the start, one row per fact: its name, its values, and which nodes have each value."""
+    newest_reports = {str(event.data.get("node", "")): event.data for event in timeline if event.kind == protocol.EVENT_RUN_REPORT}
+    rows: dict[str, dict[str, list[str]]] = {}
+    for node, facts_by_name in newest_reports.items():
+        for name, value in _flatten_facts({key: value for key, value in facts_by_name.items() if key != "node"}):
+            rows.setdefault(name, {}).setdefault(value, []).append(node)
+    return [
+        {"name": name, "values": [{"value": value, "nodes": nodes} for value, nodes in facts_by_name.items()]}
+        for name, facts_by_name in rows.items()
+    ]
+
+
+def replace_non_finite(value: Any) -> Any:
+    """Return `value` with None for every non-finite number, since JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): replace_non_finite(item) for key, item in value.items()}
+    return [replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _flatten_facts(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping):
+            yield from _flatten_facts(item, f"{name}.")
+        else:
+            yield name, ", ".join(map(str, item)) if isinstance(item, list | tuple) else str(item)
+
+
+def _is_down(run_status: RunStatus) -> bool:
+    return run_status.ended is None and bool(run_status.tasks) and all(task.state == "down" for task in run_status.tasks)
+
+
+def _get_last_time(timeline: Sequence[Event]) -> float | None:
+    return timeline[-1].time if timeline else None
+
+
+def _build_nodes(run_status: RunStatus, timeline: Iterable[Event], now: float) -> list[PageData]:
+    joined = {str(event.data.get("node")): event.data for event in timeline if event.kind == protocol.EVENT_NODE_JOINED}
+    ranks = run_status.world.get("ranks") or {}
+    nodes = []
+    for task in run_status.tasks:
+        if task.node == protocol.RENDEZVOUS_SERVICE and not task.reason:
+            continue
+        restarts, quarantine = run_status.restarts.get(task.node), run_status.quarantined.get(task.node)
+        join_data = joined.get(task.node, {})
+        usage = run_status.usage.get(task.node, {}) if task.state == "running" else {}
+        warnings = [
+            *([task.reason] if task.reason else []),
+            *([f"left out: {quarantine.reason}"] if quarantine else []),
+            *([str(run_status.straggler.get("message", ""))] if run_status.straggler.get("node") == task.node else []),
+            *(
+                f"GPU {number} has {gpu['temperature']:.0f} °C"
+                for number, gpu in enumerate(usage.get("gpus") or [])
+                if (gpu.get("temperature") or 0) >= _HOT_GPU_CELSIUS
+            ),
+        ]
+        restarted_recently = restarts is not None and run_status.ended is None and now - restarts.time < _RECENT_RESTART_SECONDS
+        nodes.append(
+            {
+                "node": task.node,
+                "host": task.host or str(join_data.get("host", "")),
+                "state": task.state,
+                "health": _classify_health(task, bool(warnings) or restarted_recently),
+                "warnings": warnings,
+                "address": join_data.get("address"),
+                "interface": join_data.get("interface"),
+                "ranks": ranks.get(task.node, []),
+                "restarts": {"count": restarts.count, "time": restarts.time, "reason": restarts.reason} if restarts else None,
+                **usage,
+                "gpus": usage.get("gpus") or [],
+                "reserved": list(task.gpus),
+            }
+        )
+    return nodes
+
+
+def _classify_health(task: TaskState, needs_attention: bool) -> str:
+    """Return ok, warn, bad or off."""
+    if task.state in ("failed", "rejected", "dead"):
+        return "bad"
+    if task.state in _OFF_STATES:
+        return "off"
+    return "warn" if needs_attention or task.state != "running" else "ok"
+
+
+def _collect_latest_links(timeline: Iterable[Event]) -> list[PageData]:
+    """Return the newest measurement of each pair of nodes."""
+    newest = {
+        (event.data.get("a"), event.data.get("b")): {**event.data, "time": event.time}
+        for event in timeline
+        if event.kind == protocol.EVENT_LINK
+    }
+    return list(newest.values())

@@ -1,0 +1,120 @@
+"""A page's data in the Prometheus text format: https://prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
+
+Units are those that Prometheus recommends: seconds, bytes, ratios from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.view.dashboard.page_data import PageData
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STATES = ("starting", "training", "done", "failed", "stopped", "down")
+_PROGRESS = (
+    ("step", "step", "Optimizer steps made."),
+    ("steps", "steps", "Optimizer steps in all."),
+    ("loss", "loss", "Training loss of the newest step, nats per token."),
+    ("learning_rate", "learning_rate", "Learning rate."),
+    ("gradient_norm", "gradient_norm", "Norm of the gradient before it is clipped."),
+    ("tokens_per_second", "tokens_per_second", "Tokens trained on per second, all ranks together."),
+    ("mfu", "mfu_ratio", "Model FLOPs utilization: of the devices' peak, what the model's own arithmetic uses."),
+    ("tflops", "tflops", "Model TFLOP per second, all ranks together."),
+    ("eta_seconds", "eta_seconds", "Seconds to the last step at this speed."),
+)
+_NODE = (
+    ("cpu", "node_cpus_used", "CPUs in use by the run."),
+    ("cpus", "node_cpus", "CPUs that the run may use."),
+    ("memory", "node_memory_bytes", "Memory in use by the run."),
+    ("memory_limit", "node_memory_limit_bytes", "Memory that the run may use."),
+)
+_GPU = (
+    ("utilization", "gpu_utilization_ratio", "Part of the time in which the GPU did something.", 0.01),
+    ("memory", "gpu_memory_bytes", "GPU memory in use.", 1.0),
+    ("memory_total", "gpu_memory_total_bytes", "GPU memory there is.", 1.0),
+    ("temperature", "gpu_temperature_celsius", "Temperature of the GPU.", 1.0),
+    ("power", "gpu_power_watts", "Power that the GPU draws.", 1.0),
+)
+
+MetricSample = tuple[str, str, str, Mapping[str, Any], float | None]
+"""Name without the prefix, gauge or counter, help, labels, value."""
+
+
+def render_metrics(data: PageData, now: float) -> str:
+    """Return the samples of a run at `now`, in seconds since the epoch; values that were not reported are left out."""
+    metrics: dict[str, tuple[str, str, list[str]]] = {}
+    for name, kind, help_text, labels, value in _iterate_samples(data, now):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        pairs = ",".join(f'{key}="{_escape_label(str(item))}"' for key, item in {"run": data["run"], **labels}.items())
+        metrics.setdefault(f"swarmtrain_{name}", (kind, help_text, []))[2].append(f"swarmtrain_{name}{{{pairs}}} {_format_number(value)}")
+    blocks = (
+        "\n".join([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *lines]) + "\n"
+        for name, (kind, help_text, lines) in metrics.items()
+    )
+    return "".join(blocks)
+
+
+def _iterate_samples(data: PageData, now: float) -> Iterator[MetricSample]:
+    for state in _STATES:
+        yield "run_state", "gauge", "1 for the state that the run is in.", {"state": state}, float(data["state"] == state)
+    progress, world, checkpoints, evaluation = data["progress"], data["world"], data["checkpoints"], data["validation"]
+    for key, name, help_text in _PROGRESS:
+        yield name, "gauge", help_text, {}, progress.get(key)
+    yield "validation_loss", "gauge", "Newest validation loss, nats per token.", {}, evaluation.get("loss")
+    for phase, seconds in (progress.get("phases") or {}).items():
+        yield "step_phase_seconds", "gauge", "Seconds of a step by what they are spent on.", {"phase": phase}, seconds
+    for name, value in (progress.get("metrics") or {}).items():
+        yield "metric", "gauge", "What the script itself measures.", {"name": name}, value
+    if (last_progress_time := progress.get("time") or data["started"]) is not None:
+        yield (
+            "since_last_step_seconds",
+            "gauge",
+            "Seconds since the last reported step, or since the start.",
+            {},
+            max(0.0, now - last_progress_time),
+        )
+    yield "reachable", "gauge", "1 if the run could be asked the last time.", {}, float(not data.get("connection_error"))
+    yield "world_size", "gauge", "Ranks of the newest world.", {}, world.get("world_size")
+    yield "worlds_total", "counter", "Worlds that have formed.", {}, data["worlds"]
+    yield "failures_total", "counter", "Failures that ranks and supervisors reported.", {}, data["failures"]
+    running_nodes = [node["state"] == "running" for node in data["nodes"] if node["node"] != RENDEZVOUS_SERVICE]
+    yield "nodes_desired", "gauge", "Nodes that the run is to have.", {}, len(running_nodes)
+    yield "nodes_running", "gauge", "Nodes whose container or process runs.", {}, sum(running_nodes)
+    yield "straggler", "gauge", "1 if the others wait for one rank.", {}, float(bool(data["straggler"]))
+    if checkpoints:
+        yield "checkpoint_step", "gauge", "Step of the newest checkpoint.", {}, checkpoints[-1].get("step")
+        yield "checkpoint_age_seconds", "gauge", "Seconds since the newest checkpoint.", {}, max(0.0, now - checkpoints[-1]["time"])
+        yield "checkpoint_seconds", "gauge", "Seconds that writing the newest checkpoint took.", {}, checkpoints[-1].get("seconds")
+    for node in data["nodes"]:
+        yield from _iterate_node_samples(node)
+
+
+def _iterate_node_samples(node: Mapping[str, Any]) -> Iterator[MetricSample]:
+    labels = {"node": node["node"], "host": node["host"]}
+    restarts = node["restarts"]
+    yield "node_up", "gauge", "1 if the node's container or process runs.", labels, float(node["state"] == "running")
+    yield (
+        "node_restarts_total",
+        "counter",
+        "How often something there made ranks start again.",
+        labels,
+        restarts["count"] if restarts else 0,
+    )
+    for key, name, help_text in _NODE:
+        yield name, "gauge", help_text, labels, node.get(key)
+    for number, gpu in enumerate(node["gpus"]):
+        for key, name, help_text, factor in _GPU:
+            if isinstance(value := gpu.get(key), int | float):
+                yield name, "gauge", help_text, {**labels, "gpu": number}, value * factor
+
+
+def _escape_label(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _format_number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))

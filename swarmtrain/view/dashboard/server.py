@@ -1,0 +1,161 @@
+"""The page over HTTP: the page itself, its data as JSON, the output lines, and /metrics. Starlette on uvicorn, the extra `dashboard`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmtrain.errors import SwarmtrainError
+from swarmtrain.view.console import print_message
+from swarmtrain.view.dashboard import html_page, prometheus
+from swarmtrain.view.dashboard.access_policy import AccessPolicy, create_access_policy
+from swarmtrain.view.dashboard.data_source import RunDataSource
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+DEFAULT_PORT = 8265
+_RESPONSE_HEADERS = {
+    "Content-Security-Policy": html_page.SERVED_CSP,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+_UNAUTHORIZED_TEXT = (
+    "This page asks for its token: open the address that `swarmtrain dashboard` printed, or send `Authorization: Bearer TOKEN`.\n"
+)
+_UNKNOWN_HOST_TEXT = "This page is for the machine it runs on, and goes by the names localhost and 127.0.0.1.\n"
+
+
+def serve_dashboard(source: RunDataSource, *, host: str, port: int, token_file: Path | None, open_browser: bool) -> None:
+    """Serve the page of `source` until Ctrl-C. Raises SwarmtrainError if it cannot be served at `host` and `port`."""
+    try:
+        import uvicorn
+        from starlette.applications import Starlette  # noqa: F401  # report whichever of the two is missing
+    except ImportError as error:
+        hint = "pip install 'swarmtrain[dashboard]'; swarmtrain report RUN writes the same page to a file, and needs nothing more"
+        raise SwarmtrainError(f"needs {error.name}, which is not installed", place="dashboard", hint=hint) from None
+    source.get_page_data()
+    listener = _bind_socket(host, port)
+    policy = create_access_policy(host, listener.getsockname()[1], token_file)
+    url = _format_url(host, policy.port)
+    print_message(f"the page of {source.run} is at {url}{f'?token={policy.token}' if policy.token and token_file is None else ''}")
+    print_message("Ctrl-C ends it; the run continues")
+    if open_browser:
+        webbrowser.open(f"{url}?token={policy.token}" if policy.token else url)
+    config = uvicorn.Config(create_app(source, policy), log_level="error", access_log=False, server_header=False, lifespan="off")
+    config.timeout_graceful_shutdown = 2
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
+    """Return the page of `source` as an ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.gzip import GZipMiddleware
+    from starlette.responses import PlainTextResponse, Response
+    from starlette.routing import Route
+
+    def serve_index(_: Request) -> Response:
+        return Response(html_page.read_asset("index.html"), media_type="text/html")
+
+    def serve_asset(request: Request) -> Response:
+        name = request.path_params["name"]
+        media_type = html_page.ASSET_TYPES.get(name)
+        return Response(html_page.read_asset(name), media_type=media_type) if media_type else PlainTextResponse("no such file\n", 404)
+
+    def serve_page_data(request: Request) -> Response:
+        try:
+            data = source.get_page_data()
+        except SwarmtrainError as error:
+            return Response(json.dumps({"error": str(error)}), 503, media_type="application/json")
+        body = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
+        version = hashlib.sha256(body.encode()).hexdigest()[:16]
+        age = {"Swarmtrain-Age": f"{source.compute_age():.0f}"}
+        if request.query_params.get("version") == version:
+            return Response(status_code=204, headers=age)
+        return Response(f'{{"version":"{version}","page":{body}}}', headers=age, media_type="application/json")
+
+    def serve_lines(request: Request) -> Response:
+        after = request.query_params.get("after", "0")
+        new_lines, last_number = source.get_lines(int(after) if after.isdecimal() else 0)
+        return Response(json.dumps({"lines": new_lines, "last": last_number}, allow_nan=False), media_type="application/json")
+
+    def serve_metrics(_: Request) -> Response:
+        try:
+            text = prometheus.render_metrics(source.get_page_data(), time.time())
+        except SwarmtrainError as error:
+            return PlainTextResponse(f"{error}\n", 503)
+        return Response(text, media_type=prometheus.CONTENT_TYPE)
+
+    routes = [
+        Route("/", serve_index),
+        Route("/api/page", serve_page_data),
+        Route("/api/lines", serve_lines),
+        Route("/metrics", serve_metrics),
+        Route("/{name:path}", serve_asset),
+    ]
+    return Starlette(
+        routes=routes, middleware=[Middleware(_AccessMiddleware, keeper=policy), Middleware(GZipMiddleware, minimum_size=2000)]
+    )
+
+
+class _AccessMiddleware:
+    """Rejects clients without access, moves the token from the URL into a cookie, and sets the headers of all responses."""
+
+    def __init__(self, app: ASGIApp, keeper: AccessPolicy) -> None:
+        self._app, self._policy = app, keeper
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.datastructures import MutableHeaders
+        from starlette.requests import Request
+
+        if scope["type"] != "http":
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_RESPONSE_HEADERS)
+            await send(message)
+
+        response = self._reject_request(Request(scope)) or self._app
+        await response(scope, receive, with_headers)
+
+    def _reject_request(self, request: Request) -> Response | None:
+        from starlette.responses import PlainTextResponse, RedirectResponse
+
+        if not self._policy.is_allowed_host(request.headers.get("host", "")):
+            return PlainTextResponse(_UNKNOWN_HOST_TEXT, 421)
+        if self._policy.has_access(request.cookies, request.headers.get("authorization", "")):
+            return None
+        if request.url.path == "/" and self._policy.is_token(request.query_params.get("token", "")):
+            response = RedirectResponse("/", 303)
+            response.set_cookie(self._policy.cookie_name, self._policy.token, httponly=True, samesite="strict", path="/")
+            return response
+        return PlainTextResponse(_UNAUTHORIZED_TEXT, 401)
+
+
+def _bind_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, socket_type, _, _, socket_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket_type)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(socket_address)
+        listener.listen()  # a client that opens the URL as soon as it is printed waits, and is not refused
+    except OSError as error:
+        hint = "--port 0 takes a free one" if port else "--host 127.0.0.1 is this machine alone"
+        raise SwarmtrainError(f"cannot listen there: {error.strerror or error}", place=f"{host}:{port}", hint=hint) from None
+    return listener
+
+
+def _format_url(host: str, port: int) -> str:
+    host_name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104  # any address
+    return f"http://{host_name}:{port}/"

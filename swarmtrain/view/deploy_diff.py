@@ -1,0 +1,91 @@
+"""What a deploy would change in a run that is up: each config key, file and node, and what the change requires."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from swarmtrain.config import Config
+from swarmtrain.launchers.base import TaskState
+from swarmtrain.plan import Cargo, Plan, RunFile
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.view.formatting import format_count
+
+# What Swarm cannot change in an existing network.
+_NETWORK_KEYS = ("runner.swarm.mtu", "runner.swarm.encrypted", "runner.swarm.internal")
+_MAX_VALUE_LENGTH = 60
+
+
+def list_differences(plan: Plan, config: Config, cargo: Cargo, tasks: Sequence[TaskState], restart_count: int) -> list[str]:
+    """Return, one per line, how `plan` differs from the run that was deployed with `config` and `cargo`.
+
+    `restart_count` is the number of services that a change of the config or of a file restarts; 0 if none runs.
+    """
+    restart_note = _describe_restart(plan, restart_count)
+    changed = [
+        f"{key}: {_abbreviate(old)} → {_abbreviate(new)}{_describe_network_recreation(plan) if key in _NETWORK_KEYS else restart_note}"
+        for key, old, new in _iterate_changed_keys(plan, config)
+    ]
+    return [
+        *changed,
+        *(f"{line}{restart_note}" for line in _iterate_changed_files(plan.cargo, cargo)),
+        *_iterate_changed_nodes(plan, tasks),
+    ]
+
+
+def _describe_restart(plan: Plan, count: int) -> str:
+    if not count:
+        return ""
+    start_point = "from the beginning: trainer.save_dir is null" if plan.config.trainer.save_dir is None else "from the last checkpoint"
+    return f", restarts {format_count(count, 'service')} {start_point}"
+
+
+def _describe_network_recreation(plan: Plan) -> str:
+    return f", needs a new network: swarmtrain down {plan.run}, then deploy again"
+
+
+def _iterate_changed_keys(plan: Plan, config: Config) -> Iterator[tuple[str, Any, Any]]:
+    new_values, old_values = (
+        _flatten(plan.config.to_node_config().model_dump(mode="json")),
+        _flatten(config.to_node_config().model_dump(mode="json")),
+    )
+    for key in [*new_values, *(key for key in old_values if key not in new_values)]:
+        if new_values.get(key) != old_values.get(key):
+            yield key, old_values.get(key), new_values.get(key)
+
+
+def _flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the leaves by their dotted keys; a list is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= _flatten(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
+    return leaves
+
+
+def _iterate_changed_files(new: Cargo, old: Cargo) -> Iterator[str]:
+    for label, new_files, old_files in (("", new.code, old.code), ("secret ", new.secrets, old.secrets)):
+        old_digests, new_digests = _map_digests(old_files), _map_digests(new_files)
+        for name in sorted({*old_digests, *new_digests}):
+            if old_digests.get(name) != new_digests.get(name):
+                yield f"{label}{name}: {'new' if name not in old_digests else 'gone' if name not in new_digests else 'edited'}"
+
+
+def _map_digests(files: Sequence[RunFile]) -> dict[str, str]:
+    return {item.name: item.digest for item in files}
+
+
+def _iterate_changed_nodes(plan: Plan, tasks: Sequence[TaskState]) -> Iterator[str]:
+    current_hosts = {task.node: task.host for task in tasks if task.node != RENDEZVOUS_SERVICE}
+    for node in plan.nodes:
+        if node.name not in current_hosts:
+            yield f"{node.name}: comes, on {node.host}"
+        elif current_hosts[node.name] not in ("", node.host):
+            yield f"{node.name}: moves from {current_hosts[node.name]} to {node.host}"
+    for name in sorted(current_hosts.keys() - {node.name for node in plan.nodes}):
+        yield f"{name}: leaves {current_hosts[name]}"
+
+
+def _abbreviate(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 1]}…"

@@ -1,0 +1,60 @@
+"""Format times and amounts for people, and parse what people type."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+from typing import Any
+
+from swarmtrain.errors import SwarmtrainError
+
+_DURATION_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PATTERN = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
+_GIB = 2**30
+
+
+def format_count(number: Any, noun: str) -> str:
+    """Return `3 nodes`, or `1 node`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a number of seconds in human-readable form: 42 s, 3 min 05 s, 2 h 10 min, 3 d 4 h."""
+    total = round(max(0.0, seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 2 * 86400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86400} d {total % 86400 // 3600} h"
+
+
+def format_age(now: float, then: float) -> str:
+    """Return `42 s ago`."""
+    return f"{format_duration(now - then)} ago"
+
+
+def format_time(seconds: float) -> str:
+    """Return a time since the epoch in this machine's time zone: 2026-11-21 22:34:16."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def format_memory_usage(used: float, limit: float) -> str:
+    """Return `1.2/4.0 GiB`."""
+    return f"{used / _GIB:.1f}/{limit / _GIB:.1f} GiB"
+
+
+def parse_time(text: str, now: float) -> float:
+    """Return seconds since the epoch for a duration before `now` (`10m`, `1h30m`, `2d`), or for a date and time.
+
+    Raises SwarmtrainError.
+    """
+    if _DURATION_PATTERN.fullmatch(text):
+        return now - sum(float(number) * _DURATION_UNITS[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        hint = "--since 10m, --since 1h30m, or --since 2026-11-21T22:30:00; without a zone it is this machine's time"
+        raise SwarmtrainError(f"`{text}` is neither a length of time nor a time", place="--since", hint=hint) from None

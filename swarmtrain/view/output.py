@@ -1,0 +1,22 @@
+"""Data on stdout: a value as text, or as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+
+class Displayable(Protocol):
+    """A value that formats itself as text, and as a dict for scripts."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def print_result(value: Displayable, *, as_json: bool) -> None:
+    """Print `value` on stdout, as JSON if `as_json`."""
+    print_json(value.to_dict()) if as_json else print(value)  # noqa: T201  # this is the place that prints
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print a mapping as JSON on stdout."""
+    print(json.dumps(value, indent=2, default=str))  # noqa: T201  # this is the place that prints

@@ -1,0 +1,57 @@
+"""A run's progress as a bar on a terminal: the completed steps, the metrics, and the time left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from swarmtrain import protocol
+from swarmtrain.protocol import Event
+from swarmtrain.view.formatting import format_duration
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_BAR_WIDTH = 40
+
+
+def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bool = False) -> RenderableType | None:
+    """Return the bar of a progress event's data, with step and metrics if `loss`; None if the data has no steps."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    step, steps, seconds_left = (progress.get(name) for name in ("step", "steps", "eta_seconds"))
+    if not steps or step is None:
+        return None
+    labels = [f"{100 * step // steps:3} %"]
+    if loss:
+        labels += [f"step {step:,} of {steps:,}"]
+        labels += [f"loss {progress['loss']:.4f}"] if progress.get("loss") is not None else []
+        labels += [f"{progress['tokens_per_second']:,.0f} tokens/s"] if progress.get("tokens_per_second") else []
+    labels += [f"{format_duration(seconds_left)} left"] if seconds_left is not None and training else []
+    table = Table.grid(padding=(0, 2))
+    table.add_row("", ProgressBar(total=steps, completed=step, width=_BAR_WIDTH), "  ".join(labels))
+    return table
+
+
+@contextmanager
+def show_progress_bar() -> Iterator[Callable[[Event], None]]:
+    """Show the newest progress as a bar below what the body prints, on a terminal; elsewhere do nothing.
+
+    Yields the function that takes the progress events.
+    """
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        yield lambda event: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(highlight=False), auto_refresh=False, transient=True) as live:
+
+        def update_bar(event: Event) -> None:
+            if event.kind == protocol.EVENT_PROGRESS and (rendered := render_progress_bar(event.data, training=True, loss=True)):
+                live.update(rendered, refresh=True)
+
+        yield update_bar

@@ -1,0 +1,128 @@
+"""What is known of a run: what its launcher reports now, and the earlier events that were stored on this machine."""
+
+from __future__ import annotations
+
+import time
+
+from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError
+from swarmtrain.launchers import discover_runs, find_run
+from swarmtrain.launchers.base import Launcher, TaskState
+from swarmtrain.launchers.common import history_store
+from swarmtrain.protocol import EVENT_NODE_JOINED, EVENT_NODE_PROBE, Event
+from swarmtrain.view import history
+from swarmtrain.view.console import print_message
+from swarmtrain.view.output import print_json, print_result
+from swarmtrain.view.status import RunStatus, build_status
+from swarmtrain.view.watch import watch_status
+from swarmtrain.view.why import LINES_BEFORE_SECONDS, FailureDiagnosis, diagnose_failure, find_first_failure
+
+_TAIL_LINES = 2000
+"""Lines of each node that are searched."""
+
+
+def load_status(launcher: Launcher, run: str) -> RunStatus:
+    """Return the status of a run. Raises RunNotFound."""
+    return build_status(run, load_live_events(launcher, run), launcher.list_tasks(run), time.time())
+
+
+def load_live_events(launcher: Launcher, run: str) -> list[Event]:
+    """Return the events of a run that exists; those that its coordinator no longer has come from this machine's store.
+
+    Raises RunNotFound.
+    """
+    reported = launcher.read_events(run)
+    return history_store.merge_events(history_store.select_since_teardown(history_store.load_events(run)), reported)
+
+
+def show_live_status(launcher: Launcher, run: str) -> None:
+    """Show the status of a run, refreshed until the run has ended or is taken down."""
+    print_message(f"watching {run}; Ctrl-C ends that, the job continues")
+    if watch_status(RunStatusPoller(launcher, run).poll_status) is None:
+        print_message(f"{run} was taken down\nhint: swarmtrain history {run}")
+
+
+class RunStatusPoller:
+    """Polls the status of a run; of the coordinator's log, only new events are read."""
+
+    _OVERLAP_SECONDS = 60.0
+
+    def __init__(self, launcher: Launcher, run: str) -> None:
+        self._launcher, self._run = launcher, run
+        self._events: list[Event] = []
+
+    def poll_status(self) -> RunStatus:
+        """Return the status of the run. Raises RunNotFound."""
+        since = self._events[-1].time - self._OVERLAP_SECONDS if self._events else None
+        new_events = load_live_events(self._launcher, self._run) if since is None else self._launcher.read_events(self._run, since)
+        self._events = history_store.merge_events(self._events, new_events)
+        return build_status(self._run, self._events, self._launcher.list_tasks(self._run), time.time())
+
+
+def show_history(run: str | None, *, as_json: bool) -> None:
+    """Show the history of `run`, or the known runs if it is None. Raises RunNotFound."""
+    if run is None:
+        print_result(history.build_run_list(list_known_runs()), as_json=as_json)
+        return
+    events = history_store.merge_events(history_store.load_events(run), ())
+    try:
+        launcher, run_name = find_run(run)
+        events = history_store.merge_events(events, launcher.read_events(run_name))
+    except (RunNotFound, EngineError, StateDirectoryError):
+        if not events:
+            raise
+    print_result(history.build_history(run, events), as_json=as_json)
+
+
+def show_diagnosis(run: str | None, *, as_json: bool) -> None:
+    """Show why a run failed, on one screen; also for a run that is down. Raises RunNotFound."""
+    name, diagnosis = _diagnose_run(run)
+    if diagnosis is None:
+        print_message(f"nothing of {name} has failed\nhint: swarmtrain status {name}")
+        if as_json:
+            print_json({"run": name, "error": None})
+    else:
+        print_result(diagnosis, as_json=as_json)
+
+
+def _diagnose_run(run: str | None) -> tuple[str, FailureDiagnosis | None]:
+    try:
+        launcher, name = find_run(run)
+        return name, diagnose_live_run(launcher, name)
+    except (RunNotFound, EngineError, StateDirectoryError):
+        if run is None or not history_store.load_events(run):
+            raise
+    events = history_store.merge_events(history_store.select_last_deployment(history_store.load_events(run)), ())
+    nodes = sorted({str(event.data.get("node")) for event in events if event.kind == EVENT_NODE_JOINED})
+    return run, diagnose_failure(
+        run, events, [TaskState(node, "", "down") for node in nodes], history_store.load_log_lines(run, newest_only=True)
+    )
+
+
+def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
+    """Return why an existing run failed, or had to restart its ranks; None if nothing has failed. Raises RunNotFound."""
+    events = load_live_events(launcher, run)
+    first = find_first_failure(events)
+    since = first.time - LINES_BEFORE_SECONDS if first else None
+    lines = launcher.stream_logs(run, follow=False, tail=_TAIL_LINES, since=since)
+    return diagnose_failure(run, events, launcher.list_tasks(run), lines)
+
+
+def list_known_runs() -> list[history.RunSummary]:
+    """Return the runs of all launchers that can be reached, and those with events stored on this machine."""
+    now = time.time()
+    live_runs = {run: launcher for launcher, run in discover_runs()[1]}
+    past_runs = {
+        run: history_store.select_last_deployment(history_store.load_events(run))
+        for run in history_store.list_recorded_runs()
+        if run not in live_runs
+    }
+    summaries = [
+        history.summarize_run(run, events, None, now)
+        for run, events in past_runs.items()
+        if not any(event.kind == EVENT_NODE_PROBE for event in events)
+    ]
+    for run, launcher in live_runs.items():
+        events = load_live_events(launcher, run)
+        state = build_status(run, events, launcher.list_tasks(run), now).state
+        summaries.append(history.summarize_run(run, events, state, now))
+    return summaries

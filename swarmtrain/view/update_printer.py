@@ -1,0 +1,95 @@
+"""The stream of updates that a launcher's `watch` yields, as lines: the ranks' output to stdout, events to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from swarmtrain import protocol
+from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
+from swarmtrain.protocol import Event, RunOutcome
+from swarmtrain.view.console import has_color_support, print_message
+from swarmtrain.view.formatting import format_count, format_duration
+from swarmtrain.view.progress_bar import show_progress_bar
+from swarmtrain.view.worlds import format_failure
+
+_NODE_COLORS = (36, 33, 32, 35, 34, 31)
+
+
+def follow_updates(updates: Iterable[RunUpdate]) -> RunOutcome | None:
+    """Print `updates` as they arrive, above a bar on a terminal, and return the outcome; None if the run disappears without one."""
+    outcome = None
+    printed_tasks: dict[str, str] = {}
+    with show_progress_bar() as update_bar:
+        for update in updates:
+            if isinstance(update, LogLine):
+                print_log_line(update)
+            elif isinstance(update, TaskState):
+                _print_task(update, printed_tasks)
+            else:
+                update_bar(update)
+                if update.kind == protocol.EVENT_OUTCOME:
+                    outcome = RunOutcome(**update.data)
+                if outcome is None or outcome.is_success:  # the reason for a failure is printed at the end
+                    _print_event(update)
+    return outcome
+
+
+def print_log_line(line: LogLine) -> None:
+    """Print a line of output, prefixed with its node and rank."""
+    prefix = f"{line.node} rank {line.rank}" if line.rank is not None else line.node
+    if has_color_support(1):
+        digits = "".join(char for char in line.node if char.isdigit())
+        prefix = f"\033[{_NODE_COLORS[int(digits or 0) % len(_NODE_COLORS)]}m{prefix}\033[0m"
+    print(f"{prefix} | {line.text}", file=sys.stdout, flush=True)  # noqa: T201  # this is the place that prints
+
+
+def format_event(event: Event) -> str | None:
+    """Return an event as a line for users; None for events that the ranks' own output shows already."""
+    template = _EVENT_FORMATTERS.get(event.kind)
+    return template(event.data) if template else None
+
+
+def _print_event(event: Event) -> None:
+    line = format_event(event)
+    if line:
+        print_message(f"· {line}")
+
+
+def _print_task(task: TaskState, printed_tasks: dict[str, str]) -> None:
+    line = f"{task.node} on {task.host or 'no host yet'}: {task.state}{f', {task.reason}' if task.reason else ''}"
+    if task.reason and printed_tasks.get(task.node) != line:
+        print_message(f"· {line}")
+    printed_tasks[task.node] = line
+
+
+def _format_finished(data: dict[str, Any]) -> str:
+    line = f"finished at step {data.get('step')}"
+    if (before := data.get("initial_validation_loss")) is not None and (after := data.get("final_validation_loss")) is not None:
+        line += f": validation loss {before:.2f} → {after:.2f}"
+    if (baseline := data.get("bigram_baseline_loss")) is not None:
+        line += f", byte-bigram baseline {baseline:.2f}"
+    return line
+
+
+_EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    protocol.EVENT_NODE_JOINED: lambda data: f"{data.get('node')} is here, at {data.get('address')} by {data.get('interface')}",
+    protocol.EVENT_WORLD_FORMED: lambda data: (
+        f"a world of {format_count(data.get('world_size'), 'rank')} on {format_count(data.get('nodes'), 'node')} has formed"
+    ),
+    protocol.EVENT_RESUMED: lambda data: f"resumed at step {data.get('step')} from {data.get('path')}",
+    protocol.EVENT_EVALUATION: lambda data: f"validation loss {data.get('loss', float('nan')):.4f} at step {data.get('step')}",
+    protocol.EVENT_CHECKPOINT: lambda data: (
+        f"saved step {data.get('step')} in {format_duration(data.get('seconds', 0))}: {data.get('path')}"
+    ),
+    protocol.EVENT_FAILURE: format_failure,
+    protocol.EVENT_NOTE: lambda data: f"{data.get('node', 'trainer')}: {data.get('message')}",
+    protocol.EVENT_NODE_QUARANTINED: lambda data: (
+        f"{data.get('node')} is left out for {format_duration(data.get('seconds', 0))}: {data.get('reason')}"
+    ),
+    protocol.EVENT_NODE_RELEASED: lambda data: f"{data.get('node')} may train again: {data.get('reason')}",
+    protocol.EVENT_STRAGGLER: lambda data: str(data.get("message")),
+    protocol.EVENT_TRAINING_FINISHED: _format_finished,
+    protocol.EVENT_OUTCOME: lambda data: f"{data.get('status')}: {data.get('reason')}",
+}

@@ -1,0 +1,231 @@
+"""Whole runs whose ranks, nodes and savers are killed: the surviving ranks save the last completed step once, and no step is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the trainer needs torch")
+
+from swarmtrain import process
+from swarmtrain.trainer.data import memory_map
+
+ROOT = Path(__file__).parents[2]
+
+# The real training_code.py, slowed down a little, so that a test can act between two given steps.
+TRAIN = """
+import os, pathlib, sys, time
+import training_code
+from swarmtrain.trainer import loop
+from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageWriter
+train_step, write, folder = loop.train_step, TensorStorageWriter.write, pathlib.Path(sys.argv[1])
+def slowly(*args, **options):
+    time.sleep(0.02)
+    return train_step(*args, **options)
+def watched(writer):
+    if (folder / "slow").exists():
+        (folder / "slow").unlink()
+        (writer.folder / writer.file_name).write_bytes(b"torn")
+        (folder / "writing").write_text(str(os.getpid()))
+        time.sleep(60)
+    return write(writer)
+loop.train_step, TensorStorageWriter.write = slowly, watched
+home = folder / os.environ.get("SWARMTRAIN_NODE", "")
+home.mkdir(exist_ok=True)
+os.chdir(home)
+training_code.main()
+"""
+STEPS = 80
+CONFIG: dict[str, Any] = {
+    "topology": {"global_batch_size": 8, "micro_batch_size": 2},
+    "optimizer": {"gradient_clipping": 0.5},
+    "learning_rate_scheduler": {"learning_rate": 1e-3, "learning_rate_warmup_steps": 2, "learning_rate_decay_iters": STEPS},
+    "trainer": {"train_iterations": STEPS, "save_interval": None},
+    "transformer_architecture": {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_attention_heads": 2, "sequence_length": 16},
+}
+
+
+def write_config(folder: Path, topology: Mapping[str, Any], *, own_disks: bool = False) -> Path:
+    """Write data and config into `folder`; return the config's path. With `own_disks`, save_dir is in the node's folder (see TRAIN)."""
+    memory_map.write_token_files(folder / "train", np.array_split(np.random.default_rng(1).integers(0, 64, 4000), 20), "uint8")
+    config = {
+        **CONFIG,
+        "topology": {**CONFIG["topology"], **topology},
+        "trainer": {**CONFIG["trainer"], "save_dir": "run" if own_disks else str(folder / "run"), "save_dir_shared": not own_disks},
+        "logger": {"audit_dir": str(folder / "audit")},
+        "data": {"data_prefixes": [str(folder / "train")]},
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process that runs undisturbed."""
+    folder = tmp_path_factory.mktemp("alone")
+    environment = {"SWARMTRAIN_CONFIG": str(write_config(folder, {})), "OMP_NUM_THREADS": "1"}
+    process.run_command([sys.executable, "training_code.py"], cwd=ROOT, env=environment)
+    lines = (folder / "audit" / "world-000001-rank-0000.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+class TrainingRun:
+    """A small run of two nodes that really trains, and the audit of its ranks."""
+
+    def __init__(self, run: Any, *, own_disks: bool = False, **topology: Any) -> None:
+        self.run = run
+        write_config(run.folder, topology, own_disks=own_disks)
+        run.start_coordinator()
+        for number in (0, 1):
+            self.start_node(number)
+
+    def start_node(self, number: int) -> None:
+        self.run.start_node(number, TRAIN, str(self.run.folder))
+
+    def read_audit(self) -> dict[int, dict[int, list[dict[str, Any]]]]:
+        """Return the audit lines of all ranks by generation and step."""
+        found: dict[int, dict[int, list[dict[str, Any]]]] = {}
+        for path in sorted((self.run.folder / "audit").glob("*.jsonl")):
+            for line in map(json.loads, path.read_text().splitlines()):
+                found.setdefault(line["generation"], {}).setdefault(line["step"], []).append(line)
+        return found
+
+    def wait_for_steps(self, world: int, steps: int = 10) -> None:
+        """Wait until world `world` has made this many steps."""
+        end = time.monotonic() + 120
+        while len(self.read_audit().get(world, {})) < steps:
+            assert time.monotonic() < end, self.run.format_transcript()
+            time.sleep(0.02)
+
+    def wait_for_writer(self) -> int:
+        """Return the pid of the rank that has begun to write a checkpoint, and sleeps meanwhile."""
+        path, end = self.run.folder / "writing", time.monotonic() + 60
+        while not path.exists() or not path.read_text():
+            assert time.monotonic() < end, self.run.format_transcript()
+            time.sleep(0.02)
+        return int(path.read_text())
+
+    def ranks(self) -> dict[int, int]:
+        """Return pid → rank of each process of the newest world; all must be alive."""
+        of_nodes = self.run.read_events("world")[-1].data["ranks"].items()
+        return {pid: rank for node, ranks in of_nodes for pid, rank in zip(self.run.find_ranks(int(node[-1])), ranks, strict=True)}
+
+    def count_lost_steps(self, *died: Collection[int]) -> list[int]:
+        """Return for each world after the first how many steps it recomputed that a surviving rank had completed.
+
+        `died`: the killed ranks of each world. One of them may have completed a step that no other rank completed: its last
+        messages are lost with its connections, and no surviving rank can save that step.
+        """
+        worlds = [steps for _, steps in sorted(self.read_audit().items())]
+        outlived = [
+            max(step for step, lines in steps.items() if any(line["rank"] not in dead for line in lines))
+            for steps, dead in zip(worlds, died, strict=False)
+        ]
+        return [last + 1 - min(after) for last, after in zip(outlived, worlds[1:], strict=True)]
+
+    def read_losses(self) -> dict[int, float]:
+        """Return the loss of every step. Ranks and worlds that made the same step must agree."""
+        seen: dict[int, set[float]] = {}
+        for steps in self.read_audit().values():
+            for step, lines in steps.items():
+                seen.setdefault(step, set()).update(line["loss"] for line in lines)
+        assert all(len(values) == 1 for values in seen.values())
+        return {step: next(iter(values)) for step, values in seen.items()}
+
+
+def kill_processes(*pids: int) -> None:
+    """Kill these processes at once, so that the others have no time to save in between."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_surviving_ranks_save_the_last_step(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
+    """A rank is killed, and then the one that saves in its place; then a node; then a rank hangs."""
+    trained = TrainingRun(small_run)
+    trained.wait_for_steps(1)
+    (small_run.folder / "slow").touch()
+    ranks, first = trained.ranks(), small_run.find_ranks(1)[0]
+    kill_processes(first)
+    kill_processes(second := trained.wait_for_writer())
+    trained.wait_for_steps(2)
+    of_node0 = small_run.read_events("world")[-1].data["ranks"]["node0"]
+    small_run.nodes["node0"].kill()
+    small_run.nodes["node0"].wait()
+    trained.start_node(0)
+    trained.wait_for_steps(3)
+    stopped = small_run.find_ranks(0)[1]
+    halted = trained.ranks()[stopped]
+    os.kill(stopped, signal.SIGSTOP)
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert len(small_run.read_events("world")) == 4
+    assert trained.count_lost_steps({ranks[first], ranks[second]}, of_node0, {halted}) == [0, 0, 0]
+    assert [len(event.data["surviving_ranks"]) for event in small_run.read_events("checkpoint")[:3]] == [1, 1, 1]
+    assert trained.read_losses() == undisturbed_losses
+
+
+def test_surviving_ranks_save_to_their_own_disk(
+    small_run: Any, undisturbed_losses: dict[int, float], wait_until_dead: Callable[[list[int]], None]
+) -> None:
+    """All processes of a node die and its disk is lost; it comes back empty. Then a rank dies, and both nodes save."""
+    trained = TrainingRun(small_run, own_disks=True)
+    trained.wait_for_steps(1)
+    family, of_node0 = small_run.find_ranks(0), small_run.read_events("world")[-1].data["ranks"]["node0"]
+    kill_processes(small_run.find_agent(0))
+    wait_until_dead(family)
+    shutil.rmtree(small_run.folder / "node0")
+    trained.wait_for_steps(2)
+    ranks, victim = trained.ranks(), small_run.find_ranks(0)[1]
+    kill_processes(victim)
+    trained.wait_for_steps(3)
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert trained.count_lost_steps(of_node0, {ranks[victim]}) == [0, 0]
+    first, second, *_ = [event.data for event in small_run.read_events("checkpoint")]
+    assert (len(first["surviving_ranks"]), len(second["surviving_ranks"])) == (1, 2)
+    for node in ("node0", "node1"):
+        stands = {path.name for path in (small_run.folder / node / "run").glob("step-*")}
+        assert {f"step-{step:08}" for step in (first["step"], second["step"], STEPS)} == stands, "the first was brought to who had lost it"
+    assert "node0 has" not in small_run.read_output(), "what both have saved is the same"
+    assert trained.read_losses() == undisturbed_losses
+
+
+def test_a_sharded_state_is_saved_by_the_surviving_replicas(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
+    """Each replica has two shards. One rank of each dies: the other two hold a complete state. Then both replicas of one shard die."""
+    trained = TrainingRun(small_run, data_parallel_type="hsdp", data_parallel_shard_size=2)
+    trained.wait_for_steps(1)
+    ranks, victims = trained.ranks(), (small_run.find_ranks(0)[0], small_run.find_ranks(1)[1])
+    kill_processes(*victims)
+    trained.wait_for_steps(2)
+    saved = small_run.read_events("checkpoint")[0].data
+    kill_processes(small_run.find_ranks(0)[0], small_run.find_ranks(1)[0])
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    of_nodes = small_run.read_events("world")[0].data["ranks"]
+    assert sorted(saved["surviving_ranks"]) == sorted([of_nodes["node0"][1], of_nodes["node1"][0]])
+    first, second = trained.count_lost_steps({ranks[victim] for victim in victims}, ())
+    assert first == 0
+    assert second > 0, "nobody had the whole of the last step"
+    assert [event.data["step"] for event in small_run.read_events("resumed")] == [saved["step"]] * 2
+    assert trained.read_losses() == undisturbed_losses
+
+
+@pytest.mark.parametrize("split", ["model_parallel_size", "pipe_parallel_size"])
+def test_a_sharded_model_is_saved_by_parts_of_several_replicas(small_run: Any, undisturbed_losses: dict[int, float], split: str) -> None:
+    """Two replicas of a model in two shards. One rank of each shard dies: no replica is complete, but together they are."""
+    trained = TrainingRun(small_run, **{split: 2})
+    trained.wait_for_steps(1)
+    ranks, victims = trained.ranks(), (small_run.find_ranks(0)[0], small_run.find_ranks(1)[1])
+    kill_processes(*victims)
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert trained.count_lost_steps({ranks[victim] for victim in victims}) == [0]
+    assert len(small_run.read_events("checkpoint")[0].data["surviving_ranks"]) == 2
+    assert trained.read_losses() == pytest.approx(undisturbed_losses, rel=1e-5)

@@ -1,0 +1,34 @@
+"""training_code.py with bad batches: those at the positions in NAN_POSITIONS (JSON) make a gradient of rank 1 NaN."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from torch import Tensor
+
+import training_code
+from swarmtrain.trainer import loop
+from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
+
+
+def main() -> None:
+    original_prepare, original_train_step = Optimizer.prepare_step, loop.train_step
+    positions, position = json.loads(os.environ["NAN_POSITIONS"]), -1
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        nonlocal position
+        position = options["position"]
+        return original_train_step(*args, **options)
+
+    def prepare(optimizer: Optimizer, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
+        if position in positions and os.environ["RANK"] == "1":
+            gradient = optimizer.parameters["norm.weight"].grad
+            assert gradient is not None
+            gradient[3] = float("nan")
+        return original_prepare(optimizer, number, *extra_scalars)
+
+    loop.train_step = train_step
+    Optimizer.prepare_step = prepare  # type: ignore[method-assign]
+    training_code.main()

@@ -1,0 +1,13 @@
+"""Entry point of a rank that generates samples; asked.json in its working directory has the arguments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from swarmtrain.trainer.inference import sample
+
+
+def main() -> None:
+    sys.exit(sample.main(json.loads(Path("asked.json").read_text())))
