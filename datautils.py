@@ -51,7 +51,9 @@ class ArrayDataset:
         if len(set(lengths)) > 1:
             lengths_text = ", ".join(f"{path} has {length}" for path, length in zip(paths, lengths, strict=True))
             raise TrainingError(
-                f"different numbers of rows: {lengths_text}", place="arrays", hint="row i of each belongs to row i of the others"
+                f"different numbers of rows: {lengths_text}",
+                place="arrays",
+                hint="pass arrays with the same number of rows: row i of each belongs to the same sample",
             )
 
     def __len__(self) -> int:
@@ -95,7 +97,7 @@ class CaptionedImageDataset:
     def __init__(self, folder: Path | str, size: tuple[int, int], mode: str = "RGB") -> None:
         """`size`, `mode`: see ImageFolderDataset. Raises TrainingError if there are no images, or a line is invalid."""
         self._size, self._mode = size, mode
-        path, hint = Path(folder) / "metadata.jsonl", 'its lines are {"file_name": …, "text": …}'
+        path, hint = Path(folder) / "metadata.jsonl", 'each line must be {"file_name": …, "text": …}'
         self._images: list[tuple[Path, str]] = []
         try:
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -121,7 +123,7 @@ def require_single_prefix(prefixes: Sequence[Path]) -> Path:
     """Return the only one of `prefixes`. Raises TrainingError if there is not exactly one."""
     if len(prefixes) != 1:
         raise TrainingError(
-            f"{len(prefixes)} prefixes, and the data set python_sources writes one",
+            f"{len(prefixes)} prefixes, but the data set python_sources writes only one",
             place="config data",
             hint="set data_prefixes and validation_data_prefixes to one prefix each",
         )
@@ -145,10 +147,10 @@ def _load_array(path: Path) -> np.ndarray[Any, Any]:
     try:
         array: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.ndarray):
-            raise TypeError("it holds several arrays; save each in its own file")
+            raise TypeError("it contains several arrays; save each in its own file")
         len(array)
     except (OSError, ValueError, TypeError) as error:
-        raise TrainingError(f"is not an array of rows: {error}", place=str(path), hint="numpy.save writes one") from None
+        raise TrainingError(f"is not an array of rows: {error}", place=str(path), hint="create it with numpy.save") from None
     return array
 
 

@@ -136,7 +136,8 @@ def measure_interrupted_starts() -> Iterator[BenchmarkRow]:
                 for leftover in leftovers:
                     print_progress(f"{runner_type}: left is {leftover}")
             description = (
-                f"{starts} deploys, `runner_type: {runner_type}`, interrupted within {_INTERRUPT_WINDOW_SECONDS:g} s: what is left of them"
+                f"{starts} deploys, `runner_type: {runner_type}`, interrupted within {_INTERRUPT_WINDOW_SECONDS:g} s: remaining objects "
+                f"of them"
             )
             yield BenchmarkRow(f"interrupted/{runner_type}", description, "things", Sample.from_values([float(leftover_count)]), limit=0)
 

@@ -33,7 +33,7 @@ BENCHMARKS = (
         launchers.measure_first_steps,
     ),
     Benchmark(
-        "interrupted", "starts by each launcher that are interrupted, and what is left of them", launchers.measure_interrupted_starts
+        "interrupted", "starts by each launcher that are interrupted, and remaining objects of them", launchers.measure_interrupted_starts
     ),
     Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", run_startup.measure_doctor),
     Benchmark("services-100", "a hundred services up and down", services.measure_services),

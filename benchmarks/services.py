@@ -192,7 +192,7 @@ def _provide_image(engine: DockerEngine) -> None:
 def build_idle_program() -> bytes:
     """Return a Linux program that pauses until a signal ends it: an ELF header, one segment, three instructions."""
     if platform.machine() != "x86_64":
-        raise BenchmarkUnavailableError(f"its containers' program is made for x86_64, not {platform.machine()}")
+        raise BenchmarkUnavailableError(f"its containers' program is built for x86_64, not {platform.machine()}")
     # mov eax, 34 (pause); syscall; jmp back
     code = bytes.fromhex("b822000000 0f05 ebf7")
     base, headers = 0x400000, 64 + 56

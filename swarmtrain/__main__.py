@@ -1,6 +1,6 @@
-"""The program. Ctrl-C and SIGTERM end it with 130 and without a traceback, at any time.
+"""Entry point of the `swarmtrain` program. Ctrl-C, SIGTERM and SIGHUP end it with exit code 130, at any time and without a traceback.
 
-Nothing but the standard library's signal handling is imported before the handlers are set.
+Only the standard library's signal handling is imported before the signal handlers are installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _InterruptHandler:
-    """Handler of all these signals: raises KeyboardInterrupt, so that interrupted code can clean up."""
+    """Signal handler for SIGINT, SIGTERM and SIGHUP: raises KeyboardInterrupt, so that the interrupted code can clean up."""
 
     def __init__(self) -> None:
         self._interrupt_count = 0
@@ -40,7 +40,7 @@ def main() -> NoReturn:
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
-    # All cleanup is done. Unloading thousands of modules would take 1/8 of a short command's time.
+    # All cleanup is done. Skip unloading the modules: that would take 1/8 of a short command's time.
     os._exit(code)
 
 
@@ -49,7 +49,7 @@ def run_program() -> int:
     try:
         handler = _InterruptHandler()
         for number in _TERMINATION_SIGNALS:
-            # nohup ignores one of them on purpose.
+            # nohup ignores SIGHUP on purpose.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, handler)
         # Imports create tens of thousands of objects and no garbage: skipping collection saves 1/30 of a short command's time.

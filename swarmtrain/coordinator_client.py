@@ -22,62 +22,91 @@ _OFFSET_SAMPLES = 5
 
 
 class CoordinatorClient:
-    """A client for the coordinator at `address` (host:port). `timeout` in seconds limits one call."""
+    """Client of the coordinator at `address` (host:port). `timeout` limits one call, in seconds."""
 
     def __init__(self, address: str, *, timeout: float = 5.0) -> None:
         self.address = address
         self.timeout = timeout
 
     def post(self, event: Event) -> Receipt:
-        """Post an event. Raises CoordinatorError if the coordinator cannot be reached."""
+        """Post `event` to the coordinator and return its receipt. Raises CoordinatorError if the coordinator cannot be reached."""
         return Receipt(**self._send_request("post", kind=event.kind, data=event.data))
 
     def register_node(self, node: str) -> None:
-        """Register `node`, which will send a heartbeat every second. Raises CoordinatorError."""
+        """Register `node`, which from then on sends a heartbeat every second, and return its orders.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
         self._send_request("join", node=node)
 
     def send_heartbeat(self, node: str) -> Orders:
-        """Send a heartbeat of `node`. Raises CoordinatorError."""
+        """Send a heartbeat of `node` and return its orders. Raises CoordinatorError if the coordinator cannot be reached."""
         return self._request_orders("beat", node=node)
 
     def close_round(self, node: str, round: str) -> Orders:
-        """Report the rendezvous `round` ("" if there was none) as closed.
+        """Report that the rendezvous round `round` is closed for `node` ("" before the first round), and return orders with the next
+        round.
 
-        The returned orders hold the next one. Raises CoordinatorError.
+        Raises CoordinatorError if the coordinator cannot be reached.
         """
         return self._request_orders("close", node=node, round=round)
 
     def report_node_exit(self, node: str, exit_code: int) -> Orders:
-        """Report that `node` exits: 0 all its ranks are done, EXIT_PLANNED a stop was requested. Raises CoordinatorError."""
+        """Report that `node` exits: with 0 if all its ranks are done, with EXIT_PLANNED if a stop was requested.
+
+        Returns the coordinator's orders. Raises CoordinatorError if the coordinator cannot be reached.
+        """
         return self._request_orders("leave", node=node, exit_code=exit_code)
 
-    def report_survivor(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
-        """Report what this rank of a failed world holds; called repeatedly as a sign of life. Return who saves. Raises CoordinatorError."""
-        response = self._send_request("report_survivor", world=world, rank=rank, state=asdict(state))
+    def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
+        """Report the state of surviving rank `rank` of the failed world `world`, and return which ranks write the just-in-time
+        checkpoint.
+
+        The rank calls this repeatedly, as a sign of life. Raises CoordinatorError if the coordinator cannot be reached.
+        """
+        response = self._send_request("report_surviving_rank", world=world, rank=rank, state=asdict(state))
         return RescueAssignment(**{**response, "writers": tuple(response["writers"])})
 
     def report_rescue_finished(self, world: str, attempt: int, rank: int) -> None:
-        """Report that `rank`, the first writer, or the first of its node, has finished, successfully or not. Raises CoordinatorError."""
+        """Report that writer `rank` has finished attempt `attempt` of a just-in-time checkpoint, successfully or not.
+
+        `rank` is the first writer, or the first of its node. Raises CoordinatorError if the coordinator cannot be reached.
+        """
         self._send_request("rescue_finished", world=world, attempt=attempt, rank=rank)
 
     def is_rescue_pending(self) -> bool:
-        """Return whether surviving ranks of a failed world are saving. Raises CoordinatorError."""
+        """Return whether surviving ranks of a failed world are writing a just-in-time checkpoint.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
         return bool(self._send_request("rescue_pending")["rescue_pending"])
 
     def request_generation(self, above: int) -> int:
-        """Return a generation higher than `above` and than all that were issued before. Raises CoordinatorError."""
+        """Return a new generation number (fencing token), higher than `above` and than all issued before.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
         return int(self._send_request("generation", above=above)["generation"])
 
     def measure_clock_offset(self) -> float:
-        """Return by how many seconds this machine's clock is ahead of the coordinator's. Raises CoordinatorError."""
+        """Return by how many seconds this machine's wall clock is ahead of the coordinator's.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
         return self._measure_offset("time", time.time)
 
     def measure_monotonic_offset(self) -> float:
-        """Return the offset to add to time.monotonic() to get the coordinator's. Raises CoordinatorError."""
+        """Return the seconds to add to this machine's time.monotonic() to get the coordinator's.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
         return -self._measure_offset("monotonic", time.monotonic)
 
     def _measure_offset(self, field: str, clock: Callable[[], float]) -> float:
-        """Return our clock minus the coordinator's, from the fastest of several samples. The error is at most half of its round trip."""
+        """Return this machine's clock minus the coordinator's in seconds, from the sample with the shortest round trip.
+
+        The error is at most half of that round trip.
+        """
         return min(self._sample_offset(field, clock) for _ in range(_OFFSET_SAMPLES))[1]
 
     def _sample_offset(self, field: str, clock: Callable[[], float]) -> tuple[float, float]:
@@ -89,8 +118,8 @@ class CoordinatorClient:
     def wait_until_reachable(self, timeout: float) -> None:
         """Wait until the coordinator answers, for at most `timeout` seconds.
 
-        Names are resolved again at each try, since DNS may lag by seconds.
-        Raises CoordinatorError with the last reason.
+        Names are resolved again at each attempt, since DNS may lag by seconds. Raises CoordinatorError with the last reason if it does
+        not answer in time.
         """
         deadline = time.monotonic() + timeout
         while True:

@@ -30,7 +30,7 @@ _MPI_JOB_ID_VARIABLES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID
 
 
 def detect_torchrun_env(environ: Mapping[str, str], determined_info: Path = _DETERMINED_INFO_FOLDER) -> dict[str, str]:
-    """Return torchrun's variables for this process; those in `environ` are kept. Raises ValueError if they cannot be determined.
+    """Return torchrun's environment variables for this process; those already in `environ` are kept.
 
     `determined_info`: folder in which the container of a Determined trial finds its cluster information.
     """
@@ -44,7 +44,7 @@ def detect_torchrun_env(environ: Mapping[str, str], determined_info: Path = _DET
 
 
 def get_node_name(environ: Mapping[str, str]) -> str:
-    """Return the name of the node that this process runs on: our launcher's, else Slurm's, else the host's."""
+    """Return the name of the node that this process runs on: as set by swarmtrain's launcher, else by Slurm, else the host name."""
     return environ.get("SWARMTRAIN_NODE") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -53,9 +53,9 @@ def _read_master_address(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _detect_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an srun task.
+    """Return torchrun's environment variables for a task of srun.
 
-    The shell of sbatch or salloc has a job but no step: what it starts itself is a single process.
+    The shell of sbatch or salloc belongs to a job but to no job step, so a program that it starts directly is a single process.
     """
     if not {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"} <= environ.keys():
         return {}
@@ -73,7 +73,7 @@ def _detect_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     hostlist = environ.get("SLURM_JOB_NODELIST", "")
     local_size = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or environ.get("MPI_LOCALNRANKS") or world_size
     if local_size != world_size and not hostlist and "MASTER_ADDR" not in environ:
-        raise ValueError("MPI does not say which host has rank 0: mpirun -x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST)")
+        raise ValueError("MPI does not provide the host of rank 0: use mpirun -x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST)")
     job = next((environ[name] for name in _MPI_JOB_ID_VARIABLES if name in environ), "")
     job_number = int("".join(char for char in job if char.isdigit()) or (_find_launcher_pid() if local_size == world_size else 0))
     return _build_torchrun_env(
@@ -82,7 +82,10 @@ def _detect_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _find_launcher_pid() -> int:
-    """Return the pid of the process that started all ranks of this host: Hydra sets no job id, and gives each rank its own session."""
+    """Return the pid of the process that started all ranks of this host.
+
+    Hydra (MPI) sets no job id, and gives each rank its own session.
+    """
     leader = os.getsid(0)
     if leader == 0:  # the session leader is outside this container: ranks without their own sessions are children of one process
         return os.getppid()
@@ -95,7 +98,7 @@ def is_determined_trial(environ: Mapping[str, str]) -> bool:
 
 
 def _detect_determined(environ: Mapping[str, str], info_folder: Path) -> dict[str, str]:
-    """Return the environment of a trial's entrypoint, which Determined starts once per container if it uses no launch layer."""
+    """Return torchrun's environment variables for a Determined trial's entrypoint, started once per container without a launch layer."""
     path = info_folder / "rendezvous.json"
     if not is_determined_trial(environ) or not path.exists():
         return {}
@@ -103,7 +106,9 @@ def _detect_determined(environ: Mapping[str, str], info_folder: Path) -> dict[st
     addresses = rendezvous_info["container_addrs"]
     if max(rendezvous_info["container_slot_counts"]) > 1:
         launcher = "python3 -m determined.launch.torch_distributed"
-        raise ValueError(f"Determined starts one process a container, and this trial has containers of several slots: {launcher} SCRIPT")
+        raise ValueError(
+            f"Determined starts one process per container, but this trial has containers with several slots: use {launcher} SCRIPT"
+        )
     if len(addresses) == 1:
         return {}
     return _build_torchrun_env(
@@ -126,7 +131,7 @@ def _build_torchrun_env(rank: int, world_size: str, local_rank: str, master_addr
 
 
 def compute_slurm_base_port(environ: Mapping[str, str]) -> int:
-    """Return the first of the ports of this step of this job."""
+    """Return the first of the ports that belong to this job step of Slurm."""
     return compute_base_port(int(environ["SLURM_JOB_ID"]) + _PORT_STRIDE_PER_STEP * int(environ.get("SLURM_STEP_ID", 0)))
 
 
@@ -136,7 +141,7 @@ def compute_base_port(job_number: int) -> int:
 
 
 def get_first_host(hostlist: str) -> str:
-    """Return the first host of `hostlist`. Raises ValueError if there is none."""
+    """Return the first host name of the Slurm node list `hostlist`. Raises ValueError if there is none."""
     return next(expand_hostlist(hostlist))
 
 
@@ -147,7 +152,7 @@ def expand_hostlist(hostlist: str) -> Iterator[str]:
     """
     patterns = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hostlist)
     if not patterns or ",".join(patterns) != hostlist:
-        raise ValueError(f"no list of nodes: {hostlist!r}")
+        raise ValueError(f"invalid node list: {hostlist!r}")
     for pattern in patterns:
         yield from _expand_pattern(pattern)
 
@@ -166,6 +171,6 @@ def _expand_pattern(pattern: str) -> Iterator[str]:
 def _expand_range(text: str) -> Iterator[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MAX_RANGE_SIZE):
-        raise ValueError(f"no range of numbers: {text!r}")
+        raise ValueError(f"invalid number range: {text!r}")
     for number in range(int(match[1]), int(match[2] or match[1]) + 1):
         yield str(number).zfill(len(match[1]))

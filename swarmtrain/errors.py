@@ -40,7 +40,7 @@ def escape_control_characters(text: str) -> str:
 
 
 class SwarmtrainError(Exception):
-    """Base of all deliberate errors.
+    """Base class of all errors that swarmtrain raises deliberately.
 
     `message` says what is wrong and why, `place` where (`config topology.micro_batch_size`, `node gpu-2`), `hint` the next step, preferably
     a command that can be pasted.
@@ -53,7 +53,7 @@ class SwarmtrainError(Exception):
     None: it recurs if the run has not completed a step yet, since nothing has ever worked then.
     """
     rank: int | None = None
-    """The rank that failed, if all ranks raise the error of one of them."""
+    """The rank that caused the error, if all ranks raise it because one of them failed; None otherwise."""
 
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class SwarmtrainError(Exception):
 
     @property
     def plain_text(self) -> str:
-        """The error as printed without colours."""
+        """The error as it is printed, without colors."""
         return "".join(f"error: {text}\n" + (f"hint: {hint}\n" if hint else "") for text, hint in self.messages_with_hints)
 
 
@@ -107,7 +107,7 @@ class ConfigError(SwarmtrainError):
 
 
 class PlanError(SwarmtrainError):
-    """The nodes of the cluster cannot run what the config asks for."""
+    """The nodes of the cluster cannot run what the config requires."""
 
 
 class ProcessError(SwarmtrainError):
@@ -142,11 +142,11 @@ class StackError(SwarmtrainError):
 
 
 class RunNotFound(SwarmtrainError):
-    """The named run does not exist, or none was named and there is not exactly one."""
+    """A run with this name does not exist; or no name was given, and the number of existing runs is not 1."""
 
 
 class StateDirectoryError(SwarmtrainError):
-    """The folder of the runs on this machine cannot be read or written."""
+    """The state directory, which holds the runs on this machine, cannot be read or written."""
 
 
 class LabError(SwarmtrainError):

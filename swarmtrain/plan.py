@@ -1,7 +1,7 @@
-"""(config, inventory) → Plan: for each node of the run its machine, its slots, and why. Values in, a value out.
+"""Make a plan from a config and an inventory: for each node of the run its machine, its slots, and the reason. Pure functions.
 
-Everything that a launcher sends is a function of the plan, and `str(plan)` is what `swarmtrain plan` prints.
-Ranks are not planned: the rendezvous assigns them for each world.
+Everything that a launcher sends is a function of the plan, and `str(plan)` is the output of `swarmtrain plan`. Ranks are not planned: the
+rendezvous assigns them for each world.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import hashlib
 import re
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from swarmtrain.config import Config, pipeline_layout
-from swarmtrain.config.files import UnreadableFileError, read_bounded
+from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.schema.base import format_duplicates
+from swarmtrain.config.schema.host_entry import HostEntry
 from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, GpuMode, RunnerType
 from swarmtrain.config.schema.topology import TopologyConfig
-from swarmtrain.config.schema.validators import parse_host_address, parse_host_gpus, parse_host_name, parse_host_slots
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
@@ -44,16 +44,16 @@ class Machine:
     address: str = ""
     is_manager: bool = False
     unavailable_reason: str = ""
-    """Why nothing can be started there (`down`, `drain`), or empty."""
+    """Why no node can be started on this machine (`down`, `drain`); empty if one can."""
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
-    """Generic resources by kind, for example NVIDIA-GPU: 8."""
+    """Amounts of generic resources by kind, for example NVIDIA-GPU: 8."""
     engine: str = ""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a launcher found: the machines, in the order of use, and where it looked."""
+    """Inventory of a launcher: the available machines, in the order in which they are used, and where they were found."""
 
     origin: str
     machines: tuple[Machine, ...]
@@ -61,7 +61,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class RunFile:
-    """A file that is shipped with the run. `name` is its file name next to the script, `digest` identifies its content."""
+    """A file that is shipped with the run. `name` is its file name next to the script, `digest` is a hash of its content."""
 
     name: str
     content: bytes
@@ -69,13 +69,13 @@ class RunFile:
 
     @classmethod
     def from_content(cls, name: str, content: bytes) -> RunFile:
-        """Return the file with its digest: the first 10 hexadecimal digits of its SHA-256."""
+        """Return the RunFile for `name` and `content`. Its digest is the first 10 hexadecimal digits of the SHA-256."""
         return cls(name, content, hashlib.sha256(content).hexdigest()[:10])
 
 
 @dataclass(frozen=True)
 class Cargo:
-    """Content of the config's paths, read once: the script, the files next to it, and the secrets."""
+    """Cargo of a run: the contents of the files that the config names, read once: the script, the files next to it, and the secrets."""
 
     code: tuple[RunFile, ...]
     secrets: tuple[RunFile, ...] = ()
@@ -91,16 +91,16 @@ class PlannedNode:
     slots: int
     cause: str
     gpus: tuple[str, ...] = ()
-    """GPUs that are visible to it, by number or UUID; empty: all, or those assigned to it."""
+    """GPUs that the node may use, by number or UUID; empty: all GPUs, or those that Swarm assigns."""
     address: str = ""
-    """Address of its machine for the other nodes if they share the host network; empty: the host name."""
+    """Address at which other nodes reach the node's machine if they share the host network; empty: the host name."""
     rank_interface: str = ""
-    """Its own interface or address on the network for ranks, if the config specifies one."""
+    """Interface or address of this node on the network for ranks, if the config specifies one for its machine."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which node runs on which machine, and why."""
+    """Plan of a run: which node runs on which machine, and why."""
 
     run: str
     config: Config
@@ -108,15 +108,15 @@ class Plan:
     nodes: tuple[PlannedNode, ...]
     origin: str
     is_probe: bool = False
-    """The nodes are probed and do not train."""
+    """Whether the nodes run the doctor's probe instead of training."""
     coordinator_machine: Machine | None = None
-    """The manager that hosts the coordinator, if the nodes must know its address; otherwise any manager."""
+    """Manager machine that must run the coordinator, because the nodes are given its address; None: any manager."""
     notes: tuple[str, ...] = ()
-    """Decisions beyond the config, and why, one line each."""
+    """Decisions that do not follow from the config alone, with reasons, one line each."""
 
     @property
     def role(self) -> str:
-        """What the nodes start: a role of swarmtrain.entrypoint."""
+        """Role of swarmtrain.entrypoint that the nodes run: node or probe."""
         return ROLE_PROBE if self.is_probe else ROLE_NODE
 
     @property
@@ -140,11 +140,11 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Total number of ranks."""
+        """World size: the total number of ranks."""
         return sum(node.slots for node in self.nodes)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the data that a script needs, for --json."""
+        """Return the plan as a JSON-compatible dict, for `--json`."""
         return {
             "run": self.run,
             "config": self.config.to_node_config().digest,
@@ -189,9 +189,9 @@ def build_probe_run_name(run: str) -> str:
 
 
 def make_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, node_count: int | None = None) -> Plan:
-    """Return the plan for `run`. `node_count` overrides runner.nodes; `swarmtrain scale` uses it.
+    """Return the plan for `run`. `node_count`, used by `swarmtrain scale`, overrides runner.nodes.
 
-    Raises PlanError if the inventory cannot hold what the config asks for.
+    Raises PlanError if the machines of the inventory cannot meet the config's requirements.
     """
     check_run_name(run)
     target_count = node_count or config.runner.node_range[1]
@@ -218,7 +218,10 @@ def add_notes(plan: Plan, *notes: str) -> Plan:
 
 
 def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine | None:
-    """Return the manager whose address the nodes get, or None: on the host network no name resolves to the coordinator."""
+    """Return the manager that must run the coordinator because the nodes are given its address; None if any manager may.
+
+    Only on the host network is an address needed, because names of services do not resolve there.
+    """
     runner = config.runner
     if not runner.swarm.is_on_host_network or runner.runner_type is not RunnerType.swarm:
         return None
@@ -231,22 +234,23 @@ def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine
         return replace(configured, address=master_addr)
     if not managers or not managers[0].address:
         raise PlanError(
-            f"{inventory.origin}: no manager's address is known, and the nodes need one on the host network",
+            f"{inventory.origin}: no manager address is known, but nodes on the host network need one",
             place="config runner.master_addr",
             hint="set it to the address of a manager",
         )
     first_manager = managers[0]
-    host_addresses = {parse_host_name(host): parse_host_address(host) for host in runner.hosts or ()}
+    host_addresses = {host.name: host.address for host in runner.host_entries}
     return replace(
         first_manager, address=host_addresses.get(first_manager.host) or host_addresses.get(first_manager.id) or first_manager.address
     )
 
 
 def check_run_name(run: str) -> None:
-    """Raise PlanError unless `run` can name a stack and, with a service name appended, a host."""
+    """Check that `run` is valid as the name of a stack and, with a service name appended, of a host. Raises PlanError if it is not."""
     if not _RUN_NAME_PATTERN.fullmatch(run) or len(run) > MAX_RUN_NAME_LENGTH:
         raise PlanError(
-            f"must be lower-case letters, digits and -, at most {MAX_RUN_NAME_LENGTH} of them, because it becomes part of host names",
+            f"must consist of lower-case letters, digits and -, at most {MAX_RUN_NAME_LENGTH} characters, because it becomes part of "
+            f"host names",
             place=f"run name {run!r}",
             hint="swarmtrain deploy config.yml --name my-run",
         )
@@ -261,9 +265,9 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
     )
     if duplicates := format_duplicates(item.name for item in code):
         raise PlanError(
-            f"{duplicates} is listed twice, the script counted: files travel side by side, by their names",
+            f"{duplicates} is listed twice (the script included): files are copied into one folder under their names",
             place="config runner.code",
-            hint="list it once, or give one of two files another name",
+            hint="list it once, or rename one of the two files",
         )
     secrets = tuple(
         RunFile.from_content(name, _read_file(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items())
@@ -273,17 +277,17 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
 
 def _read_file(path: Path, key: str) -> bytes:
     try:
-        return read_bounded(path, _MAX_FILE_BYTES)
+        return read_file_with_limit(path, _MAX_FILE_BYTES)
     except UnreadableFileError as error:
-        hint = "paths are relative to the folder you are in" if error.errno == errno.ENOENT else f"ls -l {path} shows what it is"
+        hint = "use a path relative to the current folder" if error.errno == errno.ENOENT else f"ls -l {path} shows what it is"
         raise SwarmtrainError(f"{path}: {error}", place=f"config {key}", hint=hint) from None
 
 
 def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int) -> tuple[PlannedNode, ...]:
-    hosts = config.runner.hosts or ()
+    hosts = config.runner.host_entries
     if node_count > len(hosts):
         raise PlanError(
-            f"lists {_format_count(len(hosts), 'host')}, but {_format_count(node_count, 'node')} are asked for",
+            f"lists {_format_count(len(hosts), 'host')}, but {_format_count(node_count, 'node')} are requested",
             place="config runner.hosts",
             hint="list more hosts in the config and deploy it again",
         )
@@ -291,10 +295,10 @@ def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int) ->
     for machine in inventory.machines:
         for name in {machine.id, machine.host} - {""}:
             machines_by_name.setdefault(name, []).append(machine)
-    machines = [_find_machine(inventory, machines_by_name, parse_host_name(host)) for host in hosts[:node_count]]
+    machines = [_find_machine(inventory, machines_by_name, host.name) for host in hosts[:node_count]]
     if duplicates := format_duplicates(machine.id or machine.host for machine in machines):
         raise PlanError(
-            f"names one node twice, by its host name and by its id: {duplicates}", place="config runner.hosts", hint="keep one of the two"
+            f"lists one node twice, by its host name and by its id: {duplicates}", place="config runner.hosts", hint="keep one of the two"
         )
     return tuple(_plan_node(config, index, host, machine) for index, (host, machine) in enumerate(zip(hosts, machines, strict=False)))
 
@@ -305,36 +309,37 @@ def _find_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Mach
     if not matches:
         available = ", ".join(machine.host for machine in inventory.machines) or "none"
         raise PlanError(
-            f"there is no such node on {inventory.origin}; it has: {available}",
+            f"unknown node on {inventory.origin}; available nodes: {available}",
             place=f"config runner.hosts: {name}",
-            hint="docker node ls shows them",
+            hint="list the nodes with: docker node ls",
         )
     if len(matches) > 1:
         ids = ", ".join(machine.id for machine in matches)
         raise PlanError(
-            f"{len(matches)} nodes have this host name, with the ids {ids}",
+            f"{len(matches)} nodes have this host name; their IDs: {ids}",
             place=f"config runner.hosts: {name}",
-            hint="write the id instead",
+            hint="use the id instead",
         )
     if matches[0].unavailable_reason:
         is_drained_or_paused = matches[0].unavailable_reason in ("drained", "paused")
         hint = (
-            f"docker node update --availability active {name}" if is_drained_or_paused else "start it; docker node ls shows when it is back"
+            f"docker node update --availability active {name}"
+            if is_drained_or_paused
+            else "start the node; docker node ls shows when it is back"
         )
         raise PlanError(f"the node is {matches[0].unavailable_reason}", place=f"node {name}", hint=hint)
     return matches[0]
 
 
-def _plan_node(config: Config, index: int, host: str, machine: Machine) -> PlannedNode:
-    name = parse_host_name(host)
-    by_id = bool(machine.id) and name == machine.id
-    gpus = parse_host_gpus(host) or config.runner.swarm.gpu_ids
-    slots, slots_reason = _resolve_slots(config, parse_host_slots(host), machine)
+def _plan_node(config: Config, index: int, host: HostEntry, machine: Machine) -> PlannedNode:
+    by_id = bool(machine.id) and host.name == machine.id
+    gpus = host.gpus or config.runner.swarm.gpu_ids
+    slots, slots_reason = _resolve_slots(config, host.slots, machine)
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
-    rank_interface = parse_host_address(host) if config.runner.is_on_host_network else ""
+    rank_interface = host.address if config.runner.is_on_host_network else ""
     cause = (
         f"place {index + 1} in hosts{' (by id)' if by_id else ''}; "
-        f"{slots_reason}{f'; ranks talk by {rank_interface}' if rank_interface else ''}"
+        f"{slots_reason}{f'; ranks communicate via {rank_interface}' if rank_interface else ''}"
     )
     return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus, rank_interface or machine.address, rank_interface)
 
@@ -368,7 +373,7 @@ def _format_shortage_hint(inventory: Inventory, labels: Mapping[str, str], eligi
     if any(not machine.unavailable_reason for machine in inventory.machines) and eligible_count == 0 and labels:
         label_options = " ".join(f"--label-add {key}={value}" for key, value in sorted(labels.items()))
         return f"docker node update {label_options} NODE"
-    return "swarmtrain plan CONFIG -o runner.nodes=N asks for fewer"
+    return "request fewer nodes with: swarmtrain plan CONFIG -o runner.nodes=N"
 
 
 def _format_shortage(inventory: Inventory, labels: Mapping[str, str], eligible_count: int, node_count: int) -> str:
@@ -379,22 +384,22 @@ def _format_shortage(inventory: Inventory, labels: Mapping[str, str], eligible_c
         if not machine.unavailable_reason and not labels.items() <= dict(machine.labels).items()
     ]
     reasons_text = f" ({'; '.join(reasons)})" if reasons else ""
-    return f"{_format_count(node_count, 'node')} wanted, but {inventory.origin} has {eligible_count} that can be used{reasons_text}"
+    return f"{_format_count(node_count, 'node')} requested, but {inventory.origin} has {eligible_count} that can be used{reasons_text}"
 
 
 def _resolve_slots(config: Config, configured_slots: int | None, machine: Machine) -> tuple[int, str]:
     runner = config.runner
     if configured_slots:
-        return configured_slots, "slots as hosts says"
+        return configured_slots, "slots from hosts"
     if runner.default_gpu_count:
-        return runner.default_gpu_count, "slots by default_gpu_count"
+        return runner.default_gpu_count, "slots from default_gpu_count"
     if runner.runner_type is RunnerType.slurm and runner.slurm.requested_gpus_per_node:
-        return runner.slurm.requested_gpus_per_node, "a slot for each GPU that Slurm gives"
+        return runner.slurm.requested_gpus_per_node, "one slot per GPU allocated by Slurm"
     if runner.swarm.gpu_ids:
-        return len(runner.swarm.gpu_ids), "a slot for each of gpu_ids"
+        return len(runner.swarm.gpu_ids), "one slot per entry of gpu_ids"
     gpu_count = machine.resources.get(runner.swarm.generic_resource, 0)
     if gpu_count and (runner.swarm.gpu is not GpuMode.none or runner.runner_type in SSH_RUNNER_TYPES):
-        return gpu_count, f"a slot for each {runner.swarm.generic_resource}"
+        return gpu_count, f"one slot per {runner.swarm.generic_resource}"
     return 1, "one slot"
 
 
@@ -409,7 +414,7 @@ def _check_world_size(plan: Plan) -> None:
         raise PlanError(
             f"{topology.world_size}, but the slots of {_format_count(len(plan.nodes), 'node')} add up to {plan.world_size} ranks",
             place="config topology.world_size",
-            hint="remove it, and it follows from the nodes",
+            hint="remove it: it is derived from the nodes",
         )
 
 
@@ -436,8 +441,7 @@ def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def build_offline_inventory(hosts: Sequence[str]) -> Inventory:
-    """Return the inventory that `hosts` describes, for a plan without a cluster."""
-    names = [parse_host_name(host) for host in hosts]
-    machines = tuple(Machine(host=name, id=name if _NODE_ID_PATTERN.fullmatch(name) else "") for name in names)
+def build_offline_inventory(hosts: Iterable[HostEntry]) -> Inventory:
+    """Return the inventory of the machines `hosts`, for a plan without access to a cluster."""
+    machines = tuple(Machine(host=host.name, id=host.name if _NODE_ID_PATTERN.fullmatch(host.name) else "") for host in hosts)
     return Inventory("the hosts that the config lists", machines)

@@ -1,4 +1,4 @@
-"""The only place that starts processes. Commands are argv lists; a shell line is only built for display.
+"""Start processes; no other module does. Commands are argv lists; a shell command line is built only for display.
 
 Standard library only, because the entrypoint uses it inside the container.
 """
@@ -21,7 +21,7 @@ from swarmtrain.errors import ProcessError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-# Loaded here, since nothing may be loaded between fork and exec.
+# Load ctypes here, since no module may be loaded between fork and exec.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -63,7 +63,7 @@ def run_command(
     except PermissionError as error:
         raise ProcessError(format_command(argv, env), 126, f"{error.filename or argv[0]}: permission denied", hint=hint) from None
     except subprocess.TimeoutExpired:
-        raise ProcessError(format_command(argv, env), 124, f"not done after {timeout:g} s", hint=hint) from None
+        raise ProcessError(format_command(argv, env), 124, f"did not finish within {timeout:g} s", hint=hint) from None
     if completed.returncode:
         raise ProcessError(format_command(argv, env), completed.returncode, completed.stdout + completed.stderr, hint=hint)
     return completed.stdout
@@ -83,9 +83,9 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start `argv` and return the running process. It has no standard input unless `stdin` is given.
 
-    `new_session` detaches it from this terminal's Ctrl-C; `die_with_parent` makes the kernel (Linux) kill it with the *thread* that calls
-    this, so call it from a thread that lives as long as the child should.
-    Raises ProcessError if the program cannot be started.
+    `new_session` detaches the process from this terminal's Ctrl-C. `die_with_parent` makes the kernel (Linux) kill the process when the
+    *thread* that calls this ends, so call it from a thread that lives as long as the process should. Raises ProcessError if the program
+    cannot be started.
     """
     preexec: Callable[[], None] | None = set_parent_death_signal if die_with_parent else None
     try:
@@ -105,10 +105,9 @@ def start_process(
 
 
 def exec_command(argv: Sequence[str], *, env: Mapping[str, str], stdin: IO[bytes] | None = None) -> NoReturn:
-    """Replace this process by `argv`, with `env` as its whole environment. It inherits the terminal, and its exit code becomes ours.
+    """Replace this process by `argv`, with `env` as its whole environment. The new program inherits the terminal.
 
-    `stdin` replaces our standard input.
-    Raises ProcessError if the program cannot be started.
+    `stdin` replaces the standard input. Raises ProcessError if the program cannot be started.
     """
     try:
         if stdin is not None:
@@ -125,16 +124,16 @@ def set_parent_death_signal() -> None:
 
 
 def set_process_name(name: str) -> None:
-    """Set the process name that ps and top show, of which they show 15 bytes. Does nothing outside Linux."""
+    """Set the process name that ps and top show, of at most 15 bytes. Does nothing outside Linux."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_NAME, name.encode())
 
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Defer Ctrl-C, SIGTERM and SIGHUP during the body, in which they would leave something behind that no state file records.
+    """Defer SIGINT (Ctrl-C), SIGTERM and SIGHUP until the end of the body, whose interruption would leave unrecorded objects behind.
 
-    Only the main thread is interrupted by signals, so elsewhere this does nothing.
+    Only the main thread is interrupted by signals, so in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -47,18 +47,18 @@ CONFIG_PATH = "/etc/swarmtrain/config.json"
 
 @dataclass(frozen=True)
 class _EnvironmentMessage:
-    """A dataclass that is passed as environment variables: one per field, `SWARMTRAIN_` and the field name in capitals.
+    """Base class of dataclasses passed as environment variables: one variable per field, `SWARMTRAIN_` and the field name in capitals.
 
     Fields are str, int, float or, as JSON, tuple and dict.
     """
 
     def to_env(self) -> dict[str, str]:
-        """Return all variables, in field order."""
+        """Return the environment variables of all fields, in field order."""
         return {ENV_PREFIX + item.name.upper(): _encode_value(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
-        """Read the variables back. Raises ValueError with the name of the variable that is missing or malformed."""
+        """Return the message in the variables `environ`. Raises ValueError with the name of a variable that is missing or malformed."""
         hints = get_type_hints(cls)
         values = {}
         for item in fields(cls):
@@ -110,7 +110,7 @@ class NodeEnv(_EnvironmentMessage):
     script: str
     """Path of the user's script."""
     script_args: tuple[str, ...]
-    """Its arguments, JSON."""
+    """Arguments of the user's script, JSON."""
     secrets: dict[str, str]
     """Path of the file of each secret by its name, JSON. The secrets themselves never enter the environment."""
     stop_grace: float
@@ -159,20 +159,20 @@ class CoordinatorEnv(_EnvironmentMessage):
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """State of one surviving rank of a failed world. What it holds is complete."""
+    """State of one surviving rank of a failed world. The model and optimizer state that the rank holds is complete."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     ready: bool
-    """Whether it has all inputs of the next step, and can complete it alone."""
+    """Whether the rank has all inputs of the next step, and can complete the step alone."""
     shard: int
-    """Index of the shard of parameters and state that it holds; ranks with the same index hold the same."""
+    """Index of the shard of parameters and optimizer state that the rank holds; ranks with the same index hold the same shard."""
     shards: int
-    """Total number of shards: one, unless the state is sharded."""
+    """Total number of shards: 1 unless the state is sharded."""
     world_size: int
     """Number of ranks of the world."""
     disk: int = 0
-    """Index of the disk that it would save to: its node's, or the shared one."""
+    """Index of the disk to which the rank would save: its node's own, or the shared one."""
     disks: int = 1
     """Total number of disks."""
 
@@ -235,7 +235,7 @@ retry may succeed, unless it recurs at the same step.
 
 
 def build_world_key(environ: Mapping[str, str]) -> str:
-    """Return the key of the world of the rank with this environment: the same for all its ranks, different for each world."""
+    """Return the key of the world of the rank with the environment `environ`: equal for all ranks of a world, unique to each world."""
     return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
 
 
@@ -247,7 +247,7 @@ _COLLATERAL_PATTERN = re.compile(
 
 
 def is_collateral_failure(failure: Mapping[str, Any]) -> bool:
-    """Return whether a failure is a consequence of another one: a peer is gone, or did not answer in time."""
+    """Return whether a failure is collateral: the consequence of another rank's failure, such as a lost or unresponsive peer."""
     return bool(_COLLATERAL_PATTERN.search(f"{failure.get('error', '')} {failure.get('signal', '')}"))
 
 
@@ -258,15 +258,15 @@ class Event:
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
     time: float = field(default_factory=time.time)
-    """Seconds since the epoch, by the coordinator's clock: those of nodes may be wrong."""
+    """Seconds since the epoch by the coordinator's clock, since the clocks of nodes may be wrong."""
 
     def to_line(self) -> str:
-        """Return the event as one line of JSON, `event` first, so that a reader can distinguish it from other output."""
+        """Return the event as one line of JSON. The key `event` comes first, so that readers can distinguish it from other output."""
         return json.dumps({"event": self.kind, "time": round(self.time, 3), **self.data}, default=str)
 
     @classmethod
     def from_line(cls, line: str) -> Event | None:
-        """Parse a line of the coordinator's log. Return None if it is not an event."""
+        """Return the event in a line of the coordinator's log; None if the line is not an event."""
         if not line.startswith('{"event"'):
             return None
         try:
@@ -278,14 +278,14 @@ class Event:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How the run ended. The coordinator publishes it; a node that receives one has nothing left to do."""
+    """Outcome of a run. The coordinator publishes it; a node that receives it exits."""
 
     status: str
-    """done or failed"""
+    """Status of the run: done or failed."""
     reason: str
     exit_code: int
     hint: str = ""
-    """The next step, if the failure came with one."""
+    """Hint for the user about the next step; empty if the failure has none."""
 
     @property
     def is_success(self) -> bool:
@@ -294,33 +294,36 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The coordinator's response to an event."""
+    """Receipt: the coordinator's response to an event."""
 
     is_known: bool = False
-    """The event is a failure whose reason another rank of its world has already reported."""
+    """Whether the event is a failure whose reason another rank of its world has already reported."""
     run_failed: bool = False
-    """The run has failed: nothing may be started again."""
+    """Whether the run has failed, so that no process may be restarted."""
 
 
 @dataclass(frozen=True)
 class RescueAssignment:
-    """The coordinator's response to surviving ranks: which of them save which step."""
+    """The coordinator's response to a surviving rank: which ranks write a just-in-time checkpoint of which step."""
 
     step: int = 0
     writers: tuple[int, ...] = ()
-    """Writing ranks, one for each shard and disk; the first one of a disk assembles the checkpoint from its shards. Empty until decided."""
+    """Ranks that write, one for each shard and disk; empty until decided.
+
+    The first one of a disk assembles the checkpoint from its shards.
+    """
     attempt: int = 0
-    """Incremented when a writer has died and new ones are chosen."""
+    """Number of the attempt: incremented when a writer has died and new writers are chosen."""
     is_finished: bool = False
-    """The checkpoint is committed, or none is possible: there is nothing left to wait for."""
+    """Whether the checkpoint is committed, or none is possible, so that the rank need not wait any more."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The coordinator's response to a supervisor: stop (an outcome), or train in this rendezvous round."""
+    """Orders: the coordinator's response to a supervisor. Stop (there is an outcome), or train in the given rendezvous round."""
 
     round: str
-    """Run id for the rendezvous. A new one is issued when the old one is closed, since a closed rendezvous refuses everyone forever."""
+    """Run id of the rendezvous round. A new one is issued when a round is closed, since a closed rendezvous accepts no node again."""
     outcome: RunOutcome | None = None
     wait: bool = False
-    """Ask again in a moment. Other nodes are still arriving, or this node is quarantined."""
+    """Whether to ask again in a moment, because other nodes are still arriving or this node is quarantined."""

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. No decisions are made here.
+"""The command line: parse the arguments, call the operation, print the result. Decisions are made elsewhere.
 
 The command modules do without `from __future__ import annotations`: Typer would evaluate each annotation twice, at every start.
 """
@@ -21,9 +21,9 @@ HELP = """Distributed PyTorch training on the machines you already have, from on
 
     swarmtrain deploy config.yml      run it and follow it; Ctrl-C detaches, the job continues
 
-    swarmtrain status                 how it stands
+    swarmtrain status                 nodes, step, loss, throughput
 
-    swarmtrain why                    why it died
+    swarmtrain why                    why it failed
 """
 
 
@@ -52,9 +52,9 @@ def build_app() -> typer.Typer:
 def run_command_line() -> int:
     """Run the command line; return the exit code: 0 success, 1 swarmtrain error, 2 usage error, 3 job failed, 130 interrupted."""
     if os.environ.get("_SWARMTRAIN_COMPLETE") == "complete_bash":
-        from swarmtrain.cli import completion
+        from swarmtrain.cli import shell_completion
 
-        completion.rejoin_override_words(os.environ)
+        shell_completion.rejoin_override_words(os.environ)
     try:
         try:
             return int(build_app()(prog_name="swarmtrain", standalone_mode=False) or 0)
@@ -77,7 +77,7 @@ def run_command_line() -> int:
         from swarmtrain.view.console import show_error
 
         location = str(error.filename or "standard output")
-        show_error(SwarmtrainError((error.strerror or "").lower(), place=location, hint="df -h shows which disk is full"))
+        show_error(SwarmtrainError((error.strerror or "").lower(), place=location, hint="run df -h to see which disk is full"))
         return EXIT_ERROR
     except Exception as error:  # noqa: BLE001  # click's usage errors share no public base with typer's copies of them
         return _show_usage_error(error)

@@ -1,4 +1,4 @@
-"""init, plan, memory, generate, doctor, join: the commands before there is a run."""
+"""The commands that need no existing run: init, plan, memory, generate, doctor, join."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from swarmtrain.cli.options import (
 
 
 def register_commands(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
+    """Register the commands of this module on the Typer app `app`."""
     for command in (init, plan, memory, generate, doctor, join):
         app.command()(command)
 
@@ -108,7 +108,7 @@ def generate(
         from swarmtrain.launchers import slurm
 
         files = slurm.write_job_script(run_plan, output := output.with_suffix(".sbatch"))
-        print_message(f"wrote {output}, and what it needs to {files}\nnext: sbatch {output}")
+        print_message(f"wrote {output}, and the files that it needs to {files}\nnext: sbatch {output}")
         return
     stack = (
         compose_document.render_compose(run_plan)
@@ -134,7 +134,7 @@ def doctor(
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
 
-    with show_progress("looking") as report_progress:
+    with show_progress("checking") as report_progress:
         if config_file is None:
             report = examine_cluster(report_progress)
         else:

@@ -9,7 +9,7 @@ from swarmtrain.cli.options import ConfigFileArgument, JsonOption, OverridesOpti
 
 
 def register_commands(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Register the command `env` on the Typer app `app`."""
     app.command(name="env")(make_environment)
 
 
@@ -48,8 +48,8 @@ def make_environment(
 
     runner = resolve_external_inputs(load_config(config_file, override), Path.cwd(), os.environ).runner
     interpreter = python_environment.resolve_interpreter(runner, path, check=check)
-    interrupt_hint = "" if check else "each host has either the old environment or the new one, complete"
-    with show_progress(f"{'proving' if check else 'making'} {interpreter}", interrupt_hint=interrupt_hint) as report_progress:
+    interrupt_hint = "" if check else "each host has either the complete old environment or the complete new one"
+    with show_progress(f"{'verifying' if check else 'creating'} {interpreter}", interrupt_hint=interrupt_hint) as report_progress:
         if check:
             report = python_environment.check_environment(runner, interpreter, report_progress)
         else:

@@ -94,7 +94,7 @@ def distribute(
     from swarmtrain.view.console import show_progress
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
-    with show_progress(f"spreading {image}") as report_progress:
+    with show_progress(f"distributing {image}") as report_progress:
         targets = {address: address for address in addresses} or list_other_engines(engine)
         typer.echo(
             images.distribute_image(
@@ -120,7 +120,9 @@ def up(
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import print_message, show_progress
 
-    with show_progress("bringing a registry up", interrupt_hint="swarmtrain image registry down removes what is left") as report_progress:
+    with show_progress(
+        "starting a registry", interrupt_hint="run swarmtrain image registry down to remove what is left"
+    ) as report_progress:
         registry_status = registries.start_registry(DockerEngine(), node=node, port=port, image=image, report_progress=report_progress)
     print_message(str(registry_status))
     typer.echo(registry_status.address)
@@ -137,7 +139,7 @@ def down(
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
 
-    with show_progress("taking the registry down") as report_progress:
+    with show_progress("stopping the registry") as report_progress:
         registries.remove_registry(DockerEngine(), volume=volume, report_progress=report_progress)
 
 

@@ -9,7 +9,7 @@ from swarmtrain.cli.options import JsonOption
 
 
 def register_commands(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Register the command `import` on the Typer app `app`."""
     app.command("import")(import_config)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmtrain.cli import completion
+from swarmtrain.cli import shell_completion
 from swarmtrain.lab import DEFAULT_NAME
 
 if TYPE_CHECKING:
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Create a local test cluster of Docker engines on this Linux machine, and inject faults.")
 
 LabNameOption = Annotated[
-    str, typer.Option("--name", help="Name of the lab. Labs with different names are independent.", autocompletion=completion.complete_labs)
+    str,
+    typer.Option(
+        "--name", help="Name of the lab. Labs with different names are independent.", autocompletion=shell_completion.complete_labs
+    ),
 ]
 LabNodeArgument = Annotated[
-    str, typer.Argument(help="Node of the lab; node0 is the manager.", autocompletion=completion.complete_lab_nodes)
+    str, typer.Argument(help="Node of the lab; node0 is the manager.", autocompletion=shell_completion.complete_lab_nodes)
 ]
 
 

@@ -1,4 +1,4 @@
-"""export, sample, embed, evaluate: use a trained model, or export it for other programs."""
+"""The commands for trained models: export, sample, embed, evaluate."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -37,7 +37,7 @@ RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Number of proc
 
 
 def register_commands(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
+    """Register the commands of this module on the Typer app `app`."""
     app.command()(export)
     app.command()(sample)
     app.command()(embed)

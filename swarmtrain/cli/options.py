@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli import completion
+from swarmtrain.cli import shell_completion
 
 # readable=False: Typer would report an unreadable file as a usage error; we report it ourselves, with a hint.
 ConfigFileArgument = Annotated[
@@ -15,7 +15,7 @@ ConfigFileArgument = Annotated[
         help="Path of the YAML config.",
         show_default=False,
         readable=False,
-        autocompletion=completion.complete_config_files,
+        autocompletion=shell_completion.complete_config_files,
     ),
 ]
 OptionalConfigFileArgument = Annotated[
@@ -25,7 +25,7 @@ OptionalConfigFileArgument = Annotated[
         help="Path of the YAML config. Without it: the swarm only.",
         show_default=False,
         readable=False,
-        autocompletion=completion.complete_config_files,
+        autocompletion=shell_completion.complete_config_files,
     ),
 ]
 OverridesOption = Annotated[
@@ -36,7 +36,7 @@ OverridesOption = Annotated[
         metavar="KEY=VALUE",
         help="Override a config value: -o trainer.train_iterations=100. Repeatable.",
         show_default=False,
-        autocompletion=completion.complete_overrides,
+        autocompletion=shell_completion.complete_overrides,
     ),
 ]
 DebugOption = Annotated[
@@ -47,9 +47,9 @@ DebugOption = Annotated[
     ),
 ]
 DEBUG_OVERRIDES = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", 'runner.env.CUDA_LAUNCH_BLOCKING="1"', "runner.nccl.debug=INFO")
-"""The overrides of --debug. Overrides from -o come later and take precedence."""
+"""Config overrides that the option --debug adds. Overrides from -o are applied later and take precedence."""
 LOCAL_OVERRIDES = ("runner.runner_type=local",)
-"""The overrides of --attach. They take precedence over -o."""
+"""Config overrides that the option --attach adds. They take precedence over -o."""
 RunNameOption = Annotated[str | None, typer.Option("--name", help="Name of the run. Default: the config file's name.", show_default=False)]
 RunArgument = Annotated[
     str | None,
@@ -57,7 +57,7 @@ RunArgument = Annotated[
         metavar="[RUN]",
         help="Name of the run. Default: the only existing run.",
         show_default=False,
-        autocompletion=completion.complete_runs,
+        autocompletion=shell_completion.complete_runs,
     ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a restart.")]

@@ -11,12 +11,15 @@ from swarmtrain.errors import SwarmtrainError
 
 
 def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
-    """Return the prompts in `arguments` and `file` (one per line), or standard input if there are none. Raises SwarmtrainError."""
+    """Return the prompts in `arguments` and in `file` (one per line). With neither, standard input is one prompt.
+
+    Raises SwarmtrainError if there is no prompt, or `file` cannot be read.
+    """
     prompts = [*arguments, *(line for line in _read_lines(file, "--prompts", "prompt") if line)]
     if not prompts and not file and not sys.stdin.isatty():
         prompts = [text] if (text := sys.stdin.read().removesuffix("\n")) else []
     if not prompts:
-        raise SwarmtrainError("there is no prompt", place="sample", hint="--prompt 'Once upon a time'")
+        raise SwarmtrainError("there is no prompt", place="sample", hint="pass --prompt 'Once upon a time'")
     return prompts
 
 
@@ -29,9 +32,9 @@ def read_texts(arguments: Sequence[str], file: Path | None) -> list[str]:
     if not arguments and not file and not sys.stdin.isatty():
         lines = sys.stdin.read().splitlines()
     if empty := [number for number, line in enumerate(lines, 1) if not line.strip()]:
-        raise SwarmtrainError(f"line {empty[0]} is empty", place=str(file or "standard input"), hint="a text a line")
+        raise SwarmtrainError(f"line {empty[0]} is empty", place=str(file or "standard input"), hint="write one text per line")
     if not (arguments or lines):
-        raise SwarmtrainError("there is no text", place="embed", hint="--text 'Once upon a time'")
+        raise SwarmtrainError("there is no text", place="embed", hint="pass --text 'Once upon a time'")
     return [*arguments, *lines]
 
 
@@ -40,4 +43,4 @@ def _read_lines(file: Path | None, option: str, item: str) -> list[str]:
         return file.read_text(encoding="utf-8").splitlines() if file else []
     except (OSError, UnicodeDecodeError) as error:
         message = describe_os_error(error) if isinstance(error, OSError) else "is not text"
-        raise SwarmtrainError(message, place=str(file), hint=f"{option} names a file with a {item} a line") from None
+        raise SwarmtrainError(message, place=str(file), hint=f"{option} needs a text file with a {item} a line") from None

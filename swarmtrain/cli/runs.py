@@ -1,4 +1,4 @@
-"""deploy, status, dashboard, report, logs, history, why, scale, stop, down: the commands for runs."""
+"""The commands for runs: deploy, status, dashboard, report, logs, history, why, scale, stop, down."""
 
 import time
 from pathlib import Path
@@ -20,7 +20,7 @@ from swarmtrain.cli.options import (
 
 
 def register_commands(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
+    """Register the commands of this module on the Typer app `app`."""
     for command in (deploy, status, dashboard, report, logs, history, why, scale, stop, down):
         app.command()(command)
 
@@ -71,7 +71,7 @@ def status(
     from swarmtrain.view.run_state import load_status, show_live_status
 
     if watch and json:
-        raise typer.BadParameter("--json is one answer; --watch are many")
+        raise typer.BadParameter("--json and --watch cannot be combined")
     launcher, run_name = find_run(run)
     if watch:
         show_live_status(launcher, run_name)

@@ -52,7 +52,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_model_fits_topology(self) -> Config:
         if names := format_duplicates(group.group_name for group in self.training_groups):
-            raise build_field_error("training_groups", f"has {names} more than once: a group's name must be its own")
+            raise build_field_error("training_groups", f"has {names} more than once: group names must be unique")
         architecture, tensor = self.transformer_architecture, self.topology.tensor_parallel_size
         for name, size in (
             ("num_attention_heads", architecture.num_attention_heads),
@@ -74,7 +74,7 @@ class Config(Section):
         for name, size in (("model_parallel_size", tensor), ("context_parallel_size", self.topology.context_parallel_size)):
             if self.trainer.compile and size > 1:
                 raise build_field_error(
-                    "trainer.compile", f"does not work with tensor or context parallelism, and topology.{name} is {size}"
+                    "trainer.compile", f"does not work with tensor or context parallelism, but topology.{name} is {size}"
                 )
         partition_layers(self.topology, architecture)
         _check_float8(architecture, self.topology)
@@ -86,11 +86,11 @@ class Config(Section):
     def _check_trainer_and_logger(self) -> Config:
         for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
             if getattr(self.logger, name) and not (self.logger.log_dir or self.trainer.save_dir):
-                raise build_field_error(f"logger.{name}", "has no folder to write to", "logger.log_dir: logs")
+                raise build_field_error(f"logger.{name}", "has no output directory", "set logger.log_dir, such as logs")
         vocabulary = self.transformer_architecture.vocab_size
         if out_of_range := [token for token in self.trainer.finetunable_token_ids if token >= vocabulary]:
             raise build_field_error(
-                "trainer.finetunable_token_ids", f"{out_of_range[0]} is not below transformer_architecture.vocab_size {vocabulary}"
+                "trainer.finetunable_token_ids", f"{out_of_range[0]} is not smaller than transformer_architecture.vocab_size {vocabulary}"
             )
         if self.trainer.sampling_config is not None:
             _check_sampling(self.topology)
@@ -99,14 +99,14 @@ class Config(Section):
         return self
 
     def to_json(self) -> str:
-        """Return the full config, including defaults, as JSON. Equal configs give equal bytes."""
+        """Return the full config, including defaults, as JSON text. Equal configs give equal bytes."""
         return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
 
     def to_node_config(self) -> Config:
-        """Return the config as every node and every checkpoint gets it.
+        """Return the config in the form that every node receives and every checkpoint stores.
 
-        It has no hosts and no current node count, and min_nodes and max_nodes are filled in: scaling must not change the config
-        of the nodes, or all of them would restart.
+        It lacks the hosts and the current node count, and min_nodes and max_nodes are filled in: if scaling changed the config of the
+        nodes, all of them would restart.
         """
         low, _, high = self.runner.node_range
         runner = self.runner.model_copy(update={"hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
@@ -114,33 +114,37 @@ class Config(Section):
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Read the output of `to_json`. Raises pydantic.ValidationError."""
+        """Return the config that `to_json` has serialized as `text`. Raises pydantic.ValidationError if it is invalid."""
         return cls.model_validate_json(text)
 
     @property
     def digest(self) -> str:
-        """First 10 hexadecimal digits of the SHA-256 of `to_json`."""
+        """First 10 hexadecimal digits of the SHA-256 of the config's JSON text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
 
 
 def _check_preference_tuning(config: Config) -> None:
-    """Check the settings of DPO. The adapter is compared with its base model, which must not change."""
+    """Check the settings of preference tuning (DPO): the adapter is compared with its base model, so the base model must be frozen."""
     trainer, key = config.trainer, "trainer.preference_config"
     if (trainer.preference_config is None) == bool(config.data.rejected_prefixes):
-        config_state, prefixes_state = ("is null", "are some") if config.data.rejected_prefixes else ("is set", "are none")
-        raise build_field_error(key, f"{config_state}, and data.rejected_prefixes {prefixes_state}: they go together")
+        config_state, prefixes_state = ("is null", "is set") if config.data.rejected_prefixes else ("is set", "is empty")
+        raise build_field_error(key, f"{config_state}, but data.rejected_prefixes {prefixes_state}: set both or neither")
     if trainer.preference_config is None:
         return
     if not config.transformer_architecture.peft_fields:
-        raise build_field_error(key, "needs adapter parameters to train", "transformer_architecture.lora_config: {}")
+        raise build_field_error(key, "needs adapter parameters to train", "set transformer_architecture.lora_config to {}")
     if trainer.finetunable_parameters is not None or trainer.finetunable_token_ids:
-        raise build_field_error(key, "compares with the model itself, and finetunable_parameters or finetunable_token_ids would change it")
+        raise build_field_error(
+            key, "uses the base model as the reference model, which finetunable_parameters or finetunable_token_ids would change"
+        )
     if config.topology.context_parallel_size > 1:
-        raise build_field_error(key, "is not for topology.context_parallel_size above 1: an answer's likelihood is a sum over all of it")
+        raise build_field_error(
+            key, "does not support topology.context_parallel_size above 1: the likelihood of a response is summed over the full sequence"
+        )
 
 
 def _check_contrastive_training(config: Config) -> None:
-    """Check the settings of contrastive training. An embedding is computed from the full text, and compared with those of others."""
+    """Check the settings of contrastive training: each embedding is computed from a full text and compared with those of other texts."""
     trainer, key = config.trainer, "trainer.contrastive_config"
     enabled = trainer.contrastive_config is not None
     for name, is_set in (
@@ -149,33 +153,33 @@ def _check_contrastive_training(config: Config) -> None:
     ):
         if is_set != enabled:
             config_state, other_state = ("is set", "not") if enabled else ("is null", "set")
-            raise build_field_error(key, f"{config_state}, and {name} is {other_state}: they go together")
+            raise build_field_error(key, f"{config_state}, and {name} is {other_state}: set both or neither")
     if not enabled:
         return
     if config.topology.context_parallel_size > 1:
-        raise build_field_error(key, "is not for topology.context_parallel_size above 1: a vector is made of all of a text")
+        raise build_field_error(key, "does not support topology.context_parallel_size above 1: an embedding is computed from the full text")
     if trainer.sampling_config is not None:
         raise build_field_error(
-            "trainer.sampling_config", "is for a model that generates text, and trainer.contrastive_config trains embeddings"
+            "trainer.sampling_config", "needs a model that generates text, but trainer.contrastive_config trains embeddings"
         )
 
 
 def _check_sampling(topology: TopologyConfig) -> None:
-    """Check that each rank has full sequences and all layers: tokens are generated one at a time."""
+    """Check that `topology` allows sampling: tokens are generated one at a time, so each rank needs full sequences and all layers."""
     parallelism = {
         "pipe_parallel_size": topology.pipeline_parallel_size > 1,
         "context_parallel_size": topology.context_parallel_size > 1,
         "sequence_parallel": topology.sequence_parallel,
     }
     if conflicts := [name for name, enabled in parallelism.items() if enabled]:
-        reason = f"is not for topology.{conflicts[0]}: a token that comes alone cannot be divided"
+        reason = f"does not support topology.{conflicts[0]}: tokens are generated one at a time"
         raise build_field_error("trainer.sampling_config", reason, "remove it, and run swarmtrain sample on the run's checkpoints")
 
 
 def _check_float8(architecture: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
-    """Check the sizes of float8 layers.
+    """Check that the sizes of float8 layers are multiples of 16 times the degree by which they are sharded.
 
-    Kernels take rows of 16 values: of a layer's inputs in the forward pass, of its outputs and of tokens in the backward pass.
+    The kernels take rows of 16 values: of a layer's inputs in the forward pass, and of its outputs and tokens in the backward pass.
     """
     width_multiple = _describe_float8_multiple("model_parallel_size", topology.tensor_parallel_size)
     for field in architecture.float8_layers:
@@ -188,8 +192,8 @@ def _check_float8(architecture: TransformerArchitectureConfig, topology: Topolog
         elif "mlp" in field:
             name, width = "mlp_factor", architecture.mlp_width
         if width % width_multiple[1]:
-            reason = f"makes a width of {width}, which is not a multiple of {width_multiple[0]} {width_multiple[1]}"
-            raise build_field_error(f"transformer_architecture.{name}", reason, f"leave {field} out, or another width")
+            reason = f"gives a width of {width}, which is not a multiple of {width_multiple[0]} {width_multiple[1]}"
+            raise build_field_error(f"transformer_architecture.{name}", reason, f"leave {field} out, or change the width")
     if architecture.float8_layers:
         token_multiple = _describe_float8_multiple("context_parallel_size", topology.context_parallel_size)
         check_multiple("transformer_architecture.sequence_length", architecture.sequence_length, *token_multiple)
@@ -204,16 +208,19 @@ def _describe_float8_multiple(name: str, degree: int) -> tuple[str, int]:
 
 
 def _check_umup(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
-    """Check the optimizer for u-muP.
+    """Check that the optimizer settings fit u-muP.
 
-    Its learning rates are for AdamW. Each gradient value has unit scale, so the global norm grows with the model.
+    u-muP's learning rates are for AdamW. Each gradient value has unit scale, so the global gradient norm grows with the model.
     """
     other_methods = {optimizer.method, *(group.method for group in groups)} - {None, OptimizerMethod.adamw}
     if other_methods:
         key = "optimizer.method" if optimizer.method in other_methods else "training_groups"
         raise build_field_error(
-            key, f"transformer_architecture.umup has rates for adamw alone, not for {', '.join(sorted(map(str, other_methods)))}"
+            key,
+            f"transformer_architecture.umup defines learning rates only for adamw, not for {', '.join(sorted(map(str, other_methods)))}",
         )
     if optimizer.gradient_clipping:
-        reason = f"{optimizer.gradient_clipping:g} would cut most steps: with transformer_architecture.umup gradients have another scale"
-        raise build_field_error("optimizer.gradient_clipping", reason, "0 is for no clipping")
+        reason = (
+            f"{optimizer.gradient_clipping:g} would clip most steps: with transformer_architecture.umup, gradients have a different scale"
+        )
+        raise build_field_error("optimizer.gradient_clipping", reason, "set it to 0 to disable clipping")

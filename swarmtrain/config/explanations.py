@@ -1,4 +1,6 @@
-"""Convert pydantic's validation errors to problems: key path, line, reason, and for an unknown key the most similar known one."""
+"""Convert pydantic's validation errors to problems of the config: key path, line, reason, and the known key most similar to an unknown
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from swarmtrain.errors import Problem
 def explain_validation_error(
     error: ValidationError, model: type[BaseModel], lines: Mapping[str, int], overridden: Collection[str] = (), *, prefix: str = ""
 ) -> list[Problem]:
-    """Return the problems in values that failed validation by `model`, whose keys begin with `prefix`.
+    """Return the problems in values that failed validation by the pydantic class `model`, with key paths prefixed by `prefix`.
 
-    `lines` has the line of each key path in the file; keys in `overridden` do not come from the file.
+    `lines` maps each key path to its line in the file. Keys in `overridden` come from the command line, so they have no line.
     """
     problems = []
     for detail in error.errors(include_url=False):
@@ -35,7 +37,7 @@ def explain_validation_error(
 
 
 def _find_line(path: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of `path`, or that of its innermost enclosing section in the file."""
+    """Return the line of the key path `path` in the file; if it is not there, the line of its innermost enclosing section, or None."""
     while path and path not in lines:
         path = path.rpartition(".")[0]
     return lines.get(path)
@@ -48,7 +50,7 @@ def _build_message(detail: ErrorDetails, keys: list[str], model: type[BaseModel]
         close_matches = difflib.get_close_matches(keys[-1], field_names, n=1, cutoff=0.5)
         return "unknown key" + (
             f"; did you mean {close_matches[0]}?" if close_matches else ""
-        ), None if close_matches else f"known here: {', '.join(sorted(field_names))}"
+        ), None if close_matches else f"known keys: {', '.join(sorted(field_names))}"
     if code == "missing":
         return "is required", None
     message = detail["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Hosts and environment from files and the shell, as with pdsh, MPI and DeepSpeed: a hostsfile, an env file, variables by prefix.
+"""Resolve the hostsfile, the env file and the environment variables by prefix that a config names, as with pdsh, MPI and DeepSpeed.
 
 Their contents are written into the config before it is shipped, so that later plans of the run do not need the files.
 """
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from swarmtrain.config import Config
 from swarmtrain.config.explanations import explain_validation_error
-from swarmtrain.config.files import UnreadableFileError, read_bounded
+from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, RunnerConfig, RunnerType
 from swarmtrain.errors import ConfigError, Problem
 
@@ -49,20 +49,22 @@ def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, 
 
 def _read_lines(path: Path, key: str) -> list[str]:
     try:
-        text = read_bounded(path, _MAX_FILE_BYTES).decode()
+        text = read_file_with_limit(path, _MAX_FILE_BYTES).decode()
     except (UnreadableFileError, UnicodeDecodeError) as error:
         raise ConfigError((Problem(f"runner.{key}", f"{path}: {error}"),)) from None
     return [line for raw_line in text.splitlines() if (line := _strip_comment(raw_line, key))]
 
 
 def _strip_comment(line: str, key: str) -> str:
-    """In a hostsfile, # begins a comment anywhere; in an env file only at the start of a line, as a value may contain one."""
+    """Return `line` without its comment. In a hostsfile, # begins a comment anywhere; in an env file only at the start of a line."""
     return line.partition("#")[0].strip() if key == "hostsfile" else "" if line.lstrip().startswith("#") else line.strip()
 
 
 def _parse_variable(line: str) -> tuple[str, str]:
     match = _VARIABLE_LINE.fullmatch(line)
     if match is None:
-        raise ConfigError((Problem("runner.env_file", f"{line.partition('=')[0]!r}: a line is NAME=VALUE, or a comment with #"),))
+        raise ConfigError(
+            (Problem("runner.env_file", f"{line.partition('=')[0]!r}: expected NAME=VALUE, or a comment that starts with #"),)
+        )
     value = match[2]
     return match[1], value[1:-1] if len(value) > 1 and value[0] == value[-1] in "'\"" else value

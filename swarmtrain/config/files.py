@@ -1,4 +1,7 @@
-"""Files that a user names: read in full and with a size limit, never from endless sources; written all together or not at all."""
+"""Read and write files that the user names.
+
+Reads have a size limit and accept only regular files; a group of files is written atomically.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PUBLIC_MODE, SECRET_MODE = 0o644, 0o600
-"""File modes."""
+"""File modes of files without and with secrets."""
 
 
 class UnreadableFileError(Exception):
-    """A file cannot be read; the message says why and fits after the file's name and a colon.
+    """A file cannot be read. The message gives the reason and fits after "FILE: ".
 
-    `errno` is the system's error number, 0 if the system did not refuse.
+    `errno` is the system's error number; 0 if the error is not from the operating system.
     """
 
     def __init__(self, message: str, errno: int = 0) -> None:
@@ -24,8 +27,11 @@ class UnreadableFileError(Exception):
         self.errno = errno
 
 
-def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Return the contents of the file at `path`. Raises UnreadableFileError, also if it is not a regular file or exceeds `max_bytes`."""
+def read_file_with_limit(path: Path, max_bytes: int) -> bytes:
+    """Return the content of the file at `path`.
+
+    Raises UnreadableFileError if it cannot be read, is not a regular file, or exceeds `max_bytes`.
+    """
     try:
         stat_result = path.stat()
         if stat.S_ISDIR(stat_result.st_mode):
@@ -37,15 +43,17 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     except OSError as error:
         raise UnreadableFileError(describe_os_error(error), error.errno or 0) from None
     if len(content) > max_bytes:
-        raise UnreadableFileError(f"is {max(stat_result.st_size, len(content)) / 1e6:.1f} MB; at most {max_bytes / 1e6:g} MB are read")
+        raise UnreadableFileError(f"is {max(stat_result.st_size, len(content)) / 1e6:.1f} MB; the limit is {max_bytes / 1e6:g} MB")
     return content
 
 
 def write_files_atomically(files: Mapping[Path, tuple[bytes, int]]) -> None:
-    """Write `files`, each a content and a mode, in this order. Raises OSError, having changed nothing.
+    """Write all `files` (path, with content and mode), in this order, or none.
 
-    They are first written to staging files, since a full disk shows itself then, and renamed into place when all are
-    complete. A file has its mode from its first byte on.
+    Raises OSError if one cannot be written; then nothing has changed.
+
+    The contents are first written to staging files, because that reveals a full disk, and are renamed into place when all are complete. A
+    file is created with its final mode.
     """
     for path in files:
         if path.exists() and not path.is_file():

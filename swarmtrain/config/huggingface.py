@@ -1,4 +1,4 @@
-"""Convert `transformer_architecture` to and from Hugging Face's config.json.
+"""Convert the config section `transformer_architecture` to and from Hugging Face's config.json.
 
 Each supported model family is a variant of the decoder-only transformer, with its own names for the same fields.
 """
@@ -22,23 +22,26 @@ ConfigJson = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FieldMapping:
-    """A key of config.json and the equivalent field of `transformer_architecture`, by path."""
+    """Mapping between one key of config.json and one field of `transformer_architecture`, given by its path."""
 
     hf_key: str
     config_path: str
     default: Any = None
-    """Value if config.json does not have the key."""
+    """Value of the key if config.json does not have it."""
     to_hf: Callable[[TransformerArchitectureConfig], Any] | None = None
-    """Computes the value in config.json from an architecture. None: the field's value."""
+    """Computes the key's value in config.json from an architecture. None: the value of the field is used."""
     from_hf: Callable[[Any, ConfigJson], Any] | None = None
-    """Computes the field's value from the key's value and the whole config.json. None: the key's value."""
+    """Computes the field's value from the key's value and the whole config.json. None: the key's value is used."""
 
     def export_value(self, architecture: TransformerArchitectureConfig) -> Any:
-        """Return the value in config.json for `architecture`."""
+        """Return the value of this mapping's key in the config.json of `architecture`."""
         return self.to_hf(architecture) if self.to_hf else _get_by_path(architecture, self.config_path)
 
     def import_value(self, values: ConfigJson) -> Any:
-        """Return the field's value for a config.json. Raises KeyError, TypeError, ValueError or ZeroDivisionError if it is invalid."""
+        """Return the value of this mapping's field for the config.json `values`.
+
+        Raises KeyError, TypeError, ValueError or ZeroDivisionError if the value in config.json is invalid.
+        """
         value = values.get(self.hf_key, self.default)
         return self.from_hf(value, values) if self.from_hf else value
 
@@ -48,9 +51,9 @@ class ModelFamily:
     """A model family of Hugging Face Transformers."""
 
     model_type: str
-    """Its model_type in config.json."""
+    """The family's model_type in config.json."""
     model_class: str
-    """Its class with a language modeling head."""
+    """The family's class in Transformers with a language modeling head."""
     field_mappings: tuple[FieldMapping, ...]
     fixed_values: ConfigJson
     """Fields of `transformer_architecture` that are constant in this family, by path."""
@@ -63,7 +66,7 @@ class ModelFamily:
 
 
 def _compute_mlp_factor(width: int, values: ConfigJson) -> float:
-    """Return the factor of the hidden size that gives `width` after rounding down; 4 if `width` is None."""
+    """Return the factor by which the hidden size is multiplied (and rounded down) to get the MLP width `width`; 4 if `width` is None."""
     hidden = _read_hidden_size(values)
     factor = 4.0 if width is None else width / hidden
     return factor if width is None or int(hidden * factor) == width else math.nextafter(factor, math.inf)
@@ -250,9 +253,9 @@ def find_family(architecture: TransformerArchitectureConfig) -> ModelFamily:
     mismatches, nearest = min(candidates, key=lambda pair: len(pair[0]))
     if mismatches:
         raise SwarmtrainError(
-            f"is of no family that Hugging Face's files can say; the nearest is {nearest.model_type}, for which {'; '.join(mismatches)}",
+            f"matches no supported Hugging Face model family; the closest is {nearest.model_type}, for which {'; '.join(mismatches)}",
             place="config transformer_architecture",
-            hint=f"there are {', '.join(candidate.model_type for candidate in FAMILIES)}",
+            hint=f"supported model types: {', '.join(candidate.model_type for candidate in FAMILIES)}",
         )
     return nearest
 
@@ -280,8 +283,8 @@ def identify_family(values: ConfigJson, location: str) -> ModelFamily:
     name = values.get("model_type")
     model_family = next((candidate for candidate in FAMILIES if candidate.model_type == name), None)
     if model_family is None:
-        hint = f"there are {', '.join(candidate.model_type for candidate in FAMILIES)}"
-        raise SwarmtrainError(f"its model_type {name!r} is not supported", place=location, hint=hint)
+        hint = f"supported model types: {', '.join(candidate.model_type for candidate in FAMILIES)}"
+        raise SwarmtrainError(f"model_type {name!r} is not supported", place=location, hint=hint)
     return model_family
 
 
@@ -293,14 +296,14 @@ def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any
     model_family, values = identify_family(values, location), flatten_rope_parameters(values)
     try:
         if unsupported := _list_unsupported(values, model_family):
-            reason = f"is a {model_family.model_type} of a kind that we have not: {'; '.join(unsupported)}"
-            raise SwarmtrainError(reason, place=location, hint="a script of your own can train it: docs/how-to/own-script.md")
+            reason = f"is a {model_family.model_type} variant that is not supported: {'; '.join(unsupported)}"
+            raise SwarmtrainError(reason, place=location, hint="train it with a custom script: see docs/how-to/own-script.md")
         architecture_values = {
             **model_family.fixed_values,
             **{field.config_path: field.import_value(values) for field in model_family.field_mappings},
         }
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise SwarmtrainError(f"makes no sense: {error!r}", place=location, hint="download it again") from None
+        raise SwarmtrainError(f"is invalid: {error!r}", place=location, hint="download it again") from None
     if not model_family.output_bias_follows_attention:
         architecture_values["attention_output_bias"] = False
     if architecture_values.get("local_attention_window_size") is not None:
@@ -317,7 +320,7 @@ def read_architecture(values: ConfigJson, location: str) -> TransformerArchitect
     try:
         return TransformerArchitectureConfig.model_validate_json(json.dumps(nested))
     except ValueError as error:
-        raise SwarmtrainError(f"makes no sense: {error}", place=location, hint="download it again") from None
+        raise SwarmtrainError(f"is invalid: {error}", place=location, hint="download it again") from None
 
 
 def flatten_rope_parameters(values: ConfigJson) -> dict[str, Any]:
@@ -337,10 +340,10 @@ def _list_unsupported(values: ConfigJson, model_family: ModelFamily) -> list[str
     unsupported = [f"{key} is {values.get(key)!r}" for key, allowed in allowed_values.items() if values.get(key) not in allowed]
     rope = values.get("rope_scaling") or {}
     if rope and (scaling := rope.get("rope_type", rope.get("type"))) != "llama3":
-        unsupported.append(f"rotary positions are scaled by {scaling!r}")
+        unsupported.append(f"the RoPE scaling type is {scaling!r}")
     if model_family.model_type in ("gpt_neox", "gpt2"):
         name = values.get("hidden_act" if model_family.model_type == "gpt_neox" else "activation_function") or "gelu"
-        unsupported += [] if name in _ACTIVATIONS else [f"its activation is {name!r}"]
+        unsupported += [] if name in _ACTIVATIONS else [f"the activation function is {name!r}"]
     return unsupported
 
 
@@ -361,7 +364,7 @@ def _list_mismatches(architecture: TransformerArchitectureConfig, model_family: 
         expected["rotary_scaling"] = None
     resolved = {"attention_output_bias": architecture.has_attention_output_bias, "attention_num_kv_heads": architecture.kv_heads}
     pairs = {path: (resolved.get(path, _get_by_path(architecture, path)), value) for path, value in expected.items()}
-    return [f"{path} would be {value!r} and is {_format_value(actual)}" for path, (actual, value) in pairs.items() if actual != value]
+    return [f"{path} must be {value!r}, not {_format_value(actual)}" for path, (actual, value) in pairs.items() if actual != value]
 
 
 def _format_value(value: Any) -> str:

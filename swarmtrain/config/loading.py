@@ -16,19 +16,19 @@ from pydantic import ValidationError
 
 from swarmtrain.config import Config
 from swarmtrain.config.explanations import explain_validation_error
-from swarmtrain.config.files import UnreadableFileError, read_bounded
+from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.overrides import apply_overrides
 from swarmtrain.config.yaml_document import YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 
 _MAX_BYTES = 1_000_000
-_ERRNO_HINTS = {errno.ENOENT: "swarmtrain init {} writes one to start from", errno.EACCES: "ls -l {} shows who may read it"}
+_ERRNO_HINTS = {errno.ENOENT: "swarmtrain init {} creates one", errno.EACCES: "ls -l {} shows its permissions"}
 _MAX_PROBLEMS = 50
 _MAX_MESSAGE_LENGTH, _MAX_KEY_LENGTH = 400, 80
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config in the file at `path`, changed by `overrides` (each `key.path=value`, with a YAML value).
+    """Return the config in the YAML file at `path`, changed by `overrides` (each `key.path=value`, with a YAML value).
 
     Raises ConfigError with all problems, or SwarmtrainError if the file cannot be read.
     """
@@ -36,11 +36,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None = None) -> Config:
-    """Return the config in `text`. Raises ConfigError with all problems."""
+    """Return the config that the YAML text `text` describes, changed by `overrides`. Raises ConfigError with all problems of the config."""
     try:
         document = read_yaml(text)
     except YamlSyntaxError as error:
-        raise ConfigError(order_problems([Problem("", f"is not YAML: {error}", error.line, error.hint)]), source=source) from None
+        raise ConfigError(order_problems([Problem("", f"is not valid YAML: {error}", error.line, error.hint)]), source=source) from None
     values = document.values
     if not isinstance(values, dict):
         raise ConfigError(order_problems([_describe_non_mapping(values, source)]), source=source)
@@ -54,7 +54,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None
             problem for problem in explain_validation_error(error, Config, document.lines, overridden) if problem.path not in reported_paths
         ]
     except ValueError as error:
-        problems.append(Problem("", f"holds a value that a config cannot hold: {error}"))
+        problems.append(Problem("", f"contains an invalid value: {error}"))
     if problems:
         raise ConfigError(order_problems(problems), source=source)
     return config
@@ -62,10 +62,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None
 
 def _read_text(path: Path) -> str:
     try:
-        content = read_bounded(path, _MAX_BYTES)
+        content = read_file_with_limit(path, _MAX_BYTES)
     except UnreadableFileError as error:
         raise SwarmtrainError(
-            str(error), place=str(path), hint=_ERRNO_HINTS.get(error.errno, "a config is a small YAML file").format(path)
+            str(error), place=str(path), hint=_ERRNO_HINTS.get(error.errno, "pass a YAML config file").format(path)
         ) from None
     try:
         text = content.decode("utf-8")
@@ -73,8 +73,8 @@ def _read_text(path: Path) -> str:
         text = "\0"
     if "\0" in text:
         is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-        hint = f"iconv -f UTF-16 -t UTF-8 {path}" if is_utf16 else "is it the right file?"
-        raise SwarmtrainError("is UTF-16; a config is UTF-8" if is_utf16 else "is not text", place=str(path), hint=hint)
+        hint = f"iconv -f UTF-16 -t UTF-8 {path}" if is_utf16 else "check that this is the right file"
+        raise SwarmtrainError("is UTF-16; a config must be UTF-8" if is_utf16 else "is not text", place=str(path), hint=hint)
     return text
 
 
@@ -82,13 +82,13 @@ def _describe_non_mapping(values: Any, source: str | None) -> Problem:
     if values is None:
         name = source or "config.yml"
         return Problem(
-            "", "holds nothing", hint=f"swarmtrain init {name} --force writes every key with its default; {{}} means all of these"
+            "", "is empty", hint=f"swarmtrain init {name} --force writes every key with its default; {{}} alone uses all defaults"
         )
     return Problem("", f"must be a mapping of keys such as runner and trainer, not {describe_value(values)}", 1)
 
 
 def order_problems(problems: list[Problem]) -> tuple[Problem, ...]:
-    """Sort by line, escaped for a terminal. Only the first problems are kept: in a file full of errors, they are enough."""
+    """Return the first `problems`, sorted by line and escaped for a terminal. A file full of errors is not listed in full."""
     escaped = (
         replace(
             problem,
@@ -100,10 +100,10 @@ def order_problems(problems: list[Problem]) -> tuple[Problem, ...]:
     )
     ordered = sorted(escaped, key=lambda problem: problem.line or 10**9)
     omitted_count = len(ordered) - _MAX_PROBLEMS
-    return (*ordered[:_MAX_PROBLEMS], *([Problem("", f"and {omitted_count} more problems like these")] if omitted_count > 0 else ()))
+    return (*ordered[:_MAX_PROBLEMS], *([Problem("", f"and {omitted_count} more problems")] if omitted_count > 0 else ()))
 
 
 def escape_text(text: str, max_length: int = _MAX_MESSAGE_LENGTH) -> str:
-    """Return `text` escaped for a terminal: truncated, with control characters escaped."""
+    """Return `text` for display on a terminal: control characters escaped, truncated to `max_length` characters."""
     printable = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:max_length])
     return printable if len(text) <= max_length else f"{printable}…"

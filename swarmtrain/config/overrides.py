@@ -14,7 +14,7 @@ _MAX_DEPTH = 20
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[Problem]]:
-    """Change `values` in place; return the changed keys, and the problems of the other overrides."""
+    """Apply `overrides` to `values` in place. Return the changed key paths, and a problem for each override that could not be applied."""
     changed, problems = set(), []
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -26,9 +26,9 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[s
             document = read_yaml(text)
             _set_value(values, key.split("."), document.values)
         except YamlSyntaxError as error:
-            problems.append(Problem(key, f"override's value {text!r} is not YAML: {error}", hint=error.hint))
+            problems.append(Problem(key, f"override's value {text!r} is not valid YAML: {error}", hint=error.hint))
         except _NoSuchKeyError as error:
-            problems.append(Problem(key, f"override goes nowhere: {error}"))
+            problems.append(Problem(key, f"override cannot be applied: {error}"))
         else:
             changed.add(key)
             problems += [
@@ -38,12 +38,12 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[s
 
 
 class _NoSuchKeyError(Exception):
-    """The key does not exist and cannot be created."""
+    """A key of an override does not exist, and cannot be created."""
 
 
 def _set_value(values: dict[str, Any], keys: list[str], value: Any) -> None:
     if len(keys) > _MAX_DEPTH:
-        raise _NoSuchKeyError("no key lies that deep")
+        raise _NoSuchKeyError("the key path is too deep")
     target: Any = values
     for position, key in enumerate(keys[:-1]):
         index = _resolve_index(target, keys, position)
@@ -54,12 +54,12 @@ def _set_value(values: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _resolve_index(target: Any, keys: list[str], position: int) -> Any:
-    """Return the key or list index in `target` for the key at `position`. Raises _NoSuchKeyError."""
+    """Return the mapping key or list index that `keys[position]` means in `target`. Raises _NoSuchKeyError if there is none."""
     key, parent_path = keys[position], ".".join(keys[:position])
     if isinstance(target, dict):
         return key
     if not isinstance(target, list):
-        raise _NoSuchKeyError(f"{parent_path} is {describe_value(target)}, which holds no keys")
+        raise _NoSuchKeyError(f"{parent_path} is {describe_value(target)}, which has no keys")
     if key not in map(str, range(len(target))):
         raise _NoSuchKeyError(f"{parent_path} is a list of {len(target)}, so {key!r} is out of range")
     return int(key)

@@ -11,15 +11,15 @@ from swarmtrain.config.schema.transformer_architecture import MlpType, Transform
 
 
 def partition_layers(topology: TopologyConfig, architecture: TransformerArchitectureConfig) -> tuple[range, ...]:
-    """Return the layers of each stage, in order. Stage s is on pipeline rank s modulo pipe_parallel_size.
+    """Return the layers of each pipeline stage, in order. Stage s is on pipeline rank s modulo pipe_parallel_size.
 
-    Raises the error about the topology's field if the layers cannot be partitioned that way.
+    Raises a validation error about the responsible `topology` field if the layers cannot be partitioned into these stages.
     """
     layers, stages = architecture.num_layers, topology.pipeline_stages
     if stages > layers:
         product = f"{topology.pipeline_parallel_size} x {topology.pipe_stages_per_rank} = " if topology.pipe_stages_per_rank > 1 else ""
-        reason = f"{product}{stages} stages are more than transformer_architecture.num_layers {layers}"
-        raise build_field_error("topology.pipe_parallel_size", reason, f"each stage needs a layer: {layers} stages at most")
+        reason = f"{product}{stages} stages exceed transformer_architecture.num_layers {layers}"
+        raise build_field_error("topology.pipe_parallel_size", reason, f"use at most {layers} stages: each stage needs a layer")
     if topology.pipe_partition_overwrite is not None:
         first_layers = _check_first_layers(topology.pipe_partition_overwrite, stages, layers)
     elif topology.pipe_partition_method is PipePartitionMethod.balanced:
@@ -30,9 +30,9 @@ def partition_layers(topology: TopologyConfig, architecture: TransformerArchitec
 
 
 def count_scheduled_micro_batches(topology: TopologyConfig, assigned: int) -> int:
-    """Return how many micro batches a replica runs through its pipeline if `assigned` are assigned to it: empty ones fill the rest.
+    """Return how many micro batches one replica runs through its pipeline per step if `assigned` contain data; the rest are empty.
 
-    1F1B needs at least as many as there are stages; interleaved 1F1B needs whole rounds of one per pipeline rank.
+    1F1B needs at least as many micro batches as there are stages; interleaved 1F1B needs a multiple of the number of pipeline ranks.
     """
     if topology.pipe_stages_per_rank == 1:
         return max(assigned, topology.pipeline_parallel_size)
@@ -40,7 +40,10 @@ def count_scheduled_micro_batches(topology: TopologyConfig, assigned: int) -> in
 
 
 def compute_bubble_fraction(topology: TopologyConfig, assigned: int) -> float:
-    """Return the fraction of a step in which a rank is idle: filling and draining the pipeline, and empty micro batches."""
+    """Return the pipeline bubble: the fraction of a step (0 to 1) in which a rank is idle.
+
+    The causes are filling and draining the pipeline, and empty micro batches.
+    """
     stages_per_rank = topology.pipe_stages_per_rank
     return 1 - stages_per_rank * assigned / (
         stages_per_rank * count_scheduled_micro_batches(topology, assigned) + topology.pipeline_parallel_size - 1
@@ -52,17 +55,17 @@ def _partition_uniformly(stages: int, layers: int) -> list[int]:
 
 
 def _check_first_layers(first_layers: Sequence[int], stages: int, layers: int) -> Sequence[int]:
-    name, hint = "topology.pipe_partition_overwrite", f"uniform cuts are {_partition_uniformly(stages, layers)}"
+    name, hint = "topology.pipe_partition_overwrite", f"for a uniform partition, use {_partition_uniformly(stages, layers)}"
     if len(first_layers) != stages:
         raise build_field_error(
-            name, f"names {len(first_layers)} first layer{'' if len(first_layers) == 1 else 's'}, and there are {stages} stages", hint
+            name, f"names {len(first_layers)} first layer{'' if len(first_layers) == 1 else 's'}, but there are {stages} stages", hint
         )
     if first_layers[0] != 0:
-        raise build_field_error(name, f"begins with layer {first_layers[0]}: the first stage's first layer is 0", hint)
+        raise build_field_error(name, f"begins with layer {first_layers[0]}: the first stage must start with layer 0", hint)
     if any(after <= before for before, after in pairwise(first_layers)):
-        raise build_field_error(name, f"{list(first_layers)} does not rise: each stage begins after the one before", hint)
+        raise build_field_error(name, f"{list(first_layers)} is not increasing: each stage must start after the previous one", hint)
     if first_layers[-1] >= layers:
-        raise build_field_error(name, f"begins a stage with layer {first_layers[-1]}: the last of {layers} is {layers - 1}", hint)
+        raise build_field_error(name, f"starts a stage with layer {first_layers[-1]}: the last layer of {layers} is {layers - 1}", hint)
     return first_layers
 
 
@@ -81,7 +84,7 @@ def _estimate_layer_costs(architecture: TransformerArchitectureConfig) -> list[i
 
 
 def _partition_balanced(costs: Sequence[int], stages: int) -> list[int]:
-    """Return the first layers of `stages` stages that minimize the cost of the most expensive stage."""
+    """Return the index of the first layer of each of `stages` pipeline stages, so that the cost of the most expensive stage is minimal."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
@@ -95,9 +98,9 @@ def _partition_balanced(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _fill_stages(costs: Sequence[int], stages: int, limit: int) -> list[int] | None:
-    """Return first layers of stages that cost at most `limit` each, or None if there are none.
+    """Return the index of the first layer of each pipeline stage, such that no stage costs more than `limit`; None if that is impossible.
 
-    Later stages are filled first: the early ones keep the activations of more micro batches.
+    Later stages are filled first: early stages keep the activations of more micro batches.
     """
     first_layers, end = [], len(costs)
     for earlier_stages in reversed(range(stages)):

@@ -1,4 +1,4 @@
-"""Architectures of well-known models, from their config.json, with sequence lengths to train on."""
+"""Presets: the architectures of well-known models, taken from their config.json, with sequence lengths for training."""
 
 from __future__ import annotations
 
@@ -89,6 +89,6 @@ PRESET_NAMES = tuple(_PRESETS)
 def load_preset(name: str) -> TransformerArchitectureConfig:
     """Return the architecture of the preset `name`, with precision bfloat16. Raises SwarmtrainError if it is unknown."""
     if name not in _PRESETS:
-        raise SwarmtrainError(f"there is no preset {name!r}", place="--preset", hint=f"there are {', '.join(PRESET_NAMES)}")
+        raise SwarmtrainError(f"there is no preset {name!r}", place="--preset", hint=f"available presets: {', '.join(PRESET_NAMES)}")
     architecture = read_architecture(_PRESETS[name], name)
     return architecture.model_copy(update={"precision": Precision.bfloat16})

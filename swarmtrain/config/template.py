@@ -20,25 +20,28 @@ _LINE_WIDTH = 110
 
 
 def render_template(preset: str | None = None) -> str:
-    """Return a valid config as YAML, with all defaults written out and a description above each field.
+    """Return a valid YAML config with all defaults written out and a description above each field.
 
     `preset`: the well-known model that transformer_architecture is taken from. Raises SwarmtrainError if it is unknown.
     """
     if preset is None:
         return "# A swarmtrain config. Every line shows its default: delete what you do not change.\n" + _render_section(Config(), "")
     config = Config(transformer_architecture=load_preset(preset))
-    head = f"# A swarmtrain config for a model of the shape of {preset}. All else shows its default: delete what you do not change.\n"
+    head = f"# A swarmtrain config with the architecture of {preset}. All other lines show their defaults: delete what you do not change.\n"
     return head + _render_section(config, "")
 
 
 def write_template(path: Path, preset: str | None = None, *, force: bool = False) -> None:
-    """Write the template to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
+    """Write the commented config of `init` to `path`.
+
+    Raises SwarmtrainError if the file exists (unless `force`) or cannot be written.
+    """
     try:
         if path.exists() and not force:
-            raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it")
+            raise SwarmtrainError("exists already", place=str(path), hint="use --force to overwrite it")
         write_files_atomically({path: (render_template(preset).encode(), PUBLIC_MODE)})
     except OSError as error:
-        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="name another file") from None
+        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="choose another file") from None
 
 
 def _render_section(section: BaseModel, indent: str) -> str:

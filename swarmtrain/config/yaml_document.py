@@ -1,7 +1,7 @@
-"""Parse YAML into plain values, with the line of every key path and all errors of the text itself.
+"""Parse YAML into JSON-compatible values, with the line of every key path and all errors in the YAML text.
 
-The result can always be written as JSON and is quick to validate, whatever the input: nothing is nested too deeply, no
-alias expands a few values to millions, and no two places share one value.
+The result can always be written as JSON and validated quickly, whatever the input: the nesting depth is limited, aliases cannot expand a
+few values to millions, and no value is shared by two places.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FLOAT_PATTERN = (
 )
 # Error messages of libyaml, and their usual cause.
 _HINTS = (
-    ("cannot start any token", "YAML takes no tabs for indentation, and a value that begins with @ ` or % needs quotes"),
-    ("mapping values are not allowed", "quote a value that holds a colon and a space"),
+    ("cannot start any token", "indent with spaces, not tabs, and quote a value that begins with @ ` or %"),
+    ("mapping values are not allowed", "quote a value that contains a colon and a space"),
     ("undefined alias", "quote a value that begins with *"),
     ("scanning an alias", "quote a value that begins with *"),
     ("constructor for the tag", "quote a value that begins with !"),
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class YamlSyntaxError(Exception):
-    """The text cannot be parsed at all; `line` is 1-based."""
+    """The text is not valid YAML, so nothing can be parsed; `line` is 1-based."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ class YamlSyntaxError(Exception):
 
 
 class _YamlLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):  # type: ignore[misc]  # chosen at run time
-    """YAML 1.1 without its surprises: 1e-4 is a number, a date is text."""
+    """YAML 1.1 loader with two deviations: 1e-4 is a number, and a date is text."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -67,7 +67,7 @@ _YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT_P
 
 @dataclass
 class YamlDocument:
-    """The values of a YAML text (None if it is empty), the line of each key path, and errors at single places."""
+    """Result of parsing a YAML text: its values (None if it is empty), the line of each key path, and errors at single places."""
 
     values: Any = None
     lines: dict[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class YamlDocument:
 
 
 def read_yaml(text: str) -> YamlDocument:
-    """Return the contents of `text`. Raises YamlSyntaxError."""
+    """Return the parsed document of the YAML text `text`. Raises YamlSyntaxError if it is not valid YAML."""
     try:
         _use_loader(text, _check_depth)
         node = _use_loader(text, lambda loader: loader.get_single_node())
@@ -91,7 +91,7 @@ def read_yaml(text: str) -> YamlDocument:
     except yaml.MarkedYAMLError as error:
         raise YamlSyntaxError(_describe_yaml_error(error), error.problem_mark.line + 1 if error.problem_mark else None) from None
     except UnicodeEncodeError:
-        raise YamlSyntaxError("it holds half a character") from None
+        raise YamlSyntaxError("it contains an unpaired surrogate") from None
 
 
 def _use_loader(text: str, function: Callable[[Any], T]) -> T:
@@ -103,7 +103,7 @@ def _use_loader(text: str, function: Callable[[Any], T]) -> T:
 
 
 def _check_depth(loader: Any) -> None:
-    """Refuse deep nesting, whose recursion would crash the C parser."""
+    """Raise YamlSyntaxError if the YAML is nested too deeply, since its recursion would crash the C parser."""
     depth = 0
     while loader.check_event():
         event = loader.get_event()
@@ -124,7 +124,7 @@ def _describe_yaml_error(error: yaml.MarkedYAMLError) -> str:
 
 
 class _DocumentReader:
-    """Collects lines and problems on the way through one document."""
+    """Converter of the YAML nodes of one document to values, which collects lines and problems."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
@@ -132,12 +132,12 @@ class _DocumentReader:
         self._node_count = 0
 
     def record_lines(self, node: yaml.Node, path: tuple[str, ...]) -> None:
-        """Record the line of each key path, and report duplicate keys: YAML silently keeps the last one."""
+        """Record the line of each key path below `node`, and report duplicate keys, of which YAML would silently keep the last."""
         self._node_count += 1
         if len(path) > _MAX_DEPTH:
             raise YamlSyntaxError("nested too deeply", node.start_mark.line + 1)
         if self._node_count > _MAX_VALUES:
-            raise YamlSyntaxError("it holds too much, by its aliases or without", node.start_mark.line + 1)
+            raise YamlSyntaxError("it has too many values, possibly because of aliases", node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             seen_keys: set[str] = set()
             for key, value in node.value:
@@ -155,7 +155,7 @@ class _DocumentReader:
                 self.record_lines(value, key_path)
 
     def to_json_values(self, value: Any, path: tuple[str, ...]) -> Any:
-        """Return a copy of `value` that JSON can represent. What it cannot is left out and reported as a problem."""
+        """Return a copy of `value` that JSON can represent. Values that JSON cannot represent are omitted and reported as problems."""
         if isinstance(value, dict):
             valid_items = {key: item for key, item in value.items() if self._check_value(key, (*path, str(key)), key=True)}
             return {key: self.to_json_values(item, (*path, str(key))) for key, item in valid_items.items()}
@@ -166,15 +166,15 @@ class _DocumentReader:
     def _check_value(self, value: Any, path: tuple[str, ...], *, key: bool = False) -> bool:
         reason, hint = None, None
         if isinstance(value, str):
-            reason = "holds a NUL character, which no environment and no path can" if "\0" in value else None
+            reason = "contains a NUL character, which environment variables and paths cannot contain" if "\0" in value else None
         elif key and (value is None or isinstance(value, bool)):
-            reason, hint = "is not text in YAML", "quote it"
+            reason, hint = "is not a string in YAML", "quote it"
         elif isinstance(value, int) and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
             reason = "is too large a number"
         elif isinstance(value, float) and not math.isfinite(value):
             reason = f"must be a finite number, not {value}"
         elif not (value is None or isinstance(value, bool | int | float)):
-            reason = f"is a {type(value).__name__}, and a config holds text, numbers, lists and mappings"
+            reason = f"is a {type(value).__name__}, but a config contains only text, numbers, lists and mappings"
         if reason is not None:
             dotted_path = ".".join(path)
             self.problems.append(Problem(dotted_path, reason, self.lines.get(dotted_path), hint))
@@ -182,7 +182,7 @@ class _DocumentReader:
 
 
 def describe_value(value: Any) -> str:
-    """Return a description of `value` for messages: scalars abbreviated, collections by their kind."""
+    """Return a short description of `value` for error messages: scalars abbreviated, collections by their type."""
     if value is None:
         return "null"
     if isinstance(value, dict):

@@ -1,5 +1,4 @@
-"""doctor: finds what keeps a job from running on this cluster or slows it down. Cheap checks first, then a probe on the job's own
-nodes.
+"""doctor: finds problems that prevent a job from running on this cluster or slow it down. Cheap checks run before a probe on the nodes.
 
 check_registry     what a check is
 cluster_checks     checks on what the managers know of the swarm, and
@@ -36,23 +35,23 @@ from swarmtrain.plan import Plan
 
 
 def examine_cluster(report_progress: ProgressReporter) -> DoctorReport:
-    """Check the swarm itself, through its managers, without a plan. Raises EngineError if none answers."""
-    report_progress("asking the managers")
+    """Check the swarm without a plan, by querying its managers, and return the report. Raises EngineError if no manager answers."""
+    report_progress("querying the managers")
     return DoctorReport(tuple(_run_checks(cluster_checks.CHECKS, cluster_checks.inspect_cluster(DockerEngine(), None))))
 
 
 def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, probe: bool = True) -> DoctorReport:
-    """Run all checks for `plan`; a swarm's nodes are probed only if no cheaper check has a fatal finding.
+    """Run all checks for `plan` and return the report. A swarm's nodes are probed only if the cheaper checks have no fatal finding.
 
     The probe is a run of its own, for a few seconds, and leaves nothing behind. Raises SwarmtrainError.
     """
     check_results: list[CheckResult] = []
     snapshot = None
     if plan.config.runner.runner_type is RunnerType.swarm:
-        report_progress("asking the managers")
+        report_progress("querying the managers")
         snapshot = cluster_checks.inspect_cluster(DockerEngine(), plan)
         check_results += _run_checks(cluster_checks.CHECKS, snapshot)
-    check_results.append(CheckResult("plan", "nothing prevents a deploy", tuple(launcher.check_plan(plan))))
+    check_results.append(CheckResult("plan", "the plan can be deployed", tuple(launcher.check_plan(plan))))
     report = DoctorReport(tuple(check_results))
     if report.fatal_count or snapshot is None or not probe:
         return report

@@ -1,4 +1,4 @@
-"""Checks that the plan's machines have enough resources, and that no other run uses them: more checks on a ClusterSnapshot."""
+"""Checks on a ClusterSnapshot that the machines of the plan have enough resources, and that no other run uses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarmtrain.launchers.swarm.resource_accounting import compute_supplies
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK, ROLE_NODE
 
 
-@CHECKS("memory", "every node of the plan has the memory that its container may use")
+@CHECKS("memory", "every node in the plan has enough memory for its container's limit")
 def _check_memory(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     if snapshot.plan is None:
         return
@@ -24,19 +24,19 @@ def _check_memory(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             (
                 "memory",
                 docker.memory,
-                "a limit above what the machine has has no effect: when memory runs out, the OOM killer picks a victim",
+                "a limit above the machine's memory has no effect: when memory runs out, the OOM killer picks a victim",
             ),
-            ("shm_size", docker.shm_size, "it is the size of /dev/shm, which lies in memory: filling it takes all there is"),
+            ("shm_size", docker.shm_size, "it is the size of /dev/shm, a tmpfs: filling it uses up the machine's memory"),
         ):
             if available and requested and requested > available:
                 message = (
                     f"has {_format_gibibytes(available)} of memory, less than runner.docker_config.{key}, {_format_gibibytes(requested)}"
                 )
-                hint = f"-o runner.docker_config.{key}={available // 2**20}m or less, or machines with more memory in runner.hosts"
+                hint = f"-o runner.docker_config.{key}={available // 2**20}m or less, or list machines with more memory in runner.hosts"
                 yield Finding(f"node {get_host_name(node)}", message, hint, why=why)
 
 
-@CHECKS("cores", "every node of the plan has the cores that its container may use, and one for each rank without a GPU")
+@CHECKS("cores", "every node in the plan has enough cores for its container's limit, and one for each rank without a GPU")
 def _check_cores(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     if snapshot.plan is None:
         return
@@ -45,20 +45,23 @@ def _check_cores(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         cores = _get_resource(node, "NanoCPUs") // 10**9
         if cores and runner.docker_config.cpus and runner.docker_config.cpus > cores:
             message = f"has {_format_cores(cores)}, less than runner.docker_config.cpus, {runner.docker_config.cpus:g}"
-            hint = f"-o runner.docker_config.cpus={cores}, or machines with more cores in runner.hosts"
+            hint = f"-o runner.docker_config.cpus={cores}, or list machines with more cores in runner.hosts"
             yield Finding(
-                f"node {get_host_name(node)}", message, hint, why="the engine refuses a container that may use more cores than there are"
+                f"node {get_host_name(node)}",
+                message,
+                hint,
+                why="the engine rejects a container whose CPU limit exceeds the machine's cores",
             )
         runs_on_cores = runner.swarm.gpu is GpuMode.none or not count_resources(_get_generic_resources(node), runner.swarm.generic_resource)
         if cores and runs_on_cores and planned.slots > cores:
             hint = f"-o runner.default_gpu_count={cores}, or '{get_host_name(node)} slots={cores}' in runner.hosts"
-            why = "ranks that take turns on a core are slower than fewer ranks with a core each"
+            why = "ranks that share a core are slower than fewer ranks with one core each"
             yield Finding(
                 f"node {get_host_name(node)}", f"{planned.slots} ranks will share {_format_cores(cores)}", hint, fatal=False, why=why
             )
 
 
-@CHECKS("resources", "no other run holds the GPUs that the plan wants")
+@CHECKS("resources", "no other run has reserved the GPUs that the plan needs")
 def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return
@@ -73,15 +76,15 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         # The launcher's own check reports a node that declares fewer than requested.
         if free < planned.slots <= declared:
             holders = ", ".join(f"{_describe_stack(snapshot, stack)} holds {count}" for stack, count in claims.items())
-            waits = f"the run waits until {' or '.join(_describe_stack(snapshot, stack) for stack in claims)} lets go"
-            message = f"has {declared} {resource_kind}, {free} of them free, and {planned.slots} wanted: {holders}; {waits}"
+            waits = f"the run waits until {' or '.join(_describe_stack(snapshot, stack) for stack in claims)} releases them"
+            message = f"has {declared} {resource_kind}, {free} of them free, but the run needs {planned.slots}: {holders}; {waits}"
             hint = ", or ".join(_suggest_release_command(snapshot, stack) for stack in claims)
-            why = "a run is deployed when all that its nodes reserve is free, so that no two runs wait for each other"
+            why = "a run is deployed only when all resources that its nodes reserve are free, so that two runs never deadlock"
             yield Finding(f"node {get_host_name(node)}", message, hint, fatal=False, why=why)
 
 
 def needs_to_wait(snapshot: ClusterSnapshot) -> bool:
-    """Return whether a run with the plan's reservations would have to wait: for another run, or for the plan's own one that is up."""
+    """Return whether a run with the plan's reservations would have to wait for GPUs held by another run, or by itself if it is up."""
     if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return False
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource
@@ -99,13 +102,13 @@ def _check_other_runs(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             shared.setdefault(_get_stack(task), set()).add(hosts_by_id[task["NodeID"]])
     for run, hosts in sorted(shared.items()):
         message = f"trains on {', '.join(sorted(hosts, key=natural_sort_key))} too"
-        hint = f"swarmtrain stop {run}, or other machines in runner.hosts"
-        why = "runs on one machine share its cores and its network, so that each slows the other down"
+        hint = f"swarmtrain stop {run}, or use other machines in runner.hosts"
+        why = "runs on the same machine share its cores and network, and slow each other down"
         yield Finding(f"run {run}", message, hint, fatal=False, why=why)
 
 
 def _iterate_other_tasks(snapshot: ClusterSnapshot) -> Iterator[ApiObject]:
-    """Yield the tasks that are on a node and have not ended, except those of the plan's own run."""
+    """Yield the active tasks on the nodes, except those of the plan's own run."""
     for task in snapshot.tasks:
         is_own = snapshot.plan is not None and _get_stack(task) == snapshot.plan.run
         if task.get("NodeID") and task["Status"]["State"] not in FINAL_STATES and not is_own:
@@ -124,11 +127,11 @@ def _is_run(snapshot: ClusterSnapshot, stack: str) -> bool:
 
 
 def _describe_stack(snapshot: ClusterSnapshot, stack: str) -> str:
-    return f"{'run' if _is_run(snapshot, stack) else 'stack'} {stack}" if stack else "a service of no stack"
+    return f"{'run' if _is_run(snapshot, stack) else 'stack'} {stack}" if stack else "a service outside any stack"
 
 
 def _suggest_release_command(snapshot: ClusterSnapshot, stack: str) -> str:
-    """Return the command that releases what `stack` holds, or that shows whose it is."""
+    """Return the command that releases the resources of the stack `stack`, or that shows to whom the stack belongs."""
     if _is_run(snapshot, stack):
         return f"swarmtrain {'down' if stack in snapshot.terminating_runs else 'stop'} {stack}"
     return f"docker stack services {stack} shows the owner" if stack else "docker service ls shows the owner"

@@ -17,7 +17,7 @@ EvidenceT = TypeVar("EvidenceT")
 
 @dataclass(frozen=True)
 class Check(Generic[EvidenceT]):
-    """One check: `expectation` is what holds if it finds nothing."""
+    """A check of the doctor: its name, its function, and the `expectation` that holds if it returns no finding."""
 
     name: str
     expectation: str
@@ -25,7 +25,7 @@ class Check(Generic[EvidenceT]):
 
 
 class CheckRegistry(Generic[EvidenceT]):
-    """The checks on one kind of evidence, in order."""
+    """The checks on one kind of evidence, in report order."""
 
     def __init__(self) -> None:
         self.checks: list[Check[EvidenceT]] = []
@@ -33,7 +33,7 @@ class CheckRegistry(Generic[EvidenceT]):
     def __call__(
         self, name: str, expectation: str
     ) -> Callable[[Callable[[EvidenceT], Iterator[Finding]]], Callable[[EvidenceT], Iterator[Finding]]]:
-        """Register the decorated function."""
+        """Return a decorator that registers a function as the check `name`."""
 
         def register(find: Callable[[EvidenceT], Iterator[Finding]]) -> Callable[[EvidenceT], Iterator[Finding]]:
             self.checks.append(Check(name, expectation, find))

@@ -1,7 +1,7 @@
-"""What the managers know without starting anything: a snapshot of the swarm, and the checks on the swarm itself.
+"""Snapshot of the swarm from its managers, taken without starting anything, and the checks on the swarm itself.
 
-More checks on the same snapshot are in capacity_checks.py. What the launcher's own check reports is not repeated here: a missing image,
-engine versions that are bad for GPUs or images, generic resources that a node does not declare.
+More checks on the same snapshot are in capacity_checks.py. Problems that the launcher's own check reports are not repeated: a missing
+image, engine versions with known GPU or image bugs, undeclared generic resources.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _IMAGE_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv6l": "arm", 
 
 
 def get_host_name(node: ApiObject) -> str:
-    """Return the host name of `node`, or its id if it has never reported a host name."""
+    """Return the host name of the swarm node `node`; its id if it has never reported a host name."""
     return str(node["Description"].get("Hostname") or node["ID"])
 
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """The unmodified answers of one manager, and the plan to check (None: only the cluster is checked)."""
+    """Snapshot of the swarm: the unmodified responses of one manager, and the plan to check (None: only the cluster is checked)."""
 
     nodes: tuple[ApiObject, ...]
     services: tuple[ApiObject, ...] = ()
     tasks: tuple[ApiObject, ...] = ()
     plan: Plan | None = None
     image: PinnedImage | None = None
-    """The plan's image as its registry has it; None if unknown."""
+    """The plan's image as resolved by its registry; None if unknown."""
     terminating_runs: tuple[str, ...] = field(default=())
-    """Runs that are partly removed."""
+    """Names of runs whose removal is incomplete."""
 
     @property
     def platforms(self) -> tuple[tuple[str, str], ...]:
-        """(architecture, operating system) pairs that the plan's image is built for; empty if unknown."""
+        """(architecture, operating system) pairs for which the plan's image is built; empty if unknown."""
         return self.image.platforms if self.image else ()
 
     @property
@@ -59,11 +59,11 @@ class ClusterSnapshot:
 
     @property
     def planned_nodes(self) -> list[tuple[ApiObject, PlannedNode]]:
-        """The machines that the plan uses, each with the run's node on it."""
+        """The swarm nodes that the plan uses, each with the planned node of the run."""
         return [(node, planned) for node in self.nodes if (planned := self.find_planned_node(node))]
 
     def find_planned_node(self, node: ApiObject) -> PlannedNode | None:
-        """Return the run's node that is pinned to `node`; None if there is none."""
+        """Return the planned node of the run that is pinned to the swarm node `node`; None if there is none."""
         pins = [f"node.id=={node['ID']}"]
         namesakes = [other for other in self.nodes if get_host_name(other) == get_host_name(node) and not _describe_unavailability(other)]
         if not (_describe_unavailability(node) and namesakes):  # if a machine has rejoined, its host name means the new node
@@ -71,7 +71,7 @@ class ClusterSnapshot:
         return next((planned for planned in (self.plan.nodes if self.plan else ()) if planned.constraint in pins), None)
 
     def is_relevant(self, node: ApiObject) -> bool:
-        """Return whether a run may use `node`: the plan does, the rendezvous may, or there is no plan."""
+        """Return whether a run may use the swarm node `node`: it is in the plan, or a manager, or there is no plan."""
         return self.plan is None or self.find_planned_node(node) is not None or node in self.managers
 
     def format_node_reference(self, node: ApiObject) -> str:
@@ -83,7 +83,10 @@ CHECKS: CheckRegistry[ClusterSnapshot] = CheckRegistry()
 
 
 def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
-    """Query the managers, all requests in parallel, for `plan` or for the cluster alone. Raises EngineError."""
+    """Return a snapshot of the cluster for `plan` (None: without a plan), with all requests in parallel.
+
+    Raises EngineError if no manager answers.
+    """
     with ThreadPoolExecutor() as pool:
         listings = [pool.submit(engine.list_objects, path) for path in ("/nodes", "/services", "/tasks")]
         image = pool.submit(_resolve_image, engine, plan)
@@ -96,25 +99,25 @@ def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
 def _resolve_image(engine: DockerEngine, plan: Plan | None) -> PinnedImage | None:
     try:
         return pin_image(engine, plan.config.runner.docker_config.docker_container) if plan else None
-    except ImageError:  # which the launcher's own check reports
+    except ImageError:  # The launcher's own check reports that.
         return None
 
 
-@CHECKS("quorum", "one manager leads, the others answer it, and their number is odd")
+@CHECKS("quorum", "the managers have a leader, all are reachable, and their number is odd")
 def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     managers, count = snapshot.managers, len(snapshot.managers)
     status = {node["ID"]: node.get("ManagerStatus") or {} for node in managers}
     unreachable = [node for node in managers if status[node["ID"]].get("Reachability", "reachable") != "reachable"]
     if not any(manager_status.get("Leader") for manager_status in status.values()):
-        hint = "start the managers that are down; if most are lost for good, on one that is left: docker swarm init --force-new-cluster"
-        why = "without a leader nothing on the swarm can be started, changed or removed"
-        yield Finding("swarm", "none of its managers leads", hint, why=why)
-    for node in unreachable:
-        hint = f"systemctl start docker on it; if it is lost for good: docker node demote {snapshot.format_node_reference(node)}"
-        why = f"more than half of the {count} managers must answer, or nothing on the swarm can be changed"
-        yield Finding(
-            f"node {get_host_name(node)}", "the other managers do not reach this manager", hint, len(unreachable) * 2 >= count, why
+        hint = (
+            "start the managers that are down; if most are permanently lost, run on a remaining one: docker swarm init --force-new-cluster"
         )
+        why = "without a leader, nothing in the swarm can be started, changed or removed"
+        yield Finding("swarm", "has no leader", hint, why=why)
+    for node in unreachable:
+        hint = f"run systemctl start docker on it; if it is permanently lost: docker node demote {snapshot.format_node_reference(node)}"
+        why = f"more than half of the {count} managers must be reachable, or nothing in the swarm can be changed"
+        yield Finding(f"node {get_host_name(node)}", "is not reachable from the other managers", hint, len(unreachable) * 2 >= count, why)
     if count and count % 2 == 0:
         promoted = next((node for node in snapshot.nodes if node not in managers and not _describe_unavailability(node)), None)
         demoted = next((node for node in [*unreachable, *managers] if not status[node["ID"]].get("Leader")), managers[-1])
@@ -123,41 +126,44 @@ def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             if promoted
             else f"docker node demote {snapshot.format_node_reference(demoted)}"
         )
-        tolerance = "can lose none of them" if count == 2 else f"can lose {count // 2 - 1} of them, as {count - 1} could"
-        why = "more than half of the managers must answer: the last one of an even number is one more to lose, and adds nothing"
+        tolerance = "cannot lose any of them" if count == 2 else f"can lose {count // 2 - 1} of them, as {count - 1} could"
+        why = "more than half of the managers must be reachable: with an even number, the last one adds no fault tolerance"
         yield Finding("swarm", f"has {count} managers, and {tolerance}", hint, fatal=False, why=why)
 
 
-@CHECKS("nodes", "every node is up and takes containers")
+@CHECKS("nodes", "every node is up and accepts tasks")
 def _check_nodes(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for node in snapshot.nodes:
         if not (reason := _describe_unavailability(node)):
             continue
         planned = snapshot.find_planned_node(node)
-        hint = f"systemctl start docker on it, until docker node ls shows it ready; if it is lost for good: {_build_removal_command(node)}"
+        hint = (
+            "run systemctl start docker on it, and check that docker node ls shows it as ready; if it is permanently lost: "
+            f"{_build_removal_command(node)}"
+        )
         if reason in ("drained", "paused"):
             hint = f"docker node update --availability active {snapshot.format_node_reference(node)}"
-        why = f"the run's {planned.name} is pinned to this machine, and waits for it" if planned else "no run is given this machine"
+        why = f"the run's {planned.name} is pinned to this machine, and waits for it" if planned else "no run is scheduled on this machine"
         yield Finding(f"node {get_host_name(node)}", f"is {reason}", hint, planned is not None, why)
 
 
-@CHECKS("hostnames", "no two nodes have one host name")
+@CHECKS("hostnames", "no two nodes have the same host name")
 def _check_host_names(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for name, count in Counter(get_host_name(node) for node in snapshot.nodes).items():
         if count == 1:
             continue
         same_name_nodes = [node for node in snapshot.nodes if get_host_name(node) == name]
         down_nodes = [node for node in same_name_nodes if node["Status"]["State"] == "down"]
-        hint = "docker node ls shows them; on one of them: hostnamectl set-hostname NEW_NAME, then systemctl restart docker"
+        hint = "find them with docker node ls; on one of them, run hostnamectl set-hostname NEW_NAME, then systemctl restart docker"
         if down_nodes and len(down_nodes) < count:
-            hint = f"if this is one machine that has joined again: {', then '.join(map(_build_removal_command, down_nodes))}"
+            hint = f"if they are one machine that has joined twice: {', then '.join(map(_build_removal_command, down_nodes))}"
         pinned = [node for node, planned in snapshot.planned_nodes if planned.constraint == f"node.hostname=={name}"]
         ids = ", ".join(node["ID"] for node in same_name_nodes)
-        why = "what is placed by its host name may start on any of them, and on another one after each restart"
-        yield Finding(f"node {name}", f"{count} nodes have this host name, with the ids {ids}", hint, len(pinned) > 1, why)
+        why = "a service that is pinned by host name may start on any of them, and on a different one after each restart"
+        yield Finding(f"node {name}", f"{count} nodes have this host name; their IDs: {ids}", hint, len(pinned) > 1, why)
 
 
-@CHECKS("versions", "all engines are recent enough, and of one version")
+@CHECKS("versions", "all engines are recent enough and have the same version")
 def _check_versions(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     hosts_by_version: dict[tuple[int, ...], list[str]] = {}
     for node in snapshot.nodes:
@@ -166,19 +172,19 @@ def _check_versions(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         if version:
             hosts_by_version.setdefault(version, []).append(get_host_name(node))
         if version and version < _MIN_ENGINE_VERSION:
-            why = "older engines ignore settings that the run's services need, without an error"
+            why = "older engines silently ignore settings that the run's services need"
             hint = "install a newer Docker on it: https://docs.docker.com/engine/install"
             yield Finding(f"node {get_host_name(node)}", f"engine {text} is older than 20.10", hint, snapshot.is_relevant(node), why)
     if len(hosts_by_version) > 1:
         versions = "; ".join(
             f"{'.'.join(map(str, version))} on {', '.join(hosts_by_version[version])}" for version in sorted(hosts_by_version)
         )
-        hint = "one node after the other: docker node update --availability drain NODE, update its engine, then --availability active NODE"
-        why = "engines of different versions differ in what they accept and in how they fail, so that a run's nodes are not alike"
-        yield Finding("swarm", f"its engines are of different versions: {versions}", hint, fatal=False, why=why)
+        hint = "update one node at a time: docker node update --availability drain NODE, update its engine, then --availability active NODE"
+        why = "engines of different versions accept different settings and fail in different ways"
+        yield Finding("swarm", f"its engines have different versions: {versions}", hint, fatal=False, why=why)
 
 
-@CHECKS("platforms", "the image is made for the processors of the nodes")
+@CHECKS("platforms", "the image is built for the platforms of the nodes")
 def _check_platforms(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     if snapshot.plan is None:
         platform_counts = Counter(node_platform for node in snapshot.nodes if (node_platform := _get_platform(node)))
@@ -187,8 +193,8 @@ def _check_platforms(snapshot: ClusterSnapshot) -> Iterator[Finding]:
                 f"{count} {_format_platform(platform_name)}" for platform_name, count in sorted(platform_counts.items())
             )
             hint = f"docker buildx build --platform {','.join(map(_format_platform, sorted(platform_counts)))} --tag IMAGE --push ."
-            why = "an image that is made for one kind of processor does not start on the others"
-            yield Finding("swarm", f"its nodes are of several kinds: {counts_text}", hint, fatal=False, why=why)
+            why = "an image built for one CPU architecture does not start on another"
+            yield Finding("swarm", f"its nodes have different platforms: {counts_text}", hint, fatal=False, why=why)
         return
     image = snapshot.plan.config.runner.docker_config.docker_container
     image_platforms = [_format_platform(platform) for platform in snapshot.platforms]
@@ -197,23 +203,25 @@ def _check_platforms(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             platform_name = _format_platform(node_platform)
             hint = (
                 f"docker buildx build --platform {','.join([*image_platforms, platform_name])} "
-                f"--tag {image} --push ., or other machines in runner.hosts"
+                f"--tag {image} --push ., or use other machines in runner.hosts"
             )
             why = f"the run's {planned.name} would wait forever, or exit as soon as it starts"
             yield Finding(
                 f"node {get_host_name(node)}",
-                f"is {platform_name}, and the image {image} is made for {', '.join(image_platforms)}",
+                f"is {platform_name}, and the image {image} is built for {', '.join(image_platforms)}",
                 hint,
                 why=why,
             )
     if snapshot.managers and not any(_can_run_image(node, snapshot.platforms) for node in snapshot.managers):
-        hint = "docker node promote NODE, for a node that the image is made for, or build it for the managers too"
-        why = "the rendezvous runs on a manager, and no node of the run trains without it"
-        message = f"it runs on a manager, and the image {image} is made for none of them: {', '.join(image_platforms)}"
+        hint = (
+            "promote a node whose platform the image supports (docker node promote NODE), or build the image for the managers' platform too"
+        )
+        why = "the rendezvous runs on a manager, and no node can train without it"
+        message = f"runs on a manager, but the image {image} is built for no manager's platform, only for: {', '.join(image_platforms)}"
         yield Finding("rendezvous", message, hint, why=why)
 
 
-@CHECKS("addresses", "every node is known by an address that the others can reach")
+@CHECKS("addresses", "every node advertises an address that the others can reach")
 def _check_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for node in snapshot.nodes:
         # Old engines report a leader's own address as 0.0.0.0; for a manager, the address that it advertises to the others counts.
@@ -222,21 +230,21 @@ def _check_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         if not _is_unreachable_address(address):
             continue
         alone = len(snapshot.nodes) == 1
-        hint = "docker swarm leave --force, which ends all that runs on the swarm, then docker swarm init --advertise-addr ITS_ADDRESS"
+        hint = "docker swarm leave --force (this stops everything in the swarm), then docker swarm init --advertise-addr ITS_ADDRESS"
         if not alone:
             leave = "docker swarm leave --force" if manager else "docker swarm leave"
             hint = f"on it: {leave}, then docker swarm join --advertise-addr ITS_ADDRESS --token TOKEN MANAGER:2377"
-        why = "nodes reach each other's containers by this address, and it means another machine, or none, on each of them"
+        why = "nodes reach each other's containers through this address, but on each node it refers to a different machine or to none"
         yield Finding(
             f"node {get_host_name(node)}", f"has the address {address} in the swarm", hint, not alone and snapshot.is_relevant(node), why
         )
 
 
-@CHECKS("leftovers", "no run is half removed")
+@CHECKS("leftovers", "no run is partially removed")
 def _check_leftovers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for run in snapshot.terminating_runs:
-        why = "what is left of it keeps its name, and may keep its network and its GPUs"
-        yield Finding(f"run {run}", "is going down, or was left half made", f"swarmtrain down {run}", fatal=False, why=why)
+        why = "its remaining objects keep its name, and may keep its network and its GPUs"
+        yield Finding(f"run {run}", "is being removed, or was only partially created", f"swarmtrain down {run}", fatal=False, why=why)
 
 
 def _describe_unavailability(node: ApiObject) -> str:
@@ -246,7 +254,7 @@ def _describe_unavailability(node: ApiObject) -> str:
 
 
 def _build_removal_command(node: ApiObject) -> str:
-    """Return the command that removes a lost node; a manager must be demoted first."""
+    """Return the docker command that removes the lost node `node` from the swarm; a manager must be demoted first."""
     removal = f"docker node rm --force {node['ID']}"
     return f"docker node demote {node['ID']} && {removal}" if node["Spec"]["Role"] == "manager" else removal
 

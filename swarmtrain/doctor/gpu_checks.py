@@ -1,4 +1,4 @@
-"""Checks that each node shows its ranks their reserved GPUs, with the engine settings that fix it if not."""
+"""Checks that the ranks of each node see the GPUs reserved for them; a finding names the engine settings that fix it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 _RUNTIME_FIX = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
 
 
-@CLUSTER("counts", "GPUs that Swarm gives out are known by their UUIDs")
+@CLUSTER("counts", "GPUs that Swarm assigns are declared by their UUIDs")
 def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return
@@ -26,12 +26,12 @@ def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         declared = (node["Description"].get("Resources") or {}).get("GenericResources") or []
         count = count_resources(declared, resource_kind)
         if count and not list_resource_ids(declared, resource_kind):
-            message = f"declares {count} {resource_kind}, and not which: {planned.slots} of them are reserved, and all are seen"
-            why = "Swarm then counts them without assigning any: runs on the same machine all use the first"
+            message = f"declares {count} {resource_kind} without their UUIDs: {planned.slots} of them are reserved, but all are visible"
+            why = "Swarm then only counts the GPUs and assigns none: all runs on the same machine use the first ones"
             yield Finding(f"node {get_host_name(node)}", message, format_gpu_settings(resource_kind), fatal=planned.slots < count, why=why)
 
 
-@CHECKS("devices", "each node shows its ranks the GPUs that they were promised")
+@CHECKS("devices", "the ranks on each node see the GPUs that are reserved for them")
 def _check_devices(results: ProbeResults) -> Iterator[Finding]:
     if results.plan.config.runner.swarm.gpu is GpuMode.none:
         return
@@ -40,7 +40,7 @@ def _check_devices(results: ProbeResults) -> Iterator[Finding]:
             yield from _check_node_devices(results, node.name, node.slots, facts)
 
 
-@CHECKS("driver", "GPU drivers are new enough for torch's CUDA, and alike")
+@CHECKS("driver", "GPU drivers support torch's CUDA version, and are the same on all nodes")
 def _check_drivers(results: ProbeResults) -> Iterator[Finding]:
     drivers = {name: facts["gpus"][0]["driver"] for name, facts in results.nodes.items() if facts["gpus"]}
     for name, driver in drivers.items():
@@ -48,11 +48,11 @@ def _check_drivers(results: ProbeResults) -> Iterator[Finding]:
         needed = _OLDEST_DRIVER.get(cuda.partition(".")[0], 0)
         if int(driver.partition(".")[0]) < needed:
             message = f"driver {driver} is too old for CUDA {cuda}, which torch is built for"
-            hint = f"install driver {needed} or newer there, or build the image with a torch for an older CUDA"
-            yield Finding(results.describe_node(name), message, hint, why="torch finds no GPU with it")
+            hint = f"install driver {needed} or newer on that node, or install a torch build for an older CUDA version in the image"
+            yield Finding(results.describe_node(name), message, hint, why="torch does not find a GPU with this driver")
     if len(set(drivers.values())) > 1:
         versions_text = ", ".join(f"{name} {driver}" for name, driver in drivers.items())
-        hint = "install one version on all machines"
+        hint = "install the same version on all machines"
         yield Finding(
             "nodes", f"GPU drivers differ: {versions_text}", hint, fatal=False, why="kernels and NCCL may behave differently on them"
         )
@@ -69,22 +69,25 @@ def _check_node_devices(results: ProbeResults, name: str, slots: int, facts: Nod
     ]
     devices = results.collective_results.get(name, {}).get("devices", slots)
     if unknown_gpus:
-        message = f"Swarm gave it {', '.join(unknown_gpus)}, and its GPUs are {', '.join(machine_gpus or visible_gpus)}"
+        message = f"Swarm assigned it {', '.join(unknown_gpus)}, but its GPUs are {', '.join(machine_gpus or visible_gpus)}"
         yield Finding(
-            results.describe_node(name), message, fix, why="its engine's settings name GPUs that it does not have, so ranks find none"
+            results.describe_node(name), message, fix, why="its engine's settings list GPUs that it does not have, so ranks do not find any"
         )
     elif machine_gpus and not visible_gpus:
-        message = f"has {_format_gpu_count(len(machine_gpus))}, and its containers see none"
+        message = f"has {_format_gpu_count(len(machine_gpus))}, but its containers see none"
         hint = fix if swarm.gpu is GpuMode.reserve else _RUNTIME_FIX
         yield Finding(
-            results.describe_node(name), message, hint, why="GPUs are shown by the nvidia runtime, which is not the engine's default"
+            results.describe_node(name),
+            message,
+            hint,
+            why="containers see GPUs through the nvidia runtime, which is not the engine's default runtime",
         )
     elif devices < slots:
         message = f"torch sees {_format_gpu_count(devices)} of {len(visible_gpus)}, for {slots} ranks"
         yield Finding(results.describe_node(name), message, _RUNTIME_FIX, why="ranks without a GPU of their own fail, or share one")
     elif assigned_gpus and len(visible_gpus) > len(assigned_gpus):
-        message = f"Swarm gave it {_format_gpu_count(len(assigned_gpus))}, and the container sees {len(visible_gpus)}"
-        why = "ranks are kept to theirs by CUDA_VISIBLE_DEVICES; whatever does not heed that uses other runs' GPUs"
+        message = f"Swarm assigned it {_format_gpu_count(len(assigned_gpus))}, but the container sees {len(visible_gpus)}"
+        why = "only CUDA_VISIBLE_DEVICES restricts ranks to their GPUs; a process that ignores it uses other runs' GPUs"
         yield Finding(results.describe_node(name), message, fix, fatal=False, why=why)
 
 

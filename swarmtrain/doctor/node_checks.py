@@ -1,4 +1,4 @@
-"""Checks on what each node provides for the job, as its probe saw it from inside the job's container."""
+"""Checks on each node, from the facts that its probe collected inside the job's container: GPUs, mounts, disk space."""
 
 from __future__ import annotations
 
@@ -17,52 +17,57 @@ _MIN_SHM_BYTES = 1 << 30
 _MIN_MEMORY_PER_RANK_BYTES = 1 << 29
 _MIN_SCRATCH_BYTES = 1 << 30
 _MIN_SAVE_DIR_BYTES = 5 << 30
-_SHARED_DISK_HINT = "mount a disk that all nodes share: runner.docker_config.docker_mounts; without one: trainer.save_dir_shared: false"
-_OWN_DISK_HINT = "runner.docker_config.docker_mounts: [[checkpoints, /workspace/runs]] is a volume on each node"
+_SHARED_DISK_HINT = "mount a shared disk on all nodes with runner.docker_config.docker_mounts, or set trainer.save_dir_shared: false"
+_OWN_DISK_HINT = "set runner.docker_config.docker_mounts: [[checkpoints, /workspace/runs]] to use a volume on each node"
 _PULLING_PATTERN = re.compile("^preparing|no such image|pull", re.IGNORECASE)
 
 
-@CHECKS("probe", "every node starts the job's container, and it reaches the coordinator")
+@CHECKS("probe", "every node starts the job's container, and the container reaches the coordinator")
 def _check_probe_started(results: ProbeResults) -> Iterator[Finding]:
     if results.failure_reason:
         yield Finding(
-            f"run {results.plan.run}", results.failure_reason, "fix it, then: swarmtrain doctor CONFIG", why="the job ends with the same"
+            f"run {results.plan.run}",
+            results.failure_reason,
+            "fix it, then run swarmtrain doctor CONFIG again",
+            why="the job would fail with the same error",
         )
         return
     for node in results.plan.nodes:
         if node.name not in results.nodes and node not in _list_nodes_without_image(results):
-            state = results.service_states.get(node.name) or "it did not report"
-            hint = (
-                f"swarmtrain deploy CONFIG; it says what it waits for, "
-                f"and so does docker service ps --no-trunc {results.plan.run}_{node.name}"
-            )
+            state = results.service_states.get(node.name) or "no task state is known"
+            hint = f"run swarmtrain deploy CONFIG to see what it waits for, or docker service ps --no-trunc {results.plan.run}_{node.name}"
             yield Finding(
                 results.describe_node(node.name),
-                f"its probe reported nothing: {state}",
+                f"its probe did not report: {state}",
                 hint,
-                why="what keeps a probe from starting keeps the job",
+                why="whatever prevents the probe from starting also prevents the job",
             )
 
 
-@CHECKS("image", "every node has the job's image, under one digest")
+@CHECKS("image", "every node has the job's image with the same digest")
 def _check_image_present(results: ProbeResults) -> Iterator[Finding]:
     if nodes_without_image := _list_nodes_without_image(results):
         ready_count = len(results.plan.nodes) - len(nodes_without_image)
         states = "; ".join(f"{results.describe_node(node.name)}: {results.service_states[node.name]}" for node in nodes_without_image)
         image = results.image or results.plan.config.runner.docker_config.docker_container
         message = f"{ready_count} of {len(results.plan.nodes)} nodes have it. {states}"
-        yield Finding(f"image {image}", message, f"docker pull {image}, on that node, says more", why="a node starts when it has its image")
+        yield Finding(
+            f"image {image}",
+            message,
+            f"docker pull {image} on that node shows the reason",
+            why="a node starts only after it has pulled the image",
+        )
 
 
-@CHECKS("container", "script, config, secrets, torch and mounts are there in each container")
+@CHECKS("container", "script, config, secrets, torch and mounts are present in each container")
 def _check_container_problems(results: ProbeResults) -> Iterator[Finding]:
     for name, facts in results.nodes.items():
         for problem in facts["problems"]:
             yield Finding(
                 results.describe_node(name),
                 problem,
-                "fix it there, then: swarmtrain doctor CONFIG",
-                why="the job ends at once with the same",
+                "fix it on that node, then run swarmtrain doctor CONFIG again",
+                why="the job would fail immediately with the same error",
             )
 
 
@@ -71,7 +76,7 @@ def _check_clocks(results: ProbeResults) -> Iterator[Finding]:
     for name, facts in results.nodes.items():
         if abs(facts["clock"]) > _MAX_CLOCK_SKEW_SECONDS:
             skew = f"{abs(facts['clock']):.1f} s {'ahead of' if facts['clock'] > 0 else 'behind'}"
-            why = "lines and events of several nodes are put in order by their times, and certificates are checked by them"
+            why = "log lines and events of several nodes are ordered by timestamp, and certificates are checked against the clock"
             yield Finding(
                 results.describe_node(name), f"its clock is {skew} the manager's", "timedatectl set-ntp true", fatal=False, why=why
             )
@@ -82,57 +87,67 @@ def _check_shm_size(results: ProbeResults) -> Iterator[Finding]:
     for name, facts in results.nodes.items():
         if facts["shm"] < _MIN_SHM_BYTES and facts["slots"] > 1:
             message = f"/dev/shm has {facts['shm'] >> 20} MiB for {facts['slots']} ranks"  # noqa: S108
-            why = "data loaders and NCCL pass data through it, and die of SIGBUS when it is full"
+            why = "data loaders and NCCL pass data through it, and are killed by SIGBUS when it is full"
             yield Finding(results.describe_node(name), message, "runner.docker_config.shm_size: 2147483648", fatal=False, why=why)
 
 
-@CHECKS("limits", "processes may open enough files, and lock memory where RDMA wants that")
+@CHECKS("limits", "processes can open enough files, and lock memory where RDMA needs it")
 def _check_ulimits(results: ProbeResults) -> Iterator[Finding]:
     for name, facts in results.nodes.items():
         limits = facts["limits"]
         if 0 <= limits["nofile"] < _MIN_OPEN_FILES:
-            hint = 'in its /etc/docker/daemon.json: "default-ulimits": {"nofile": {"Name": "nofile", "Soft": 1048576, "Hard": 1048576}}'
-            why = "each peer and each worker of a data loader takes several"
+            hint = 'add to its /etc/docker/daemon.json: "default-ulimits": {"nofile": {"Name": "nofile", "Soft": 1048576, "Hard": 1048576}}'
+            why = "each peer and each data loader worker needs several open files"
             yield Finding(results.describe_node(name), f"processes may open {limits['nofile']} files", hint, fatal=False, why=why)
         if facts["infiniband"] and limits["memlock"] != -1:
-            hint = 'in its /etc/docker/daemon.json: "default-ulimits": {"memlock": {"Name": "memlock", "Soft": -1, "Hard": -1}}'
-            message = f"has {', '.join(facts['infiniband'])}, and processes may lock {limits['memlock'] >> 10} KiB"
+            hint = 'add to its /etc/docker/daemon.json: "default-ulimits": {"memlock": {"Name": "memlock", "Soft": -1, "Hard": -1}}'
+            message = f"has {', '.join(facts['infiniband'])}, but processes can lock only {limits['memlock'] >> 10} KiB"
             yield Finding(
                 results.describe_node(name), message, hint, fatal=False, why="RDMA registers its buffers, which locks them in memory"
             )
 
 
-@CHECKS("disk-space", "disks and memory have room")
+@CHECKS("disk-space", "disks and memory have enough free space")
 def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
     for name, facts in results.nodes.items():
         if facts["scratch"] < _MIN_SCRATCH_BYTES:
             message = f"/tmp has {_format_gib(facts['scratch'])} left"  # noqa: S108
-            yield Finding(results.describe_node(name), message, "docker system prune, there", fatal=False, why="logs and caches go there")
+            yield Finding(
+                results.describe_node(name),
+                message,
+                "run docker system prune on that node",
+                fatal=False,
+                why="logs and caches are written there",
+            )
         if facts["memory"] < _MIN_MEMORY_PER_RANK_BYTES * facts["slots"]:
             message = f"has {_format_gib(facts['memory'])} of memory left for {facts['slots']} ranks"
             yield Finding(
                 results.describe_node(name),
                 message,
-                "docker stats, there, shows who has it",
+                "run docker stats on that node to see what uses the memory",
                 fatal=False,
-                why="the kernel kills the largest",
+                why="when memory runs out, the kernel kills the largest process",
             )
         for mount in facts["mounts"]:
             if mount["target"] == _get_save_mount_target(results.plan) and mount["free"] < _MIN_SAVE_DIR_BYTES:
                 message = f"{mount['target']} has {_format_gib(mount['free'])} left"
-                hint = f"df -h {mount['target']}; trainer.keep_checkpoints keeps fewer"
-                yield Finding(results.describe_node(name), message, hint, fatal=False, why="checkpoints go there")
+                hint = f"df -h {mount['target']}; lower trainer.keep_checkpoints to keep fewer checkpoints"
+                yield Finding(results.describe_node(name), message, hint, fatal=False, why="checkpoints are written there")
 
 
-@CHECKS("shared", "save_dir is a disk that takes the checkpoints of all nodes")
+@CHECKS("shared", "save_dir is on a disk that can hold the checkpoints of all nodes")
 def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
     target = _get_save_mount_target(results.plan)
     if len(results.plan.nodes) < 2 or results.plan.config.trainer.save_dir is None:
         return
     shared = results.plan.config.trainer.save_dir_shared
     if target is None:
-        why = "each node would write its part into its own container" if shared else "what a node keeps would go with its container"
-        yield Finding("config trainer.save_dir", "lies in no mount", _SHARED_DISK_HINT if shared else _OWN_DISK_HINT, why=why)
+        why = (
+            "each node would write its part only into its own container"
+            if shared
+            else "a node's checkpoints would be lost with its container"
+        )
+        yield Finding("config trainer.save_dir", "is not inside a mount", _SHARED_DISK_HINT if shared else _OWN_DISK_HINT, why=why)
         return
     for name, mount in _iterate_mounts(results):
         if mount["target"] == target and not mount["writable"]:
@@ -142,7 +157,7 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
             and shared
             and (missing_writers := sorted(_list_met_nodes(results, name) & _list_writers(results, target) - set(mount["visible_nodes"])))
         ):
-            message = f"{target} is another disk here: what {', '.join(missing_writers)} wrote is not in it"
+            message = f"{target} is a different disk on this node: what {', '.join(missing_writers)} wrote is missing"
             yield Finding(
                 results.describe_node(name),
                 message,
@@ -151,7 +166,7 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
             )
     sharing_nodes = [name for name, mount in _iterate_mounts(results) if mount["target"] == target and set(mount["visible_nodes"]) - {name}]
     if sharing_nodes and not shared:
-        message = f"{target} is not a separate disk on {', '.join(sharing_nodes)}: it has what others wrote"
+        message = f"{target} is not a separate disk on {', '.join(sharing_nodes)}: it contains files that other nodes wrote"
         yield Finding(
             "config trainer.save_dir",
             message,
@@ -161,22 +176,22 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
 
 
 def _describe_unwritable(results: ProbeResults, name: str, mount: NodeFacts) -> Finding:
-    """Return the finding for a mount that cannot be written; if ownership is the cause, with the owner and the fix."""
+    """Return the finding for a mount that the job cannot write to; if its owner is the cause, the finding names the owner and the fix."""
     owner, user, host = mount.get("owner", ""), results.nodes[name].get("user", ""), results.describe_node(name).partition(" on ")[2]
     message, why = (
         f"{mount['target']} cannot be written: {mount.get('write_error', '')}".rstrip(": "),
         "all nodes write checkpoints together",
     )
     if not owner or not user or owner == user:
-        return Finding(results.describe_node(name), message, f"mount, on {host}, shows whether it may be written at all", why=why)
+        return Finding(results.describe_node(name), message, f"run mount on {host} to see whether it is mounted read-only", why=why)
     source = next((source for source, target in results.plan.config.runner.docker_config.docker_mounts if target == mount["target"]), "")
     user_setting = f"runner.docker_config.user: {owner}"
     chown_command = f"chown -R {user} {source}, on {host}"
     hint = chown_command if owner.startswith("0:") else f"{user_setting}; or {chown_command}"
-    return Finding(results.describe_node(name), f"{message}; it belongs to {owner}, and the ranks are {user}", hint, why=why)
+    return Finding(results.describe_node(name), f"{message}; it belongs to {owner}, and the ranks run as {user}", hint, why=why)
 
 
-@CHECKS("data", "mounts show the same on all nodes")
+@CHECKS("data", "mounts have the same content on all nodes")
 def _check_data_mounts(results: ProbeResults) -> Iterator[Finding]:
     for target in sorted({mount["target"] for _, mount in _iterate_mounts(results)} - {_get_save_mount_target(results.plan)}):
         contents = {
@@ -185,24 +200,29 @@ def _check_data_mounts(results: ProbeResults) -> Iterator[Finding]:
         common_content, _ = Counter(contents.values()).most_common(1)[0]
         for name, content in contents.items():
             if content != common_content:
-                message = f"{target} holds something else here: {content[1]} entries, where the others have {common_content[1]}"
-                hint = "copy it again, or mount the same disk everywhere"
-                yield Finding(results.describe_node(name), message, hint, why="ranks that read different data train on nonsense, or stop")
+                message = f"{target} has different content on this node: {content[1]} entries, but the others have {common_content[1]}"
+                hint = "copy the data again, or mount the same disk on all nodes"
+                yield Finding(
+                    results.describe_node(name), message, hint, why="ranks that read different data train on inconsistent batches, or fail"
+                )
 
 
-@CHECKS("torch", "torch is the same everywhere")
+@CHECKS("torch", "torch is the same on all nodes")
 def _check_torch_versions(results: ProbeResults) -> Iterator[Finding]:
     for key, library in (("torch", "torch"), ("cuda", "CUDA"), ("nccl_version", "NCCL")):
         versions_by_node = {name: facts.get(key) for name, facts in results.collective_results.items() if facts.get(key)}
         if len(set(versions_by_node.values())) > 1:
             versions_text = ", ".join(f"{name} {version}" for name, version in versions_by_node.items())
             yield Finding(
-                "image", f"{library} differs: {versions_text}", "swarmtrain image build . --push, and deploy again", why="they cannot talk"
+                "image",
+                f"{library} differs: {versions_text}",
+                "run swarmtrain image build . --push and deploy again",
+                why="different versions cannot communicate",
             )
 
 
 def _list_nodes_without_image(results: ProbeResults) -> list[PlannedNode]:
-    """Return the nodes whose probe reported nothing and whose engine was still pulling the image, or could not."""
+    """Return the planned nodes whose probe did not report because the engine was still pulling the image, or failed to."""
     silent_nodes = [node for node in results.plan.nodes if node.name not in results.nodes]
     return [node for node in silent_nodes if _PULLING_PATTERN.search(results.service_states.get(node.name, ""))]
 
@@ -218,7 +238,7 @@ def _iterate_mounts(results: ProbeResults) -> Iterator[tuple[str, NodeFacts]]:
 
 
 def _list_met_nodes(results: ProbeResults, name: str) -> set[str]:
-    """Return the nodes that had left their marks when `name` looked: itself, and the peers that it had resolved."""
+    """Return the names of the nodes whose marker files `name` could see: its own, and those of peers whose names it had resolved."""
     return {name, *(peer for peer, seconds in results.nodes[name]["names"].items() if seconds is not None)}
 
 

@@ -1,4 +1,4 @@
-"""A probe on every node: a run of its own in the job's image, network, mounts and reservations, which is gone after seconds."""
+"""Run a probe on every node: a short run in the job's own image, network, mounts and reservations, removed after a few seconds."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _TIMEOUT_SECONDS = 300.0
 
 
 def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, reserve: bool = True) -> ProbeResults:
-    """Probe the nodes of `plan` and return the results; the probe is always taken down.
+    """Probe the nodes of `plan` and return the results. The probe is always removed afterwards.
 
-    Without `reserve`, because another run holds the GPUs, the probe sees them but reserves none, and does not wait. Raises StackError
-    if the probe cannot be started.
+    If `reserve` is False because another run holds the GPUs, the probe sees the GPUs but reserves none, and does not wait. Raises
+    StackError if the probe cannot be started.
     """
     probe = replace(
         plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve else _drop_gpu_reservation(plan.config)
     )
     if not reserve:
-        report_progress("the GPUs are held by a run: the probe looks at the nodes without reserving any")
+        report_progress("the GPUs are reserved by a run: the probe checks the nodes without reserving GPUs")
     if plan.run in launcher.list_runs():
-        report_progress(f"{plan.run} is up: it continues, and shares its nodes with the probe for some seconds")
+        report_progress(f"{plan.run} is up: it keeps running, and shares its nodes with the probe for a few seconds")
     report_progress(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
     try:
         launcher.deploy(probe, report_progress)
@@ -42,7 +42,7 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
 
 
 def _drop_gpu_reservation(config: Config) -> Config:
-    """Return the config of a run that sees the GPUs and reserves none."""
+    """Return a copy of `config` for a run that sees the GPUs but reserves none."""
     swarm = config.runner.swarm.model_copy(update={"gpu": GpuMode.visible})
     return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
 
@@ -81,9 +81,9 @@ def _index_by_node(events: Iterable[Event], kind: str) -> dict[str, dict[str, ob
 def _format_progress(event: Event) -> str:
     match event.kind:
         case protocol.EVENT_NODE_PROBE:
-            return f"{event.data['node']} has looked around"
+            return f"{event.data['node']} has completed its local checks"
         case protocol.EVENT_LINK:
             return f"{event.data['a']} and {event.data['b']} have measured their link"
         case protocol.EVENT_COLLECTIVE:
-            return f"{event.data['node']} has met the others"
+            return f"{event.data['node']} has completed the all-reduce"
     return ""

@@ -1,4 +1,4 @@
-"""What the probes measured: they ran on every node in the job's own image, network, mounts and reservations."""
+"""Results of the probes, which ran on every node in the job's own image, network, mounts and reservations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ NodeFacts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ProbeResults:
-    """The results of a probe by the plan's node names; those of links have the fields of swarmtrain.entrypoint.probe.link_probe.Link."""
+    """Results of the probes by planned node name. Link results have the fields of swarmtrain.entrypoint.probe.link_probe.Link."""
 
     plan: Plan
     nodes: Mapping[str, NodeFacts] = field(default_factory=dict)
     links: tuple[NodeFacts, ...] = ()
     collective_results: Mapping[str, NodeFacts] = field(default_factory=dict)
     failure_reason: str = ""
-    """Why the probe was aborted; empty if it was not."""
+    """Why the probe was aborted; empty if it was completed."""
     service_states: Mapping[str, str] = field(default_factory=dict)
-    """The final state of each node's service, in the launcher's words."""
+    """The final state of each node's service, as reported by the launcher."""
     image: str = ""
-    """The job's image with the digest that its registry had when the probe began."""
+    """The job's image with the digest from its registry at the start of the probe."""
 
     @property
     def working_links(self) -> list[NodeFacts]:
-        """The links that transferred data."""
+        """The links whose measurement succeeded."""
         return [link for link in self.links if not link["error"]]
 
     def describe_node(self, name: str) -> str:
-        """Return a node's name with that of its host."""
+        """Return the node name `name` together with the host name of its machine."""
         host = next((node.host for node in self.plan.nodes if node.name == name), "")
         return f"{name} on {host}"
 
@@ -42,6 +42,6 @@ CHECKS: CheckRegistry[ProbeResults] = CheckRegistry()
 
 
 def format_bandwidth(rate: float) -> str:
-    """Return a rate in bytes per second as text, in bits per second."""
+    """Return the rate `rate`, in bytes per second, as text in bits per second."""
     bits_per_second = rate * 8
     return f"{bits_per_second / 1e9:.1f} Gbit/s" if bits_per_second >= 1e9 else f"{bits_per_second / 1e6:.0f} Mbit/s"

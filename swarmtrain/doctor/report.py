@@ -1,4 +1,4 @@
-"""The doctor's results: findings by check, and the links as a matrix. They format themselves as text."""
+"""Report of the doctor: findings by check, and the links as a matrix. The objects format themselves as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmtrain.launchers.base import Finding
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check's name, its expectation, and its findings."""
+    """Result of one check: its name, its expectation, and its findings."""
 
     check: str
     expectation: str
@@ -26,18 +26,18 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The results of all checks, and what the probes measured, if there were any."""
+    """Report of the doctor: the results of all checks, and the probe's measurements if there was a probe."""
 
     check_results: tuple[CheckResult, ...]
     probe_results: ProbeResults | None = None
 
     @property
     def fatal_count(self) -> int:
-        """The number of findings that keep a run from working."""
+        """Number of findings that prevent a run from working."""
         return sum(finding.fatal for check_result in self.check_results for finding in check_result.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict, for scripts."""
+        """Return the report as a JSON-compatible dict, for `--json`."""
         results = self.probe_results
         return {
             "ok": not self.fatal_count,
@@ -62,9 +62,9 @@ class DoctorReport:
     def _format_summary(self) -> str:
         findings = [finding for check_result in self.check_results for finding in check_result.findings]
         if not findings:
-            return f"{len(self.check_results)} checks, nothing found"
+            return f"{len(self.check_results)} checks, no problems found"
         warning_count = len(findings) - self.fatal_count
-        return f"{len(self.check_results)} checks: {self.fatal_count} to fix before a run can work, {warning_count} to know of"
+        return f"{len(self.check_results)} checks: {self.fatal_count} to fix before the run can work, {warning_count} to be aware of"
 
 
 def _format_severity(finding: Finding) -> str:
@@ -93,7 +93,7 @@ def _format_measurements(results: ProbeResults) -> Iterator[str]:
 
 def _format_nodes(results: ProbeResults) -> Iterator[str]:
     is_configured = any(facts.get("is_configured") for facts in results.nodes.values())
-    yield f"\nthe nodes, by the interface that {'the config chooses' if is_configured else 'is the route to the coordinator'}:"
+    yield f"\nthe nodes, with the interface that {'the config selects' if is_configured else 'is the route to the coordinator'}:"
     rows = [("", "host", "address", "interface", "packets", "clock", "cores", "memory", "GPUs")]
     for node in results.plan.nodes:
         if facts := results.nodes.get(node.name):
@@ -111,7 +111,7 @@ def _format_link_matrix(results: ProbeResults) -> Iterator[str]:
     if len(names) < 2:
         return
     cells = {pair: text for link in results.links for pair, text in _format_link_cells(link)}
-    yield "\nbandwidth from the node on the left, and round trip:"
+    yield "\nbandwidth from the node on the left, and round-trip time:"
     yield from _format_table([("", *names), *((a, *(cells.get((a, b), "-" if a == b else "?") for b in names)) for a in names)])
 
 

@@ -1,4 +1,4 @@
-"""Programs that run inside the containers: the coordinator, the supervisor of each node, and torch's agent and ranks below it.
+"""Programs that run inside the containers: the coordinator, the supervisor of each node, torch's elastic agent, and the ranks.
 
 node_supervisor   python -m swarmtrain.entrypoint node         standard library only; outlives the agent, decides what follows a failure
 └─ forkserver     imports torch once                           whatever needs torch is forked from it

@@ -1,6 +1,6 @@
-"""`python -m swarmtrain.entrypoint ROLE`: the one command that every launcher runs in a container.
+"""`python -m swarmtrain.entrypoint ROLE`: the command that every launcher runs in a container. ROLE is node, rendezvous or probe.
 
-ROLE is node, rendezvous or probe; a probe starts `collective` itself. Everything else comes from the environment.
+A probe starts the role `collective` itself. All other settings come from the environment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from swarmtrain.errors import EXIT_USAGE
 
 
 def main(argv: list[str]) -> int:
-    """Run the role that `argv` names and return its exit code."""
+    """Run the role that the command-line arguments `argv` name, and return its exit code."""
     match argv:
         case ["node"]:
             from swarmtrain.entrypoint.supervisor.node_supervisor import main as node_main

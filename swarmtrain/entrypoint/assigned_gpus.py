@@ -13,12 +13,18 @@ _RESOURCE_PREFIX = "DOCKER_RESOURCE_"
 
 
 def read_assigned_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the ids of the GPUs that Swarm assigned; none if it assigned only a number of GPUs, or if none were requested."""
+    """Return the ids of the GPUs that Swarm assigned to this container.
+
+    Empty if Swarm assigned only a number of GPUs, or if none were requested.
+    """
     gpu_ids = [gpu for name, value in sorted(environ.items()) if name.startswith(_RESOURCE_PREFIX) for gpu in value.split(",")]
     return tuple(gpu for gpu in gpu_ids if gpu and not gpu.isdigit())
 
 
 def build_gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that restricts the ranks to these GPUs, unless `environ` does already. Local rank 0 gets the first."""
+    """Return the environment that restricts the ranks to the GPUs that Swarm assigned, unless `environ` already restricts them.
+
+    Local rank 0 gets the first GPU.
+    """
     ids = read_assigned_gpus(environ)
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids and "CUDA_VISIBLE_DEVICES" not in environ else {}

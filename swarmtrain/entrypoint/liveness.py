@@ -1,8 +1,8 @@
-"""Guard of the supervisor: if it hangs, it is killed, so that its container exits and is restarted.
+"""Watchdog of the supervisor: if the supervisor hangs, it is killed, so that its container exits and is restarted.
 
-Docker's own mechanism is a healthcheck. But until the first one has passed, a container is not a running task and has no DNS record, so
-that its peers cannot find it; the first one comes only after a whole interval, and each one starts a process. Here a child of the
-supervisor watches its heartbeat instead, from the first second and at no cost.
+Docker's own mechanism is a healthcheck. But until the first healthcheck has passed, a container is not a running task and has no DNS
+record, so that its peers cannot find it. The first healthcheck is run only after a full interval, and each one starts a process. Here a
+child process of the supervisor watches its heartbeat instead, from the first second and at almost no cost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _HEARTBEAT_BYTE = b"."
 
 
 def start_guard(*, interval: float = _HEARTBEAT_SECONDS, max_missed: int = _MAX_MISSED_HEARTBEATS) -> None:
-    """Send a heartbeat every `interval` seconds. A child kills this process if `max_missed` heartbeats in a row are missing.
+    """Send a heartbeat every `interval` s to a child process, which kills this process after `max_missed` missing heartbeats in a row.
 
-    The heartbeat is sent from a signal handler, which Python runs in the main thread: it stops if that thread hangs, whatever the others
-    do. Call this before any thread is started. It uses SIGALRM and the interval timer.
+    The heartbeat is sent from a signal handler, which Python runs in the main thread: it stops if the main thread hangs, whatever the
+    other threads do. Call this before any thread is started. It uses SIGALRM and the interval timer.
     """
     read_fd, write_fd = os.pipe()
     parent = os.getpid()
@@ -36,7 +36,7 @@ def start_guard(*, interval: float = _HEARTBEAT_SECONDS, max_missed: int = _MAX_
     os.set_blocking(write_fd, False)
 
     def send_heartbeat(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):  # the child is gone
+        with contextlib.suppress(OSError):  # the guard process is gone
             os.write(write_fd, _HEARTBEAT_BYTE)
 
     signal.signal(signal.SIGALRM, send_heartbeat)
@@ -46,7 +46,10 @@ def start_guard(*, interval: float = _HEARTBEAT_SECONDS, max_missed: int = _MAX_
 
 
 def _watch_heartbeat(parent: int, read_fd: int, interval: float, max_missed: int) -> None:
-    """Never return. Missed heartbeats are counted one by one: a machine that was suspended has missed one, no matter how long it slept."""
+    """Watch the heartbeat of the process `parent` and kill it if it hangs; never returns.
+
+    Missed heartbeats are counted one by one: a machine that was suspended has missed one, no matter how long it slept.
+    """
     try:
         set_parent_death_signal()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,8 @@
-"""Network interface that leads to the rest of the run.
+"""Find the network interface that leads to the other nodes of the run.
 
-A container on an overlay network has two interfaces, and one of them (docker_gwbridge) has the same addresses on every host. NCCL and gloo
-may pick the wrong one and then hang. The route to the coordinator, which every node must reach anyway, decides.
+A container on an overlay network has two interfaces, and one of them (docker_gwbridge) has the same addresses on every host. NCCL and
+gloo may pick the wrong one and then hang. This module takes the interface of the route to the coordinator, which every node must reach
+anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _CONTAINER_ID = re.compile(r"[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class Route:
-    """Route to a peer: our address on it, and the interface with this address ("" if it could not be determined)."""
+    """Route to a peer: this node's address on the route, and the interface with this address ("" if it could not be determined)."""
 
     address: str
     interface: str
@@ -32,7 +33,10 @@ class Route:
         return self.address.startswith("127.") or self.address == "::1"
 
     def build_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that make NCCL, gloo and TensorPipe use this interface, except those already in `environ`."""
+        """Return the environment variables that make NCCL, gloo and TensorPipe use the interface of the rank network.
+
+        Variables that `environ` already sets are left out.
+        """
         if not self.interface:
             return {}
         variables = {
@@ -44,7 +48,7 @@ class Route:
 
 
 def find_route_to(host: str, port: int) -> Route:
-    """Return the route to `host`, without sending anything. Raises OSError if the name or the network is unknown."""
+    """Return the route to `host`, without sending a packet. Raises OSError if the host name cannot be resolved or no route exists."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as probe:
         probe.connect(address)
@@ -53,9 +57,9 @@ def find_route_to(host: str, port: int) -> Route:
 
 
 def choose_route(interface: str, coordinator_address: str) -> Route:
-    """Return the route for communication between ranks: by `interface` if set, else the one to `coordinator_address` (host:port).
+    """Return the route for communication between ranks: through `interface` if set, else the route to `coordinator_address` (host:port).
 
-    Raises OSError.
+    Raises OSError if the route does not exist.
     """
     host, _, port = coordinator_address.rpartition(":")
     return find_route_by_interface(interface) if interface else find_route_to(host, int(port))

@@ -1,4 +1,4 @@
-"""Preflight checks: conditions on a node for starting an agent. Standard library only, since the image may be broken."""
+"""Preflight checks of a node before it starts an agent. Standard library only, since the image may be broken."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def find_permanent_problems(env: NodeEnv) -> list[str]:
         problems.append(f"the script {env.script} does not exist on this node")
     problems += _check_config(env.config)
     problems += [
-        f"the secret {name} is not at {path}, as this node's environment says"
+        f"the secret {name} is not at {path}, where this node's environment expects it"
         for name, path in env.secrets.items()
         if not Path(path).is_file()
     ]
     problems += [
-        f"the mount {target} cannot be read by user {os.geteuid()}, which this container runs as: chmod -R a+rX its source on this node"
+        f"the mount {target} cannot be read by user {os.geteuid()}, which this container runs as: run chmod -R a+rX on its source on "
+        f"this node"
         for target in env.mounts
         if not os.access(target, os.R_OK | os.X_OK if Path(target).is_dir() else os.R_OK)
     ]
@@ -61,17 +62,17 @@ def _check_config(path: str) -> list[str]:
 
 
 def find_warnings(env: NodeEnv) -> list[str]:
-    """Return problems that are likely to hurt, but do not prevent a start."""
+    """Return warnings about this node: problems that do not prevent a start but are likely to slow down or fail the run."""
     try:
         shm = os.statvfs(_SHM_PATH)
     except OSError:
         return []
     size = shm.f_frsize * shm.f_blocks
     if env.slots > 1 and size < _MIN_SHM_BYTES:
-        return [f"{_SHM_PATH} has {size >> 20} MiB for {env.slots} ranks; data loaders and NCCL want at least 1024 MiB"]
+        return [f"{_SHM_PATH} has {size >> 20} MiB for {env.slots} ranks; data loaders and NCCL need at least 1024 MiB"]
     return []
 
 
 def compute_threads_per_rank(slots: int) -> int:
-    """Return how many of this node's cores each of `slots` ranks may use, at least 1."""
+    """Return the number of CPU threads for each of `slots` ranks on this node: their share of its cores, at least 1."""
     return max(1, int(count_usable_cores(Cgroup())) // slots)

@@ -1,7 +1,7 @@
-"""Resource usage of a node: CPU, memory, network and GPUs, from the kernel and the driver.
+"""Resource usage of a node: CPU, memory, network and GPUs, read from the kernel and the driver.
 
-In a container, its cgroup accounts for everything that ever ran in it. Elsewhere (a local run) the cgroup is the user's whole session, so
-the processes below the supervisor are summed instead. Standard library only.
+In a container, the cgroup accounts for all its processes, including those that have ended. Elsewhere (a local run) the cgroup is the
+user's whole session, so the processes below the supervisor are summed instead. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _GPU_QUERY_FIELDS = ("utilization.gpu", "memory.used", "memory.total", "temperat
 _BASIC_FIELD_COUNT = 3
 """Number of leading query fields that every driver supports."""
 _THROTTLE_MASK = 0xE8
-"""Throttle reasons for heat and insufficient power. Excludes 0x4, the software power cap, which full load reaches normally."""
+"""Bit mask of the throttle reasons for heat and insufficient power.
+
+Excludes 0x4, the software power cap, which full load reaches normally.
+"""
 _NVIDIA_SMI_TIMEOUT_SECONDS = 5.0
 _MIB = 2**20
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -34,7 +37,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Cgroup:
-    """A container's cgroup, version 1 or 2, seen from inside. `root` is where cgroups are mounted.
+    """Cgroup of a container, version 1 or 2, seen from inside. `root` is where cgroups are mounted.
 
     Values that the kernel does not provide are None.
     """
@@ -44,7 +47,7 @@ class Cgroup:
         self._is_v1 = (root / "memory").is_dir()
 
     def read_cpu_seconds(self) -> float | None:
-        """Return the CPU seconds of everything that ever ran in the cgroup."""
+        """Return the CPU seconds of all processes of the cgroup so far, including those that have ended."""
         if self._is_v1:
             cpu_time = _read_number(self._root / "cpuacct" / "cpuacct.usage")
             return None if cpu_time is None else cpu_time / 1e9
@@ -52,7 +55,7 @@ class Cgroup:
         return None if cpu_time is None else cpu_time / 1e6
 
     def read_cpu_limit(self) -> float | None:
-        """Return the CPU limit, or None."""
+        """Return the cgroup's CPU limit in cores; None if there is no limit."""
         if self._is_v1:
             quota, period = (_read_number(self._root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         else:
@@ -60,19 +63,19 @@ class Cgroup:
         return quota / period if quota and period and quota > 0 else None
 
     def read_memory_usage(self) -> int | None:
-        """Return the bytes in use, without what the kernel can reclaim: inactive file pages."""
+        """Return the memory in bytes that the cgroup uses, without inactive file pages, which the kernel can reclaim."""
         folder, name = (self._root / "memory", "usage_in_bytes") if self._is_v1 else (self._root, "current")
         usage = _read_number(folder / f"memory.{name}")
         inactive = _read_counters(folder / "memory.stat").get("total_inactive_file" if self._is_v1 else "inactive_file", 0)
         return None if usage is None else max(0, usage - inactive)
 
     def read_memory_limit(self) -> int | None:
-        """Return the memory limit in bytes, or None."""
+        """Return the cgroup's memory limit in bytes; None if there is no limit."""
         limit = _read_number(self._root / "memory" / "memory.limit_in_bytes" if self._is_v1 else self._root / "memory.max")
         return limit if limit is not None and limit < read_machine_memory() else None
 
     def read_oom_kills(self) -> int:
-        """Return how many of its processes the OOM killer has killed."""
+        """Return how many processes of the cgroup the OOM killer has killed."""
         file = self._root / "memory" / "memory.oom_control" if self._is_v1 else self._root / "memory.events"
         return _read_counters(file).get("oom_kill", 0)
 
@@ -89,14 +92,15 @@ def count_usable_cores(cgroup: Cgroup | None = None) -> float:
 
 
 class UsageMeter:
-    """Meter of this process and its descendants: by `cgroup`, or by /proc without one."""
+    """Measures the resource usage of this process and its descendants: with `cgroup` if given, else with /proc."""
 
     def __init__(self, cgroup: Cgroup | None) -> None:
         self._cgroup = cgroup
         self._previous_sample = time.monotonic(), self._read_cpu_seconds(), *read_network_bytes()
 
     def read_usage(self) -> dict[str, Any]:
-        """Return the usage: cpu and cpus in cores, memory and memory_limit in bytes, received and sent in bytes/s, gpus if there are any.
+        """Return the resource usage: cpu and cpus in cores, memory and memory_limit in bytes, received and sent in bytes/s, and gpus if
+        any.
 
         Rates are averages since the last call.
         """
@@ -128,7 +132,7 @@ class UsageReporter(threading.Thread):
         self._coordinator, self._node, self._interval = coordinator, node, interval
 
     def run(self) -> None:
-        """Measure and post for as long as the process lives."""
+        """Measure and post the usage until the process ends."""
         meter = UsageMeter(find_own_cgroup())
         while True:
             time.sleep(self._interval)
@@ -192,7 +196,7 @@ def read_network_bytes() -> tuple[int, int]:
 
 
 def read_machine_memory() -> int:
-    """Return the bytes of memory of the machine."""
+    """Return the machine's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
 
 
@@ -202,7 +206,7 @@ def _is_in_container() -> bool:
 
 
 def _iterate_process_tree() -> Iterator[int]:
-    """Yield this process and all its descendants."""
+    """Yield the pids of this process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _read_stat_fields(int(entry.name))):
@@ -214,13 +218,13 @@ def _iterate_process_tree() -> Iterator[int]:
 
 
 def _read_process_cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process and of its reaped children."""
+    """Return the CPU seconds of the process `pid` and of its reaped children."""
     fields = _read_stat_fields(pid)
     return sum(int(field) for field in fields[11:15]) / _TICKS_PER_SECOND if fields else 0.0
 
 
 def _read_resident_bytes(pid: int) -> int:
-    """Return the resident bytes that the process does not share."""
+    """Return the resident memory in bytes that the process `pid` does not share."""
     fields = (_read_text(Path(f"/proc/{pid}/statm")) or "").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if fields else 0
 

@@ -1,7 +1,7 @@
-"""The image that the nodes run: built from pre-downloaded wheels, pushed, and pinned to its digest in the registry.
+"""The Docker image that the nodes run: built from pre-downloaded wheels, pushed to a registry, and pinned to its digest there.
 
-An engine is passed in as docker-py's low-level client. Its errors, and those of the HTTP library below it, are OSErrors, so nothing
-here needs to import docker.
+An engine is passed in as docker-py's low-level client. Its errors, and those of the HTTP library below it, are OSErrors, so nothing in
+this package needs to import docker.
 """
 
 from __future__ import annotations

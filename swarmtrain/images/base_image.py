@@ -1,6 +1,4 @@
-"""The base image: Python's official image or, if it cannot be pulled, one built from the Debian packages that this machine's apt can
-get.
-"""
+"""The base image: Python's official image or, if it cannot be pulled, one built from Debian packages of this machine's apt sources."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _PACKAGES = ("python3", "python3-venv", "ca-certificates", "libgomp1")
 
 
 def ensure_base_image(client: ImageClient, requested: str | None, *, report_progress: ProgressReporter) -> str:
-    """Return the name of a base image that the engine has: `requested`, or Python's official image by default; pull it if needed.
+    """Return the name of a base image that the engine has, and pull the image first if needed: `requested`, or Python's official image.
 
     If the default image cannot be pulled, build one from Debian packages and report that to `report_progress`. Raises ImageError if
     `requested` cannot be pulled, or if no image can be built.
@@ -31,7 +29,7 @@ def ensure_base_image(client: ImageClient, requested: str | None, *, report_prog
     if _has_image(client, base):
         return base
     if requested is None and _has_image(client, DEBIAN_BASE_IMAGE):
-        report_progress(f"base image: {DEBIAN_BASE_IMAGE}, made here from Debian packages earlier")
+        report_progress(f"base image: {DEBIAN_BASE_IMAGE}, built earlier on this machine from Debian packages")
         return DEBIAN_BASE_IMAGE
     try:
         report_progress(f"pulling {base}")
@@ -40,7 +38,7 @@ def ensure_base_image(client: ImageClient, requested: str | None, *, report_prog
         message = describe_engine_error(error) if isinstance(error, OSError) else error.message
         if requested is not None:
             raise ImageError(
-                f"cannot be pulled: {message}", place=f"image {base}", hint="name a base that the engine has, or leave --base out"
+                f"cannot be pulled: {message}", place=f"image {base}", hint="use a base image that the engine already has, or omit --base"
             ) from None
         report_progress(f"{base} cannot be pulled ({message}); using Debian's own Python instead")
         return _build_debian_base(client, report_progress)
@@ -53,7 +51,7 @@ def get_cache_directory() -> Path:
 
 
 def find_apt_sources(suite: str, apt_folder: Path = Path("/etc/apt")) -> list[Path]:
-    """Return the files of this machine's apt configuration that list `suite`, and so tell where to download it."""
+    """Return the files of this machine's apt configuration that list the Debian release `suite`, and so give its download address."""
     files = [
         apt_folder / "sources.list",
         *sorted((apt_folder / "sources.list.d").glob("*.list")),
@@ -89,10 +87,10 @@ def _build_debian_base(client: ImageClient, report_progress: ProgressReporter) -
 def _create_debian_tar(tar_path: Path, report_progress: ProgressReporter) -> None:
     if not shutil.which("mmdebstrap"):
         raise ImageError(
-            "no base image: it cannot be pulled, and mmdebstrap, which could make one, is not here",
-            hint="apt-get install -y mmdebstrap, or name an image that the engine has with --base",
+            "no base image: it cannot be pulled, and mmdebstrap, which could create one, is not installed",
+            hint="run apt-get install -y mmdebstrap, or use --base with an image that the engine already has",
         )
-    report_progress(f"making {tar_path} from Debian packages with mmdebstrap; this takes half a minute, once")
+    report_progress(f"making {tar_path} from Debian packages with mmdebstrap; this takes about 30 s, only the first time")
     tar_path.parent.mkdir(parents=True, exist_ok=True)
     staging_path = tar_path.with_name(f".{os.getpid()}-{tar_path.name}")
     sources = [str(file) for file in find_apt_sources(_SUITE)]

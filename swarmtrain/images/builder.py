@@ -27,7 +27,9 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
     try:
         architecture = str(client.version()["Arch"])
     except OSError as error:
-        raise ImageError(f"no engine to build with: {describe_engine_error(error)}", place=f"image {tag}", hint="docker info") from None
+        raise ImageError(
+            f"no Docker engine available to build with: {describe_engine_error(error)}", place=f"image {tag}", hint="docker info"
+        ) from None
     base = ensure_base_image(client, base, report_progress=report_progress)
     wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
     wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
@@ -54,7 +56,10 @@ def run_build(
     build_args: Mapping[str, str] | None = None,
     report_progress: ProgressReporter,
 ) -> None:
-    """Let the engine build the build context `tar_file`, and tag the resulting image `tag`. Raises ImageError."""
+    """Build an image from the build context `tar_file` on the engine, and tag it `tag`.
+
+    Raises ImageError with the output of the failing step.
+    """
     tar_file.seek(0)
     try:
         stream = client.build(

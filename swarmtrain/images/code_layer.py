@@ -25,7 +25,7 @@ def add_code_layer(
     working_folder: Path,
     report_progress: ProgressReporter,
 ) -> None:
-    """Build the image `tag`: `base_image` plus the folders `folders_of_code`, copied to where a run puts its script.
+    """Build the image `tag`: `base_image` plus one layer for each folder in `folders_of_code`, copied to where a run puts its script.
 
     Each folder keeps its path relative to `working_folder`; a folder outside of it is copied under its own name. Equal files give an
     equal layer, at any time and on any machine. Raises ImageError.
@@ -57,9 +57,7 @@ def _name_in_image(path: Path, working_folder: Path) -> str:
 
 def _list_entries(path: Path) -> list[folders.ArchiveEntry]:
     if not path.is_dir():
-        raise ImageError(
-            "is not a folder" if path.exists() else "there is no such folder", place=str(path), hint="single files travel as runner.code"
-        )
+        raise ImageError("is not a folder" if path.exists() else "does not exist", place=str(path), hint="list single files in runner.code")
     if not (entries := folders.list_files(path)):
-        raise ImageError(f"there is nothing in it, or {folders.IGNORE_FILE} excludes all", place=str(path))
+        raise ImageError(f"is empty, or {folders.IGNORE_FILE} excludes all", place=str(path))
     return entries

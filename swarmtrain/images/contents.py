@@ -1,4 +1,4 @@
-"""The contents of an image as digests in one of its labels, so that changes since the build can be detected."""
+"""Contents of an image, stored as digests in an image label, so that files that changed since the build can be detected."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from swarmtrain.images.project import Project
 from swarmtrain.protocol import LABEL_CONTENTS
 
 WORKING_FOLDER = "."
-"""The name of the working folder itself."""
+"""Name under which the working folder itself is listed."""
 _SWARMTRAIN = "swarmtrain"
 
 
 @dataclass(frozen=True)
 class ImageContents:
-    """Digests by name: `swarmtrain` itself, and files by their path in the folder that the image was built in."""
+    """Contents of an image as digests by name: `swarmtrain`, and files by their path in the folder that the image was built from."""
 
     built_digests: Mapping[str, str]
     added_digests: Mapping[str, str] = field(default_factory=dict)
-    """Folders that were added in layers on top of `base_image`."""
+    """Digests of folders that were added in layers on top of `base_image`."""
     base_image: str = ""
 
     def with_folder(self, name: str, entries: list[folders.ArchiveEntry], *, base_image: str) -> ImageContents:
-        """Return the contents of an image that adds the folder `name` on top of `base_image`, which has these contents."""
+        """Return the contents of the image that results from adding the folder `name` in a layer on top of `base_image`."""
         top_level_files = {entry: _digest_file(path) for entry, path in entries if name == WORKING_FOLDER and "/" not in entry}
         return replace(
             self,
@@ -38,7 +38,7 @@ class ImageContents:
         )
 
     def to_labels(self) -> dict[str, str]:
-        """Return the label that holds the contents as JSON."""
+        """Return the image label that stores these contents as JSON."""
         return {
             LABEL_CONTENTS: json.dumps(
                 {"built_digests": self.built_digests, "added_digests": self.added_digests, "base_image": self.base_image}, sort_keys=True
@@ -47,7 +47,7 @@ class ImageContents:
 
 
 def compute_contents(project: Project) -> ImageContents:
-    """Return the contents of an image built from `project` now."""
+    """Return the contents of an image that would be built from `project` now."""
     candidates = (project.dockerfile, project.pins, project.lock, project.requirements, *project.code)
     project_files = [path for path in candidates if path and path.is_relative_to(project.folder)]
     return ImageContents(
@@ -56,7 +56,7 @@ def compute_contents(project: Project) -> ImageContents:
 
 
 def read_contents(image: Mapping[str, object]) -> ImageContents:
-    """Return the contents in the label of an inspected image; empty if there is no label, or if another version wrote it."""
+    """Return the contents stored in the label of an inspected image; empty if there is no label, or if another version wrote it."""
     config = image.get("Config")
     labels = config.get("Labels") if isinstance(config, dict) else None
     try:
@@ -66,9 +66,9 @@ def read_contents(image: Mapping[str, object]) -> ImageContents:
 
 
 def find_changes(image_contents: ImageContents, working_folder: Path, shipped_names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the built-in files and the added folders that differ from those in `working_folder` now; missing ones are ignored.
+    """Return the files and the added folders of the image that differ from those in `working_folder` now.
 
-    `shipped_names` are files that are sent with each run, regardless of the image's copies.
+    Files missing there are ignored. `shipped_names` are files that are sent with each run, regardless of the image's copies.
     """
     changed_files = [
         name
@@ -83,7 +83,7 @@ def find_changes(image_contents: ImageContents, working_folder: Path, shipped_na
 
 
 def build_rebuild_command(image: str, image_contents: ImageContents, changed_files: list[str], changed_folders: list[str]) -> str:
-    """Return the command that rebuilds `image` after these of its contents have changed."""
+    """Return the command that rebuilds `image` after the files `changed_files` and folders `changed_folders` have changed."""
     is_distributed = is_content_addressed(image)
     tag = f"{strip_tag(image)}:TAG" if is_distributed or "@" in image else image
     push_option = "" if is_distributed else " --push"
@@ -97,7 +97,7 @@ def build_rebuild_command(image: str, image_contents: ImageContents, changed_fil
 
 
 def compute_swarmtrain_digest() -> str:
-    """Return the digest of the running swarmtrain, including the Dockerfile and the requirements that it ships."""
+    """Return the digest of the running swarmtrain package, including the Dockerfile and the requirements that it ships."""
     package_folder = Path(swarmtrain.__file__).parent
     return folders.digest_entries(
         (name, path.resolve()) for name, path in folders.list_files(package_folder) if not path.name.startswith(".")
@@ -111,7 +111,10 @@ def _compute_current_digest(name: str, working_folder: Path) -> str | None:
 
 
 def _digest_added_folder(name: str, entries: list[folders.ArchiveEntry]) -> str:
-    """Return the digest of a folder. Files at the top of WORKING_FOLDER have their own digests, since some are sent with each run."""
+    """Return the digest of a folder added to an image.
+
+    Files at the top level of WORKING_FOLDER have their own digests, since some of them are sent with each run.
+    """
     return folders.digest_entries(entry for entry in entries if name != WORKING_FOLDER or "/" in entry[0])
 
 

@@ -1,4 +1,4 @@
-"""The files of a folder that may go into an image: all that its .dockerignore does not exclude, packed reproducibly."""
+"""List and pack the files of a folder that may go into an image: all that its .dockerignore does not exclude. The tar is reproducible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORE_FILE = ".dockerignore"
 _ALWAYS_IGNORED = ("**/__pycache__", "**/.git", IGNORE_FILE, "build/wheels", "build/extra", "build/package")
 
 ArchiveEntry = tuple[str, Path]
-"""The name of an entry in the archive, and the path of its file."""
+"""Name of an archive member, and the path of its file."""
 
 
 def list_files(folder: Path, *, recursive: bool = True) -> list[ArchiveEntry]:
@@ -29,7 +29,7 @@ def list_files(folder: Path, *, recursive: bool = True) -> list[ArchiveEntry]:
 
 
 def digest_entries(entries: Iterable[ArchiveEntry]) -> str:
-    """Return 12 hexadecimal digits that differ if the names, contents or permissions of `entries` differ."""
+    """Return a digest of `entries`, 12 hexadecimal digits, which changes with their names, contents or permissions."""
     sha256 = hashlib.sha256()
     for name, path in entries:
         is_link = path.is_symlink()

@@ -1,4 +1,4 @@
-"""The part of docker-py's `APIClient` that building and pushing images need."""
+"""Protocol of docker-py's `APIClient` for building and pushing images, and the parsing of its output streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ProgressReporter = Callable[[str], None]
 
 
 class ImageClient(Protocol):
-    """The methods of docker-py's low-level client that this package needs. They raise OSErrors."""
+    """The methods of docker-py's low-level client that building and pushing images need. They raise OSErrors."""
 
     def version(self) -> dict[str, Any]: ...
 
@@ -43,7 +43,7 @@ class ImageClient(Protocol):
 def follow_build_output(
     stream: Iterable[dict[str, Any]], *, location: str, report_progress: ProgressReporter, hint: str | None = None
 ) -> None:
-    """Report each line that the engine streams, without progress bars. Raises ImageError at the first error in the stream."""
+    """Report each line of the engine's build output `stream`, without progress bars. Raises ImageError at the first error in the stream."""
     for message in stream:
         if "error" in message:
             raise ImageError(str(message["error"]).strip(), place=location, hint=hint)
@@ -53,5 +53,5 @@ def follow_build_output(
 
 
 def describe_engine_error(error: OSError) -> str:
-    """Return the message of the engine or its registry, without the HTTP details."""
+    """Return the error message of the engine or of its registry, without the HTTP details."""
     return str(getattr(error, "explanation", None) or error)

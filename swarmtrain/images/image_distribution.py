@@ -21,7 +21,7 @@ _LOG_INTERVAL_SECONDS = 3.0  # seconds between two progress lines of a node
 
 
 class ImageTransferClient(Protocol):
-    """The methods of docker-py's low-level client that the distribution needs. They raise OSErrors."""
+    """The methods of docker-py's low-level client that copying an image needs. They raise OSErrors."""
 
     def inspect_image(self, image: str) -> dict[str, Any]: ...
 
@@ -33,13 +33,13 @@ class ImageTransferClient(Protocol):
 
 
 ConnectEngine = Callable[[str], ImageTransferClient]
-"""Takes an engine's address; raises SwarmtrainError if no engine answers there."""
+"""Connects to the engine at an address; raises SwarmtrainError if no engine answers there."""
 
 
 def distribute_image(
     source: ImageTransferClient, image: str, targets: Mapping[str, str], connect: ConnectEngine, *, report_progress: ProgressReporter
 ) -> str:
-    """Copy `image` from the engine `source` to the engines at `targets` (name → address); return the tag that it has on all of them.
+    """Copy `image` from the engine `source` to the engines at `targets` (name → address). Return its tag, the same on all engines.
 
     Engines that already have it are skipped. Raises ImageError that names every engine that failed, after all others have the image.
     """
@@ -76,7 +76,7 @@ def distribute_image(
 
 
 class _ImageTransfer:
-    """The transfer of the image to one engine."""
+    """Transfer of the image to one engine."""
 
     def __init__(
         self, source: ImageTransferClient, target: ImageTransferClient, image_id: str, tag: str, report_progress: ProgressReporter
@@ -86,14 +86,14 @@ class _ImageTransfer:
 
     def transfer(self) -> None:
         if self._is_loaded():
-            self._report_progress("has it")
+            self._report_progress("already has the image")
             return
         started_at = time.monotonic()
         for message in self._target.load_image(self._stream_image()) or ():
             if "error" in message:
                 raise ImageError(str(message["error"]).strip())
         if not self._is_loaded():
-            raise ImageError("it was loaded, and has another id there: that engine keeps images in another way")
+            raise ImageError("was loaded, but has a different id there: that engine uses a different image store")
         self._report_progress(f"{format_bytes(self._sent_bytes)} in {time.monotonic() - started_at:.0f} s")
 
     def _is_loaded(self) -> bool:

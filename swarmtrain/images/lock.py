@@ -18,8 +18,8 @@ from swarmtrain.images.image_client import ProgressReporter
 from swarmtrain.images.project import LOCK, PINS
 
 _HEADER = """\
-# Made from image.txt by `swarmtrain image lock`, which is to be run again whenever that changes.
-# These are the files for Python {python} on {machines}; pip takes no others.
+# Generated from image.txt by `swarmtrain image lock`; run it again whenever image.txt changes.
+# These are the files for Python {python} on {machines}; pip accepts no others.
 """
 _PIN_PATTERN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 
@@ -28,7 +28,7 @@ def write_lock(folder: Path, *, report_progress: ProgressReporter) -> Path:
     """Write the lock file of the pins in `folder` and return its path. Raises ImageError."""
     pins = folder / PINS
     if not pins.is_file():
-        hint = "a folder without one gets swarmtrain's own, which are locked"
+        hint = "nothing to do: a folder without this file uses swarmtrain's own pins, which are already locked"
         raise ImageError(f"there is no {PINS} to lock", place=str(folder), hint=hint)
     digests_by_pin: dict[str, set[str]] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
@@ -50,7 +50,7 @@ def write_lock(folder: Path, *, report_progress: ProgressReporter) -> Path:
 
 
 def check_lock(pins: Path, lock: Path) -> None:
-    """Raise ImageError unless `lock` matches the current `pins`."""
+    """Check that the lock file text `lock` matches the current pins `pins`. Raises ImageError if it does not."""
     if changed := sorted(_parse_locked_pins(pins.read_text()) ^ set(_parse_pins(lock.read_text()))):
         raise ImageError(
             f"differs from {pins.name} in {', '.join(changed)}", place=str(lock), hint=f"swarmtrain image lock {pins.parents[1]}"

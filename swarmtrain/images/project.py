@@ -1,4 +1,4 @@
-"""The inputs of an image: the files of a folder and, for those that it lacks, the files that swarmtrain ships."""
+"""Project: the inputs of an image, from the files of a folder and, if missing there, from the files that swarmtrain ships."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ SHIPPED_FILES = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Project:
-    """A folder that an image is built from. All paths are of existing files."""
+    """Project: the folder from which an image is built, and its files. All paths are of existing files."""
 
     folder: Path
     dockerfile: Path
     pins: Path
-    """The versions of everything in the image besides swarmtrain."""
+    """File with the pinned versions of all packages in the image except swarmtrain."""
     lock: Path | None
-    """The same without torch, with hashes; None if the folder has its own pins and no lock file next to them."""
+    """Lock file: the pins without torch, with hashes. None if the folder has its own pins and no lock file next to them."""
 
     requirements: Path | None
-    """The folder's own requirements.txt, if it has one: what its script needs in addition to the pins."""
+    """The folder's own requirements.txt, with packages that the script needs in addition to the pins; None if there is none."""
 
     code: tuple[Path, ...]
     """The Python files at the top level of the folder."""
 
     @property
     def wheels(self) -> Path:
-        """The folder of the wheels that the pins name; it may not exist yet."""
+        """Folder of the wheels of the pins; it may not exist yet."""
         return self.folder / "build" / "wheels"
 
     @property
     def extra_wheels(self) -> Path:
-        """The folder of the wheels that requirements.txt adds; it may not exist yet."""
+        """Folder of the wheels of requirements.txt; it may not exist yet."""
         return self.folder / "build" / "extra"
 
     @property
     def package_wheel(self) -> Path:
-        """The folder of swarmtrain's own wheel; it may not exist yet."""
+        """Folder of swarmtrain's own wheel; it may not exist yet."""
         return self.folder / "build" / "package"
 
 
@@ -51,7 +51,7 @@ def find_project(folder: Path) -> Project:
     """Return the project in `folder`. Raises ImageError if there is no Python file in it."""
     code = tuple(path for name, path in folders.list_files(folder, recursive=False) if name.endswith(".py")) if folder.is_dir() else ()
     if not code:
-        raise ImageError("there is no Python file in it", place=str(folder), hint="run this in the folder of your training script")
+        raise ImageError("contains no Python file", place=str(folder), hint="run this in the folder of your training script")
     has_own_pins = (folder / PINS).is_file()
     lock = (folder if has_own_pins else SHIPPED_FILES) / LOCK
     return Project(
@@ -65,7 +65,7 @@ def find_project(folder: Path) -> Project:
 
 
 def find_checkout() -> Path | None:
-    """Return the root of the checkout that swarmtrain runs from; None if swarmtrain is installed."""
+    """Return the root of the source checkout from which swarmtrain runs; None if swarmtrain is installed as a package."""
     source_root = Path(swarmtrain.__file__).parents[1]
     return source_root if (source_root / "pyproject.toml").exists() else None
 

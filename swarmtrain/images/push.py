@@ -9,7 +9,7 @@ from swarmtrain.images.transfer import follow_layer_transfer
 
 def push_image(client: ImageClient, tag: str, *, report_progress: ProgressReporter) -> None:
     """Push `tag` to the registry that it names. Raises ImageError with the registry's message and a hint."""
-    hint = "the tag must begin with a registry that the engine can reach, such as registry.lab:5000/swarmtrain:0.1"
+    hint = "begin the tag with a registry that the engine can reach, such as registry.lab:5000/swarmtrain:0.1"
     report_progress(f"pushing {tag}")
     try:
         follow_layer_transfer(

@@ -1,4 +1,4 @@
-"""A registry inside the swarm, for users who have none: one service on one node, with its images in a volume there.
+"""A registry inside the swarm, for users without one: a service on one node that stores its images in a volume there.
 
 It serves plain HTTP, since it has no certificate: every engine must list it as an insecure registry.
 """
@@ -18,7 +18,7 @@ from swarmtrain.images.swarm_nodes import ManagerEngine, get_host_name, get_own_
 from swarmtrain.images.swarm_nodes import get_node_address as address_of
 
 SERVICE_NAME = "swarmtrain-registry"
-"""The name of the service, and of the volume with its images."""
+"""Name of the registry's service, and of the volume that stores its images."""
 DEFAULT_IMAGE = "registry:2.8.3"
 DEFAULT_PORT = 5000
 _LOCATION = f"service {SERVICE_NAME}"
@@ -33,7 +33,7 @@ _RECREATE_HINT = f"swarmtrain image registry down, then up again; its images sta
 
 @dataclass(frozen=True)
 class RegistryStatus:
-    """The status of the registry. Names of its images begin with `address`."""
+    """Status of the swarm's registry. Names of images in it begin with `address`."""
 
     address: str
     host: str
@@ -43,15 +43,15 @@ class RegistryStatus:
     trust_problem: str
     """Why the queried engine cannot use the registry; empty if it can."""
     insecure_registries: tuple[str, ...]
-    """What `insecure-registries` of that engine should contain."""
+    """The complete value of `insecure-registries` that this engine should have."""
 
     @property
     def daemon_json_line(self) -> str:
-        """The line that every engine's daemon.json needs."""
+        """The line that the daemon.json of every engine needs."""
         return f'"insecure-registries": {json.dumps(list(self.insecure_registries))}'
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON form, for `--json`."""
+        """Return the status as a JSON-compatible dict, for `--json`."""
         return {
             "address": self.address,
             "host": self.host,
@@ -78,9 +78,9 @@ def start_registry(
     image: str = DEFAULT_IMAGE,
     report_progress: ProgressReporter,
 ) -> RegistryStatus:
-    """Start the registry on `node`, by default the engine's own, and return once it runs; one that is already up is kept.
+    """Start the registry on `node` (default: the engine's own node) and wait until it runs. A registry that already runs is kept.
 
-    Raises ImageError with the reason if it cannot run, EngineError.
+    Returns its status. Raises ImageError with the reason if it cannot run, EngineError if the engine refuses.
     """
     manager_node = _find_node(engine, node)
     desired_spec = _build_service_spec(manager_node["ID"], port, image)
@@ -89,8 +89,8 @@ def start_registry(
             desired_spec["Labels"],
             _get_constraints(desired_spec),
         ):
-            raise ImageError("it is up already, with another node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
-        report_progress("it is up already")
+            raise ImageError("it is already running with a different node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
+        report_progress("it is already running")
     else:
         desired_spec["TaskTemplate"]["ContainerSpec"]["Image"] = _pin_or_warn(engine, image, report_progress)
         report_progress(f"starting {image} on {get_host_name(manager_node)}, port {port}")
@@ -105,7 +105,10 @@ def start_registry(
 
 
 def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: ProgressReporter) -> None:
-    """Remove the registry, with `volume` also its images; return once its container is gone. Raises ImageError, EngineError."""
+    """Remove the registry and wait until its container is gone; with `volume`, also remove its images.
+
+    Raises ImageError if there is no registry, or if `volume` is set and its images are on another node; EngineError if the engine refuses.
+    """
     service = _get_service(engine)
     node = _get_constraints(service["Spec"])[0].partition("==")[2]
     if volume and node != get_own_node_id(engine):
@@ -125,7 +128,7 @@ def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: Pro
 
 
 def get_registry_status(engine: ManagerEngine) -> RegistryStatus:
-    """Return the status of the registry. Raises ImageError if there is none, EngineError."""
+    """Return the status of the registry. Raises ImageError if there is none, EngineError if the engine refuses."""
     service = _get_service(engine)
     labels = service["Spec"]["Labels"]
     node = engine.get(f"/nodes/{_get_constraints(service['Spec'])[0].partition('==')[2]}")
@@ -166,12 +169,12 @@ def _pin_or_warn(engine: ManagerEngine, image: str, report_progress: ProgressRep
     try:
         return pin_image(engine, image).reference
     except ImageError as error:
-        report_progress(f"{image} is not pinned, the node must have it: {error.message}")
+        report_progress(f"{image} is not pinned, so the node must already have it: {error.message}")
         return image
 
 
 def _wait_until_running(engine: ManagerEngine, node_host: str, port: int, report_progress: ProgressReporter) -> None:
-    """Return once the registry's task runs. Raises ImageError with the reason as soon as it cannot."""
+    """Wait until the registry's task runs. Raises ImageError with the reason as soon as it cannot run."""
     deadline, last_line = time.monotonic() + _TIMEOUT_SECONDS, ""
     while time.monotonic() < deadline:
         # Swarm replaces a container that fails to start, so any of the tasks may have the reason.
@@ -186,7 +189,7 @@ def _wait_until_running(engine: ManagerEngine, node_host: str, port: int, report
             last_line = line
         time.sleep(0.2)
     raise ImageError(
-        f"it does not run on {node_host} after {_TIMEOUT_SECONDS:.0f} s: {last_line}",
+        f"is not running on {node_host} after {_TIMEOUT_SECONDS:.0f} s: {last_line}",
         place=_LOCATION,
         hint=f"docker service ps {SERVICE_NAME}",
     )
@@ -195,21 +198,21 @@ def _wait_until_running(engine: ManagerEngine, node_host: str, port: int, report
 def _raise_if_failed(state: str, error_text: str, node_host: str, port: int) -> None:
     if any(words in error_text for words in _PORT_IN_USE_TEXTS):
         hint = f"swarmtrain image registry up --port {port + 1}"
-        raise ImageError(f"something else has port {port} of {node_host}: {error_text}", place=_LOCATION, hint=hint)
+        raise ImageError(f"another process uses port {port} of {node_host}: {error_text}", place=_LOCATION, hint=hint)
     if state in ("rejected", "failed", "complete"):
-        hint = "--image names one that the node has or can pull" if state == "rejected" else f"docker service logs {SERVICE_NAME}"
-        raise ImageError(f"it does not start on {node_host}: {error_text}", place=_LOCATION, hint=hint)
+        hint = "use --image with an image that the node has or can pull" if state == "rejected" else f"docker service logs {SERVICE_NAME}"
+        raise ImageError(f"does not start on {node_host}: {error_text}", place=_LOCATION, hint=hint)
 
 
 def _find_trust_problem(engine: ManagerEngine, address: str) -> str:
-    """Return why the engine cannot use the registry, by querying an image that does not exist; empty if it can."""
+    """Return why the engine cannot use the registry at `address`; empty if it can. Tested by querying an image that does not exist."""
     try:
         engine.inspect_distribution(f"{address}/none:none")
     except EngineError as error:
         if any(words in error.message.lower() for words in ("unknown", "not found", "denied")):
             return ""
         if "HTTP response to HTTPS client" in error.message:
-            return "it is not among its insecure-registries"
+            return "it is not listed in the engine's insecure-registries"
         return error.message
     return ""
 
@@ -240,7 +243,7 @@ def _get_service(engine: ManagerEngine) -> dict[str, Any]:
 
 
 def _list_tasks(engine: ManagerEngine) -> list[dict[str, Any]]:
-    """Return the registry's tasks, the newest first."""
+    """Return the tasks of the registry's service, newest first."""
     return sorted(engine.list_objects("/tasks", service=SERVICE_NAME), key=lambda task: str(task["CreatedAt"]), reverse=True)
 
 
@@ -251,7 +254,7 @@ def _find_node(engine: ManagerEngine, name: str | None) -> dict[str, Any]:
         if node_name in (node["ID"], get_host_name(node)):
             return node
     known_hosts = ", ".join(sorted(get_host_name(node) for node in nodes))
-    raise ImageError(f"there is no such node; there is: {known_hosts}", place=f"node {node_name}", hint="docker node ls")
+    raise ImageError(f"unknown node; available nodes: {known_hosts}", place=f"node {node_name}", hint="docker node ls")
 
 
 def _get_constraints(spec: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the registry and the distribution need from a swarm: its manager's engine, and its nodes' names and addresses."""
+"""Swarm queries that the registry and the image distribution need: the manager's engine, and the nodes' names and addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 
 class ManagerEngine(Protocol):
-    """The methods of a manager's engine that this package needs; they raise EngineError."""
+    """The methods of a manager's engine that the registry and the distribution need. They raise EngineError."""
 
     address: str
 
@@ -24,24 +24,24 @@ class ManagerEngine(Protocol):
 
 
 def get_own_node_id(engine: ManagerEngine) -> str:
-    """Return the id of the engine's own node; "" if the engine is in no swarm."""
+    """Return the swarm node id of the engine itself; "" if the engine is not in a swarm."""
     return str(engine.get("/info")["Swarm"]["NodeID"])
 
 
 def get_host_name(node: Mapping[str, Any]) -> str:
-    """Return the host name of a node."""
+    """Return the host name of the swarm node `node`."""
     return str(node["Description"]["Hostname"])
 
 
 def get_node_address(node: Mapping[str, Any]) -> str:
-    """Return the address at which the other nodes reach a node."""
+    """Return the address at which the other nodes reach the swarm node `node`."""
     status_address = str(node["Status"].get("Addr", ""))
     manager_address = str(node.get("ManagerStatus", {}).get("Addr", "")).rpartition(":")[0]
     return manager_address if manager_address and status_address in ("", "0.0.0.0", "127.0.0.1") else status_address  # noqa: S104  # addresses that a manager may report for itself
 
 
 def list_other_engines(engine: ManagerEngine) -> dict[str, str]:
-    """Return the engines of all other nodes (name → ssh:// address), with the user of this engine's own address."""
+    """Return the engines of all other nodes (name → ssh:// address). The SSH user is that of this engine's own address."""
     own_node_id, user = get_own_node_id(engine), urlsplit(engine.address).username if engine.address.startswith("ssh://") else None
     nodes = sorted((node for node in engine.list_objects("/nodes") if node["ID"] != own_node_id), key=get_host_name)
     return {get_host_name(node): f"ssh://{user}@{get_node_address(node)}" if user else f"ssh://{get_node_address(node)}" for node in nodes}

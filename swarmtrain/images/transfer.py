@@ -44,7 +44,7 @@ def follow_layer_transfer(
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes in human-readable form."""
+    """Return a number of bytes as text with a unit."""
     return f"{count / 1e3:.0f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:.0f} MB"
 
 
@@ -53,7 +53,7 @@ def _format_layer_count(count: int) -> str:
 
 
 def ensure_image(client: ImageClient, image: str, report_progress: ProgressReporter) -> dict[str, Any]:
-    """Return the engine's inspection of `image`, and pull it first if it is missing. Raises ImageError."""
+    """Return the engine's inspection of `image`, which is pulled first if the engine does not have it. Raises ImageError if that fails."""
     try:
         return client.inspect_image(image)
     except OSError:
@@ -64,5 +64,5 @@ def ensure_image(client: ImageClient, image: str, report_progress: ProgressRepor
     except OSError as error:
         hint = f"swarmtrain image build . --tag {image} --push"
         raise ImageError(
-            f"the engine has no such image and cannot pull it: {describe_engine_error(error)}", place=f"image {image}", hint=hint
+            f"the engine does not have this image and cannot pull it: {describe_engine_error(error)}", place=f"image {image}", hint=hint
         ) from None

@@ -1,4 +1,4 @@
-"""The wheels that go into an image: downloaded once next to the user's files, so that the build itself needs no network."""
+"""Download and build the wheels that go into an image, in advance, so that the image build itself needs no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarmtrain.images.project import Project, find_checkout
 PYTHON_VERSION = "3.11"
 """The Python version of both base images."""
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
-"""An engine's name of its processor architecture → the name in wheel tags."""
+"""Processor architecture as an engine names it → as wheel tags name it."""
 # Files that pip adds to those of a wheel on installation.
 _PIP_METADATA_FILES = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 _MANYLINUX_VERSIONS = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
@@ -49,9 +49,9 @@ def download_pinned_wheels(project: Project, architecture: str, *, report_progre
 
 
 def download_extra_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
-    """Download the wheels that the project's requirements.txt needs in addition to the pinned ones to its folder of extra wheels.
+    """Download the additional wheels that the project's requirements.txt needs to the project's folder of extra wheels.
 
-    Raises ImageError.
+    Raises ImageError if the download fails.
     """
     machine = MACHINES.get(architecture, architecture)
     if project.requirements is None:
@@ -60,7 +60,7 @@ def download_extra_wheels(project: Project, architecture: str, *, report_progres
     stamp = _compute_stamp(project.requirements.read_bytes(), project.pins.read_bytes(), machine)
     if _is_complete(project.extra_wheels, stamp):
         return
-    report_progress(f"downloading what {project.requirements} names to {project.extra_wheels}")
+    report_progress(f"downloading the packages that {project.requirements} lists to {project.extra_wheels}")
     shutil.rmtree(project.extra_wheels, ignore_errors=True)
     pinned_options = f"--find-links={project.wheels}", f"--constraint={project.pins}"
     download_wheels(project.extra_wheels, machine, *pinned_options, f"--requirement={project.requirements}")
@@ -78,17 +78,19 @@ def build_swarmtrain_wheel(folder: Path, *, report_progress: ProgressReporter) -
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if checkout_folder := find_checkout():
-        report_progress(f"making swarmtrain's wheel from {checkout_folder}")
+        report_progress(f"building swarmtrain's wheel from {checkout_folder}")
         # Works without a package index if the build backend is installed already.
         isolation_options = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
         _run_pip("wheel", "--no-deps", *isolation_options, f"--wheel-dir={folder}", str(checkout_folder))
     else:
-        report_progress("making swarmtrain's wheel from what is installed")
+        report_progress("building swarmtrain's wheel from the installed package")
         repack_installed_wheel("swarmtrain", folder)
 
 
 def repack_installed_wheel(name: str, output_folder: Path) -> None:
-    """Write the wheel of an installed pure-Python distribution into `output_folder`, from its files; reproducible byte for byte."""
+    """Write the wheel of the installed pure-Python package `name`, rebuilt from its files, into `output_folder`; byte for byte
+    reproducible.
+    """
     distribution = metadata.distribution(name)
     files = [
         file
@@ -103,7 +105,10 @@ def repack_installed_wheel(name: str, output_folder: Path) -> None:
 
 
 def download_wheels(output_folder: Path, machine: str, *requirements: str) -> None:
-    """Download the wheels of `requirements`, arguments of pip, for the image's Python on `machine`. Raises ImageError."""
+    """Download the wheels for `requirements` (arguments of pip) for the image's Python version on `machine`.
+
+    Raises ImageError if pip fails.
+    """
     output_folder.mkdir(parents=True, exist_ok=True)
     platforms = [f"--platform=manylinux{version}_{machine}" for version in _MANYLINUX_VERSIONS]
     _run_pip("download", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}", *platforms, f"--dest={output_folder}", *requirements)
@@ -134,7 +139,10 @@ def _suggest_pip_fix(output: str) -> str:
     if "No module named pip" in output:
         return f"{sys.executable} -m ensurepip"
     if "ResolutionImpossible" in output or "conflicting dependencies" in output:
-        return "an image has one version of each package: ask for the one above, or put a requirements/image.txt of your own in the folder"
+        return (
+            "request the version above, since an image has one version of each package, or add your own "
+            "requirements/image.txt to the folder"
+        )
     if "DO NOT MATCH THE HASHES" in output:
-        return "the index gave another file than the one that is pinned; pip config list shows which index that is"
-    return "is a package index in reach? pip config list"
+        return "check the package index with pip config list: it served a different file than the pinned one"
+    return "check with pip config list that a package index is reachable"

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from swarmtrain.config.files import PUBLIC_MODE, UnreadableFileError, describe_os_error, write_files_atomically
-from swarmtrain.config.files import read_bounded as read_bytes
+from swarmtrain.config.files import read_file_with_limit as read_bytes
 from swarmtrain.config.loading import order_problems
 from swarmtrain.config.yaml_document import YamlDocument, YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
@@ -57,21 +57,21 @@ class SourceFormat(StrEnum):
 
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A file read as `format`, and the result of its import."""
+    """Imported config: the format as which a file was read, and the result of the import."""
 
     source: str
     format: SourceFormat
     result: ImportResult
 
     def to_yaml(self) -> str:
-        """Return the config as YAML, without default values."""
-        header = f"# From {self.source} ({self.format}), by swarmtrain import. What is not here is default.\n"
+        """Return the imported config as YAML, without values that equal the defaults."""
+        header = f"# From {self.source} ({self.format}), by swarmtrain import. All other keys have their defaults.\n"
         values = self.result.values
         body = yaml.dump(_convert_pairs(values), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True) if values else "{}\n"
         return header + body
 
     def format_report(self) -> str:
-        """Return the unmapped keys as a table, and the notes."""
+        """Return the unmapped keys as a table, followed by the notes."""
         rows = [("KEY", "LINE", "VALUE", "WHY", "INSTEAD")]
         rows += [
             (unmapped.key, str(unmapped.line or ""), unmapped.value, unmapped.reason.value, unmapped.replacement)
@@ -83,7 +83,7 @@ class ImportedConfig:
         return "\n".join([*table, *(f"note: {note}" for note in self.result.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-compatible values, for scripts."""
+        """Return the config, unmapped keys and notes as a JSON-compatible dict, for `--json`."""
         unmapped_keys = [
             {
                 "key": unmapped.key,
@@ -117,16 +117,19 @@ def import_file(path: Path, *, hostsfile: Path | None = None, source_format: Sou
 def parse_format(name: str | None) -> SourceFormat | None:
     """Return the format with this name; None for None. Raises SwarmtrainError if it is unknown."""
     if name is not None and name not in list(SourceFormat):
-        raise SwarmtrainError(f"{name!r} is not a format", place="--from", hint=f"there are {', '.join(SourceFormat)}")
+        raise SwarmtrainError(f"{name!r} is not a known format", place="--from", hint=f"available formats: {', '.join(SourceFormat)}")
     return None if name is None else SourceFormat(name)
 
 
 def import_text(
     text: str, source: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
 ) -> ImportedConfig:
-    """Import `text`, read from `source`; `model_folder` is the folder if weights are next to it. Raises as `import_file` does."""
+    """Import the content `text` of the file `source`; `model_folder` is the folder of the model's weights if they are next to the file.
+
+    Raises SwarmtrainError and ConfigError as `import_file` does.
+    """
     if not text.strip():
-        raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN_FORMATS_TEXT}")
+        raise SwarmtrainError("is empty", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}")
     if source_format is SourceFormat.sbatch or (source_format is None and _is_script(text)):
         return _import_script(text, source, hosts)
     if source_format in (None, SourceFormat.deepspeed) and deepspeed.is_hostfile(text):
@@ -143,10 +146,10 @@ def import_text(
         return _import_script(text, source, hosts)
     if not isinstance(document.values, dict):
         raise SwarmtrainError(
-            f"is not a known format: it contains {describe_value(document.values)}", place=source, hint=f"it can be {_KNOWN_FORMATS_TEXT}"
+            f"is not a known format: it contains {describe_value(document.values)}", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}"
         )
     if not document.values:
-        raise SwarmtrainError("holds nothing", place=source, hint=f"it can be {_KNOWN_FORMATS_TEXT}")
+        raise SwarmtrainError("is empty", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}")
     source_format = source_format or _detect_format(document.values, source)
     report = MigrationReport(document.values, document.lines)
     _read_format(report, source_format, source, hosts, model_folder)
@@ -154,13 +157,13 @@ def import_text(
 
 
 def write_imported_config(imported: ImportedConfig, path: Path, *, force: bool = False) -> None:
-    """Write the config to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
+    """Write the imported config to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
     try:
         if path.exists() and not force:
-            raise SwarmtrainError("exists already", place=str(path), hint="--force overwrites it")
+            raise SwarmtrainError("exists already", place=str(path), hint="use --force to overwrite it")
         write_files_atomically({path: (imported.to_yaml().encode(), PUBLIC_MODE)})
     except OSError as error:
-        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="name another file") from None
+        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="choose another file") from None
 
 
 def _import_script(text: str, source: str, hosts: tuple[str, ...]) -> ImportedConfig:
@@ -192,7 +195,7 @@ def _detect_format(values: dict[str, Any], source: str) -> SourceFormat:
     keys = {str(key) for key in values}
     runner = values.get("runner")
     if isinstance(runner, dict) and runner.get("runner_type") in _SWARMTRAIN_RUNNER_TYPES:
-        raise SwarmtrainError("is a swarmtrain config already", place=source, hint=f"swarmtrain plan {source}")
+        raise SwarmtrainError("is already a swarmtrain config", place=source, hint=f"swarmtrain plan {source}")
     for source_format, marker_keys in (
         (SourceFormat.compose, {"services"} if isinstance(values.get("services"), dict) else set()),
         (SourceFormat.huggingface, huggingface.KEYS),
@@ -205,7 +208,7 @@ def _detect_format(values: dict[str, Any], source: str) -> SourceFormat:
     raise SwarmtrainError(
         f"is not a known format; its keys are {', '.join(sorted(keys)[:8])}",
         place=source,
-        hint=f"it can be {_KNOWN_FORMATS_TEXT}; --from says which",
+        hint=f"pass {_KNOWN_FORMATS_TEXT}; select the format with --from",
     )
 
 
@@ -227,19 +230,19 @@ def _read_text(path: Path) -> str:
     try:
         content = read_bytes(path, _MAX_BYTES)
     except UnreadableFileError as error:
-        hint = f"ls -l {path} shows who may read it" if error.errno == errno.EACCES else f"it can be {_KNOWN_FORMATS_TEXT}"
+        hint = f"ls -l {path} shows its permissions" if error.errno == errno.EACCES else f"pass {_KNOWN_FORMATS_TEXT}"
         raise SwarmtrainError(str(error), place=str(path), hint=hint) from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise SwarmtrainError("is not text", place=str(path), hint=f"it can be {_KNOWN_FORMATS_TEXT}")
+        raise SwarmtrainError("is not text", place=str(path), hint=f"pass {_KNOWN_FORMATS_TEXT}")
     return text.replace("\r\n", "\n")
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML with pairs in flow style, one per line."""
+    """YAML dumper that writes pairs in flow style, one per line."""
 
 
 # The config's parser reads 3e-4 as a number, unlike YAML 1.1, so as text it needs quotes.
@@ -248,7 +251,7 @@ _Dumper.add_representer(tuple, lambda dumper, pair: dumper.represent_sequence("t
 
 
 def _convert_pairs(value: Any) -> Any:
-    """Return `value` with lists inside lists as tuples, which are dumped as pairs."""
+    """Return `value` with nested lists as tuples, which the YAML dumper writes as pairs."""
     if isinstance(value, dict):
         return {key: _convert_pairs(item) for key, item in value.items()}
     if isinstance(value, list):

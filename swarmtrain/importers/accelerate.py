@@ -38,15 +38,15 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "main_process_ip": (UnmappedReason.done_differently, RENDEZVOUS_TEXT),
     "rdzv_backend": (UnmappedReason.done_differently, RENDEZVOUS_TEXT),
     "same_network": (UnmappedReason.done_differently, RENDEZVOUS_TEXT),
-    "main_training_function": (UnmappedReason.done_differently, "runner.script is started as a file"),
-    "downcast_bf16": (UnmappedReason.no_counterpart, "TPUs alone"),
+    "main_training_function": (UnmappedReason.done_differently, "runner.script is run as a script"),
+    "downcast_bf16": (UnmappedReason.no_counterpart, "TPUs only"),
     "commands": (UnmappedReason.no_counterpart, ""),
     "command_file": (UnmappedReason.no_counterpart, ""),
 }
 
 
 def map_accelerate_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map an accelerate config, for a run on `hosts` if they are known."""
+    """Map the accelerate config in `report` for a run on `hosts`; empty if the hosts are unknown."""
     distributed_type = str(report.get("distributed_type", "NO"))
     _map_machines(report, distributed_type, hosts)
     _map_environment(report)
@@ -63,12 +63,13 @@ def map_accelerate_config(report: MigrationReport, hosts: tuple[str, ...] = ()) 
             report.add_unmapped(name, *_UNMAPPED_KEYS[name])
         elif name.startswith("tpu_") or (value in ({}, [], None) and not name.startswith("main_process")):
             report.add_unmapped(
-                name, UnmappedReason.no_counterpart if value else UnmappedReason.is_default, "TPUs alone" if name.startswith("tpu_") else ""
+                name, UnmappedReason.no_counterpart if value else UnmappedReason.is_default, "TPUs only" if name.startswith("tpu_") else ""
             )
     report.add_note(
-        "runner.env has what `accelerate launch` sets: a script with an Accelerator runs as before; set runner.script and script_args"
+        "runner.env has the variables that `accelerate launch` sets, so a script with an Accelerator runs as before; set runner.script "
+        "and script_args"
     )
-    report.add_note("topology and transformer_architecture are for swarmtrain's own trainer alone")
+    report.add_note("topology and transformer_architecture apply only to swarmtrain's own trainer")
 
 
 def _map_machines(report: MigrationReport, distributed_type: str, hosts: tuple[str, ...]) -> None:
@@ -77,26 +78,30 @@ def _map_machines(report: MigrationReport, distributed_type: str, hosts: tuple[s
     report.set_runner_type("swarm" if is_multi_node else "local")
     if distributed_type in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"):
         report.add_unmapped(
-            "distributed_type", UnmappedReason.done_differently, "every run is distributed; CPU or GPU is what the nodes have"
+            "distributed_type",
+            UnmappedReason.done_differently,
+            "every run is distributed; whether it uses CPUs or GPUs depends on the nodes",
         )
     elif report.has_key("distributed_type"):
-        report.add_unmapped("distributed_type", UnmappedReason.no_counterpart, "GPUs of NVIDIA's, or CPUs")
+        report.add_unmapped("distributed_type", UnmappedReason.no_counterpart, "only NVIDIA GPUs and CPUs are supported")
     if hosts:
         deepspeed.map_hosts(report, hosts, ("hostsfile",))
-        report.add_unmapped("num_machines", UnmappedReason.done_differently, "the hosts of the hostfile")
-        report.add_unmapped("num_processes", UnmappedReason.done_differently, "the slots of the hostfile")
+        report.add_unmapped("num_machines", UnmappedReason.done_differently, "set by the hosts in the hostfile")
+        report.add_unmapped("num_processes", UnmappedReason.done_differently, "set by the slots in the hostfile")
     else:
         if report.has_key("num_machines"):
             report.map_key("num_machines", "runner.nodes")
         if isinstance(ranks, int) and isinstance(nodes, int) and nodes > 0 and ranks % nodes == 0:
             report.map_key("num_processes", "runner.default_gpu_count", ranks // nodes)
             if is_multi_node:
-                report.add_note(f"num_processes counts the ranks of all machines: {ranks} on {nodes} are {ranks // nodes} on each")
+                report.add_note(
+                    f"num_processes is the total number of ranks on all machines: {ranks} on {nodes} machines, {ranks // nodes} on each"
+                )
         elif report.has_key("num_processes"):
             report.add_unmapped(
                 "num_processes",
                 UnmappedReason.no_counterpart,
-                "name the hosts with their slots: runner.hosts: [gpu-1 slots=4, gpu-2 slots=3]",
+                "list the hosts with their slots: runner.hosts: [gpu-1 slots=4, gpu-2 slots=3]",
             )
     if isinstance(report.get("main_process_port"), int) and report.get("main_process_port"):
         report.map_key("main_process_port", "runner.master_port")
@@ -126,7 +131,7 @@ def _map_environment(report: MigrationReport) -> None:
         if str(precision) in _PRECISIONS:
             report.set_config_value("transformer_architecture.precision", _PRECISIONS[str(precision)])
         else:
-            report.add_note("float8 is by layer here: transformer_architecture.fp8_config_mlp and its like")
+            report.add_note("float8 is configured per layer type: see transformer_architecture.fp8_config_mlp and similar keys")
     for name, variable, variable_value in (
         ("use_cpu", "ACCELERATE_USE_CPU", "true"),
         ("debug", "ACCELERATE_DEBUG_MODE", "true"),
@@ -161,11 +166,11 @@ def _map_fsdp(report: MigrationReport) -> None:
     if strategy.startswith("HYBRID_SHARD") and shard_size:
         report.set_config_value("topology.data_parallel_type", "hsdp")
         report.set_config_value("topology.data_parallel_shard_size", shard_size)
-        report.add_note("HYBRID_SHARD divides the model over the ranks of a node: topology.data_parallel_shard_size")
+        report.add_note("HYBRID_SHARD shards the model over the ranks of a node: topology.data_parallel_shard_size")
     else:
         report.set_config_value("topology.data_parallel_type", "fsdp")
         if strategy in ("SHARD_GRAD_OP", "False"):
-            report.add_note("SHARD_GRAD_OP keeps the parameters after the forward pass; fsdp divides them again: less memory, more traffic")
+            report.add_note("SHARD_GRAD_OP keeps the parameters after the forward pass; fsdp reshards them: less memory, more traffic")
     if settings.get("fsdp_offload_params") or settings.get("fsdp_cpu_offload"):
         report.set_config_value("topology.cpu_offload", True)
     if settings.get("fsdp_activation_checkpointing"):
@@ -178,7 +183,7 @@ def _map_deepspeed(report: MigrationReport) -> None:
     for name, value in settings.items():
         key = ("deepspeed_config", name)
         if name == "deepspeed_hostfile":
-            report.add_unmapped(key, UnmappedReason.done_differently, "--hostsfile FILE puts it into runner.hosts")
+            report.add_unmapped(key, UnmappedReason.done_differently, "use --hostsfile FILE, which fills runner.hosts")
         elif name.startswith(("deepspeed_multinode", "deepspeed_inclusion", "deepspeed_exclusion")):
             report.add_unmapped(key, UnmappedReason.done_differently, "runner.hosts")
         elif name in _DEEPSPEED_VARIABLES and value not in (None, "auto"):
@@ -187,14 +192,14 @@ def _map_deepspeed(report: MigrationReport) -> None:
             report.add_unmapped(key, UnmappedReason.no_counterpart if value is not None else UnmappedReason.is_default)
     if "deepspeed_config_file" in settings:
         report.add_note(
-            "deepspeed_config_file is read by the script on every node: put it into runner.code; swarmtrain import reads it too"
+            "deepspeed_config_file is read by the script on every node: add it to runner.code; swarmtrain import can also read it"
         )
     stage = settings.get("zero_stage")
     if stage in (2, 3):
         report.set_config_value("topology.data_parallel_type", "fsdp")
         if stage == 2:
             report.add_note(
-                "ZeRO stage 2 is fsdp here, which divides the parameters too: less memory, more traffic; ddp with optimizer.zero is stage 1"
+                "ZeRO stage 2 becomes fsdp, which also shards the parameters: less memory, more traffic; ddp with optimizer.zero is stage 1"
             )
         if "cpu" in (settings.get("offload_optimizer_device"), settings.get("offload_param_device")):
             report.set_config_value("topology.cpu_offload", True)

@@ -21,60 +21,60 @@ from swarmtrain.importers.migration_report import KeyPath, MigrationReport, Unma
 
 _CONSTRAINT_PATTERN = re.compile(r"\s*node\.(?P<what>hostname|id|role|labels\.(?P<label>[\w.-]+))\s*(?P<sign>==|!=)\s*(?P<value>.+?)\s*")
 _VARIABLE_PATTERN = re.compile(r"\$\{?\w+")
-_IN_IMAGE_TEXT = "the image brings its own"
-_STACK_FILE_TEXT = "generate writes a complete stack file"
+_IN_IMAGE_TEXT = "already in the image"
+_STACK_FILE_TEXT = "swarmtrain generate creates a complete stack file"
 _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "hostname": (UnmappedReason.done_differently, RENDEZVOUS_TEXT),
-    "container_name": (UnmappedReason.no_counterpart, "a stack ignores it"),
+    "container_name": (UnmappedReason.no_counterpart, "docker stack deploy ignores it"),
     "depends_on": (UnmappedReason.done_differently, "nodes wait for the rendezvous"),
-    "ports": (UnmappedReason.no_counterpart, "a node publishes no port; it may, with swarm.network: host"),
-    "expose": (UnmappedReason.no_counterpart, "within the run's network every port is open"),
+    "ports": (UnmappedReason.no_counterpart, "nodes publish no ports; with swarm.network: host, ports are those of the host"),
+    "expose": (UnmappedReason.no_counterpart, "all ports are open within the run's network"),
     "restart": (UnmappedReason.done_differently, "runner.max_restarts"),
-    "network_mode": (UnmappedReason.no_counterpart, "the stack makes its own network"),
+    "network_mode": (UnmappedReason.no_counterpart, "the stack creates its own network"),
     "tmpfs": (UnmappedReason.done_differently, "runner.docker_config.shm_size, for /dev/shm"),
     "healthcheck": (UnmappedReason.done_differently, "the coordinator receives events from every rank"),
-    "logging": (UnmappedReason.done_differently, "swarmtrain logs, kept on this machine"),
+    "logging": (UnmappedReason.done_differently, "use swarmtrain logs; logs are kept on this machine"),
     "build": (UnmappedReason.done_differently, "swarmtrain image build"),
     "working_dir": (UnmappedReason.done_differently, "the script and runner.code are put into one folder"),
     "entrypoint": (UnmappedReason.done_differently, "each node starts a supervisor"),
     "stdin_open": (UnmappedReason.no_counterpart, ""),
     "tty": (UnmappedReason.no_counterpart, ""),
-    "init": (UnmappedReason.is_default, "the supervisor reaps"),
-    "ipc": (UnmappedReason.done_differently, "runner.docker_config.shm_size; a stack ignores ipc"),
-    "privileged": (UnmappedReason.no_counterpart, "a stack ignores it"),
+    "init": (UnmappedReason.is_default, "orphaned processes are reaped by the supervisor"),
+    "ipc": (UnmappedReason.done_differently, "runner.docker_config.shm_size; docker stack deploy ignores ipc"),
+    "privileged": (UnmappedReason.no_counterpart, "docker stack deploy ignores it"),
     "ulimits": (UnmappedReason.done_differently, "runner.swarm.rdma lets ranks lock memory"),
     "cap_add": (UnmappedReason.done_differently, "runner.swarm.rdma lets ranks lock memory"),
-    "devices": (UnmappedReason.done_differently, "runner.swarm.gpu and runner.swarm.rdma; a stack ignores devices"),
+    "devices": (UnmappedReason.done_differently, "runner.swarm.gpu and runner.swarm.rdma; docker stack deploy ignores devices"),
     "configs": (UnmappedReason.done_differently, "runner.code"),
     "labels": (UnmappedReason.no_counterpart, ""),
     "extra_hosts": (UnmappedReason.no_counterpart, ""),
-    "env_file": (UnmappedReason.done_differently, "its variables in runner.env, its secrets in runner.secrets"),
+    "env_file": (UnmappedReason.done_differently, "put its variables into runner.env and its secrets into runner.secrets"),
     "deploy.restart_policy": (UnmappedReason.done_differently, "runner.max_restarts"),
     "deploy.update_config": (UnmappedReason.done_differently, "swarmtrain scale and deploy change one run at a time"),
     "deploy.rollback_config": (UnmappedReason.no_counterpart, ""),
     "deploy.endpoint_mode": (UnmappedReason.done_differently, _STACK_FILE_TEXT),
     "deploy.labels": (UnmappedReason.no_counterpart, ""),
-    "deploy.placement.preferences": (UnmappedReason.done_differently, "one service on each node"),
-    "deploy.placement.max_replicas_per_node": (UnmappedReason.done_differently, "one service on each node"),
-    "deploy.resources.reservations.cpus": (UnmappedReason.no_counterpart, "runner.docker_config.cpus is a limit"),
-    "deploy.resources.reservations.memory": (UnmappedReason.no_counterpart, "runner.docker_config.memory is a limit"),
+    "deploy.placement.preferences": (UnmappedReason.done_differently, "one service runs on each node"),
+    "deploy.placement.max_replicas_per_node": (UnmappedReason.done_differently, "one service runs on each node"),
+    "deploy.resources.reservations.cpus": (UnmappedReason.no_counterpart, "runner.docker_config.cpus sets a limit, not a reservation"),
+    "deploy.resources.reservations.memory": (UnmappedReason.no_counterpart, "runner.docker_config.memory sets a limit, not a reservation"),
     "deploy.resources.limits.pids": (UnmappedReason.no_counterpart, ""),
 }
 
 
 def map_compose_file(report: MigrationReport, source: str) -> None:
-    """Map a compose file. Raises ConfigError if none of its services starts training."""
+    """Map the compose file in `report`. Raises ConfigError if none of its services starts training."""
     services = report.get_mapping("services")
     launches = {name: launch for name, body in services.items() if (launch := _find_launch_command(report, name, body)) is not None}
     if not launches:
-        hint = "a service trains if its command starts torchrun or a script, or its environment has RANK or WORLD_SIZE"
-        raise ConfigError((Problem("services", "none of them trains", report.find_line(("services",)), hint),), source=source)
+        hint = "start torchrun or a script in a service's command, or set RANK or WORLD_SIZE in its environment"
+        raise ConfigError((Problem("services", "no service starts training", report.find_line(("services",)), hint),), source=source)
     for name in services:
         if name not in launches:
             report.add_unmapped(
                 ("services", name),
                 UnmappedReason.no_counterpart,
-                "no node of the training: deploy it as a stack of its own",
+                "not a training node: deploy it as a separate stack",
             )
     report.set_runner_type("swarm")
     names = sorted(launches, key=lambda name: _get_node_rank(report, name, launches[name]))
@@ -112,7 +112,7 @@ def _parse_variables(environment: Any) -> dict[str, Any]:
 
 
 def _get_node_rank(report: MigrationReport, name: str, launch: LaunchCommand) -> int:
-    """Return the node rank of a service; 0 without one, which keeps the order of the file."""
+    """Return the node rank that the launch command of service `name` gives; 0 if it gives none, which keeps the order of the file."""
     variables = _parse_variables(report.get(("services", name, "environment")))
     text = launch.flags.get("node_rank", str(variables.get("NODE_RANK", variables.get("RANK", ""))))
     return int(text) if text.isdigit() else 0
@@ -134,7 +134,7 @@ def _map_service(report: MigrationReport, name: str, launch: LaunchCommand) -> t
         else map_launch_command(report, (*service_key, _get_command_field(report, service_key)), launch)
     )
     if launch.program == "image":
-        report.add_note("no service has a command: what the image starts is to be runner.script")
+        report.add_note("no service has a command: set runner.script to the script that the image starts")
     for field in report.get(service_key):
         _map_field(report, service_key, field)
     variables = _parse_variables(report.get((*service_key, "environment")))
@@ -170,7 +170,7 @@ def _map_field(report: MigrationReport, service_key: KeyPath, field: str) -> Non
 
 
 def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value: Any) -> bool:
-    """Map a service's use of its machine: network, GPUs, adapters. Return whether `field` is one of these."""
+    """Map a field of a service that concerns the machine: network, GPUs, adapters. Return whether `field` is such a field."""
     if field == "network_mode" and value == "host":
         report.map_key(key, "runner.swarm.network", "host")
     elif field == "runtime" and value == "nvidia":
@@ -187,7 +187,9 @@ def _map_image(report: MigrationReport, key: KeyPath, text: str) -> None:
     try:
         report.map_key(key, "runner.docker_config.docker_container", check_image(text))
     except ValueError:
-        replacement = "a variable: runner.docker_config.docker_container" if "$" in text else "runner.docker_config.docker_container"
+        replacement = (
+            "a shell variable: set runner.docker_config.docker_container" if "$" in text else "runner.docker_config.docker_container"
+        )
         report.add_unmapped(key, UnmappedReason.unknown, replacement)
 
 
@@ -198,7 +200,7 @@ def _map_variable(report: MigrationReport, key: KeyPath, name: str, value: Any) 
         if re.fullmatch(r"[\w-]+(,[\w-]+)*", gpu_ids) and gpu_ids not in ("all", "none", "void"):
             report.set_config_value("runner.swarm.gpu_ids", gpu_ids.split(","))
     elif value is None or value == "":
-        report.add_unmapped(key, UnmappedReason.unknown, f"it came from the shell that deployed: runner.env.{name}")
+        report.add_unmapped(key, UnmappedReason.unknown, f"it came from the deploying shell: set runner.env.{name}")
     else:
         map_variable(report, key, name, value)
 
@@ -216,7 +218,11 @@ def _map_deploy(report: MigrationReport, key: KeyPath) -> None:
         source_key = (*key, "resources", "reservations", "generic_resources", str(index))
         resource_spec = item.get("discrete_resource_spec") if isinstance(item, dict) else None
         if not isinstance(resource_spec, dict):
-            report.add_unmapped(source_key, UnmappedReason.no_counterpart, "a kind and a number: runner.swarm.generic_resource")
+            report.add_unmapped(
+                source_key,
+                UnmappedReason.no_counterpart,
+                "only resources with a kind and a number are supported: runner.swarm.generic_resource",
+            )
             continue
         report.set_config_value("runner.swarm.gpu", "reserve")
         report.set_config_value("runner.swarm.generic_resource", resource_spec.get("kind", "NVIDIA-GPU"))
@@ -247,12 +253,12 @@ def _map_constraint(report: MigrationReport, key: KeyPath, text: str) -> None:
     if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in text:
         report.mark_used(key)
     elif match and match["label"] and _find_pinned_host(report, key[1]):
-        report.add_unmapped(key, UnmappedReason.done_differently, "runner.hosts names the machine", value=text)
+        report.add_unmapped(key, UnmappedReason.done_differently, "the host is listed in runner.hosts", value=text)
     elif match and match["sign"] == "==" and match["label"]:
         labels = dict(report.get_config_value("runner.swarm.labels") or {})
         report.map_key(key, "runner.swarm.labels", labels | {match["label"]: match["value"]})
     elif _VARIABLE_PATTERN.search(text):
-        report.add_unmapped(key, UnmappedReason.unknown, "a variable: name the hosts in runner.hosts", value=text)
+        report.add_unmapped(key, UnmappedReason.unknown, "a shell variable: list the hosts in runner.hosts", value=text)
     else:
         report.add_unmapped(key, UnmappedReason.done_differently, "runner.hosts, or runner.swarm.labels", value=text)
 
@@ -266,7 +272,7 @@ def _find_pinned_host(report: MigrationReport, name: str) -> str:
 
 
 def _compare_service(report: MigrationReport, first: str, name: str, launch: LaunchCommand) -> int | None:
-    """Compare a service with the first one, whose settings apply to all; return its number of ranks."""
+    """Compare the service `name` with the first service, whose settings apply to all nodes; return its number of ranks, or None."""
     service_key, first_key = ("services", name), ("services", first)
     _compare_command(report, service_key, _find_launch_command(report, first, report.get(first_key)) or launch, launch)
     _compare_environment(report, service_key, first_key)
@@ -279,14 +285,14 @@ def _compare_service(report: MigrationReport, first: str, name: str, launch: Lau
             report.mark_used(key)
         else:
             report.add_unmapped(
-                key, *_UNMAPPED_KEYS.get(field_path[0], (UnmappedReason.no_counterpart, f"all nodes are alike, as {first} is"))
+                key, *_UNMAPPED_KEYS.get(field_path[0], (UnmappedReason.no_counterpart, f"all nodes are configured as {first} is"))
             )
     slots = launch.flags.get("nproc_per_node", "")
     return int(slots) if slots.isdigit() else None
 
 
 def _compare_command(report: MigrationReport, service_key: KeyPath, first_launch: LaunchCommand, launch: LaunchCommand) -> None:
-    unmapped = (UnmappedReason.no_counterpart, "one command on all nodes, that of the first service")
+    unmapped = (UnmappedReason.no_counterpart, "all nodes run the command of the first service")
     command_parts: dict[str, tuple[Any, Any]] = {
         "script": (launch.script, first_launch.script),
         "script_args": (launch.args, first_launch.args),
@@ -313,7 +319,7 @@ def _compare_environment(report: MigrationReport, service_key: KeyPath, first_ke
             report.add_unmapped(
                 (*service_key, "environment", variable),
                 UnmappedReason.no_counterpart,
-                "one environment on all nodes, that of the first service",
+                "all nodes use the environment of the first service",
                 value=value,
             )
     report.mark_used((*service_key, "environment"))
@@ -324,11 +330,15 @@ def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: 
     slot_counts = {count for count in services.values() if count is not None}
     if all(hosts.values()) and len(set(hosts.values())) == len(hosts):
         if nodes not in (None, len(hosts)):
-            report.add_note(f"torchrun has --nnodes {nodes}, and there are {len(hosts)} services: runner.hosts has theirs")
+            report.add_note(
+                f"torchrun has --nnodes {nodes}, but there are {len(hosts)} services: runner.hosts lists the hosts of the services"
+            )
         for name in services:
             replicas_key = ("services", name, "deploy", "replicas")
             if report.get(replicas_key, 1) != 1:
-                report.add_unmapped(replicas_key, UnmappedReason.no_counterpart, "one service on each node, whose ranks are its slots")
+                report.add_unmapped(
+                    replicas_key, UnmappedReason.no_counterpart, "one service runs on each node; its ranks are the node's slots"
+                )
         have_same_slots = len(slot_counts) == 1 and len(services) > 1
         if have_same_slots:
             report.set_config_value("runner.default_gpu_count", slot_counts.pop())
@@ -341,23 +351,25 @@ def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: 
     replica_count = sum(count for count in replicas if isinstance(count, int))
     report.set_config_value("runner.nodes", nodes or replica_count)
     if len(set(hosts.values()) - {""}) < len([host for host in hosts.values() if host]):
-        report.add_note("several services are on one host: it runs one here, and its ranks are slots: runner.hosts: ['HOST slots=2']")
+        report.add_note(
+            "several services are on one host: swarmtrain runs one service per host, with one slot per rank: runner.hosts: ['HOST slots=2']"
+        )
     if any(report.get(("services", name, "deploy", "mode")) == "global" for name in services):
-        report.add_note("mode: global starts one on every node of the swarm: set runner.nodes to their number")
+        report.add_note("mode: global runs the service on every node of the swarm: set runner.nodes to the number of nodes")
     if len(slot_counts) == 1:
         report.set_config_value("runner.default_gpu_count", slot_counts.pop())
 
 
 def _map_networks(report: MigrationReport, services: Sequence[str]) -> None:
-    """Map the network that `services` join."""
+    """Map the networks that `services` join."""
     joined = {name for service in services for name in _collect_joined_networks(report, ("services", service, "networks"))}
     if len(joined) > 1:
-        report.add_note(f"a run has one network, and the services are in {', '.join(sorted(joined))}")
+        report.add_note(f"a run has one network, but the services use {', '.join(sorted(joined))}")
     for name in report.get_mapping("networks"):
         if name in joined | {"default"}:
             _map_network(report, ("networks", name), name)
         else:
-            report.add_unmapped(("networks", name), UnmappedReason.no_counterpart, "no node of the training joins it")
+            report.add_unmapped(("networks", name), UnmappedReason.no_counterpart, "no training node joins it")
 
 
 def _collect_joined_networks(report: MigrationReport, key: KeyPath) -> set[str]:
@@ -366,9 +378,9 @@ def _collect_joined_networks(report: MigrationReport, key: KeyPath) -> set[str]:
     report.mark_used(key)
     for name, body in report.get_mapping(key).items():
         if body:
-            report.add_unmapped((*key, name), UnmappedReason.done_differently, "nodes are called node0, node1 and so on")
+            report.add_unmapped((*key, name), UnmappedReason.done_differently, "nodes are named node0, node1 and so on")
     if unknown := sorted(names - report.get_mapping("networks").keys() - {"default"}):
-        report.add_unmapped(key, UnmappedReason.no_counterpart, "a network that the file does not describe", value=", ".join(unknown))
+        report.add_unmapped(key, UnmappedReason.no_counterpart, "a network that the file does not define", value=", ".join(unknown))
     return names
 
 
@@ -390,10 +402,10 @@ def _map_network(report: MigrationReport, key: KeyPath, name: str) -> None:
     if body.get("internal"):
         report.map_key((*key, "internal"), "runner.swarm.internal", True)
     if not body:
-        report.add_unmapped(key, UnmappedReason.is_default, "the stack makes its own network")
+        report.add_unmapped(key, UnmappedReason.is_default, "the stack creates its own network")
     for field in body:
         if field not in ("driver_opts", "internal"):
-            report.add_unmapped((*key, field), UnmappedReason.done_differently, "the stack makes its own network")
+            report.add_unmapped((*key, field), UnmappedReason.done_differently, "the stack creates its own network")
 
 
 def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
@@ -413,15 +425,17 @@ def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
             source, target, mode = (*str(item).split(":"), "", "")[:3]
             read_only = "ro" in mode.split(",")
         if "$" in f"{source}{target}":
-            report.add_unmapped(source_key, UnmappedReason.unknown, "a variable: runner.docker_config.docker_mounts")
+            report.add_unmapped(source_key, UnmappedReason.unknown, "a shell variable: set runner.docker_config.docker_mounts")
         elif not target or source.startswith((".", "~")):
-            report.add_unmapped(source_key, UnmappedReason.unknown, "an absolute path on every node: runner.docker_config.docker_mounts")
+            report.add_unmapped(
+                source_key, UnmappedReason.unknown, "use an absolute path on every node in runner.docker_config.docker_mounts"
+            )
         else:
             mounts.append((source, target))
             report.mark_used(source_key)
             if read_only:
                 report.add_unmapped(
-                    (*source_key, "read_only"), UnmappedReason.no_counterpart, "mounts can be written to", value=f"{source}:{target}:ro"
+                    (*source_key, "read_only"), UnmappedReason.no_counterpart, "mounts are always writable", value=f"{source}:{target}:ro"
                 )
     if mounts:
         report.set_config_value("runner.docker_config.docker_mounts", mounts)
@@ -437,15 +451,15 @@ def _map_volumes(report: MigrationReport, first: str) -> None:
         options = {str(field): str(value) for field, value in report.get_mapping(("volumes", name, "driver_opts")).items()}
         if body.get("external") or body.get("driver", "local") != "local":
             report.add_unmapped(
-                ("volumes", name), UnmappedReason.no_counterpart, "runner.docker_config.volumes are of Docker's local driver"
+                ("volumes", name), UnmappedReason.no_counterpart, "runner.docker_config.volumes supports only Docker's local driver"
             )
         elif name not in mounted:
-            report.add_unmapped(("volumes", name), UnmappedReason.no_counterpart, "no node of the training mounts it")
+            report.add_unmapped(("volumes", name), UnmappedReason.no_counterpart, "no training node mounts it")
         elif options:
             volume_options[name] = options
             report.mark_used(("volumes", name, "driver_opts"), ("volumes", name, "driver"))
         else:
-            report.add_unmapped(("volumes", name), UnmappedReason.is_default, "a volume of each node's own")
+            report.add_unmapped(("volumes", name), UnmappedReason.is_default, "each node has its own volume")
     if volume_options:
         report.set_config_value("runner.docker_config.volumes", volume_options)
 
@@ -469,7 +483,7 @@ def _map_top_level(report: MigrationReport) -> None:
         elif name == "configs":
             report.add_unmapped(name, UnmappedReason.done_differently, "runner.code")
         elif name.startswith("x-"):
-            report.add_unmapped(name, UnmappedReason.done_differently, "what refers to it has its values")
+            report.add_unmapped(name, UnmappedReason.done_differently, "its values are filled in where it is referenced")
 
 
 def _parse_seconds(text: str) -> float | None:

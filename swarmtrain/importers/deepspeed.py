@@ -1,4 +1,4 @@
-"""Import a DeepSpeed JSON, and the hostfile of `deepspeed` and Scaling."""
+"""Import a DeepSpeed JSON config, and the hostfile of `deepspeed` and Scaling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from swarmtrain.config.loading import order_problems
-from swarmtrain.config.schema.validators import check_host_entry as check_host
+from swarmtrain.config.schema.host_entry import check_host_entry as check_host
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
 
@@ -42,16 +42,16 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "elasticity": (UnmappedReason.done_differently, "runner.min_nodes and max_nodes; the global batch stays the same"),
     "autotuning": (UnmappedReason.done_differently, "swarmtrain memory says which micro_batch_size fits"),
     "comms_logger": (UnmappedReason.done_differently, "runner.nccl.debug"),
-    "checkpoint": (UnmappedReason.done_differently, "every checkpoint fits any topology"),
+    "checkpoint": (UnmappedReason.done_differently, "checkpoints can be loaded with any topology"),
     "zero_allow_untested_optimizer": (UnmappedReason.no_counterpart, ""),
-    "data_types": (UnmappedReason.no_counterpart, "gradients and state are float32; optimizer.state_precision"),
+    "data_types": (UnmappedReason.no_counterpart, "gradients and optimizer state are float32; see optimizer.state_precision"),
     "amp": (UnmappedReason.no_counterpart, "bf16 or fp16"),
     "activation_checkpointing": (UnmappedReason.done_differently, "topology.activation_checkpointing_type"),
 }
 
 
 def is_hostfile(text: str) -> bool:
-    """Return whether each line of `text` is a host, and at least one has slots."""
+    """Return whether `text` is a hostfile: each line is a host, and at least one line has slots."""
     lines = [line for _, line in _iterate_lines(text)]
     return (
         bool(lines) and all(_HOST_PATTERN.fullmatch(line) for line in lines) and any(" slots=" in line.replace("\t", " ") for line in lines)
@@ -59,19 +59,19 @@ def is_hostfile(text: str) -> bool:
 
 
 def parse_hostfile(text: str, source: str) -> tuple[str, ...]:
-    """Return the hosts of a hostfile, in the form of runner.hosts. Raises ConfigError with every invalid line."""
+    """Return the hosts of the hostfile `text`, as entries of runner.hosts. Raises ConfigError with every invalid line."""
     hosts, problems = [], []
     for number, line in _iterate_lines(text):
         match = _HOST_PATTERN.fullmatch(line)
         try:
             if match is None:
-                raise ValueError(f"{line!r} is not a host with its slots, as in 'gpu-1 slots=4'")
+                raise ValueError(f"{line!r} is not a valid hostfile entry, such as 'gpu-1 slots=4'")
             names = _expand_host_range(match["name"])
             hosts += [check_host(f"{name} {match['slots']}" if match["slots"] else name) for name in names]
         except ValueError as error:
             problems.append(Problem("hosts", str(error), number))
     if not hosts and not problems:
-        problems.append(Problem("hosts", "names no host", hint="a hostfile has lines such as: gpu-1 slots=4"))
+        problems.append(Problem("hosts", "lists no hosts", hint="add lines such as: gpu-1 slots=4"))
     if problems:
         raise ConfigError(order_problems(problems), source=source)
     return tuple(hosts)
@@ -86,13 +86,13 @@ def map_hosts(report: MigrationReport, hosts: tuple[str, ...], key: KeyPath) -> 
 
 
 def count_slots(hosts: tuple[str, ...]) -> int | None:
-    """Return the total number of slots of `hosts`; None if a host does not give its slots."""
+    """Return the total number of slots of `hosts`; None if a host has no number of slots."""
     counts = [re.search(r"slots=(\d+)$", host) for host in hosts]
     return sum(int(match[1]) for match in counts if match) if hosts and all(counts) else None
 
 
 def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map a DeepSpeed JSON, for a run on `hosts` if they are known."""
+    """Map the DeepSpeed config in `report` for a run on `hosts`; empty if the hosts are unknown."""
     _skip_auto_values(report)
     _map_batch_sizes(report, count_slots(hosts))
     map_zero(report, ("zero_optimization",))
@@ -105,14 +105,14 @@ def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -
             report.add_unmapped(name, reason, replacement)
     if not report.is_handled(("gradient_clipping",)):
         report.set_config_value("optimizer.gradient_clipping", 0.0)
-        report.add_note("DeepSpeed does not clip by default: optimizer.gradient_clipping is 0")
+        report.add_note("DeepSpeed does not clip gradients by default: optimizer.gradient_clipping is 0")
     report.add_note(
-        "a script that calls deepspeed.initialize still reads its JSON: put it into runner.code and name it in runner.script_args"
+        "a script that calls deepspeed.initialize still reads its JSON: add the file to runner.code and pass it in runner.script_args"
     )
 
 
 def map_zero(report: MigrationReport, section: KeyPath) -> None:
-    """Map ZeRO's stage and its settings."""
+    """Map DeepSpeed's ZeRO section: the stage and its settings."""
     stage = report.get((*section, "stage"), 0 if report.has_key(section) else None)
     if stage is None:
         return
@@ -128,7 +128,7 @@ def map_zero(report: MigrationReport, section: KeyPath) -> None:
             report.map_key(stage_key, "topology.data_parallel_type", "fsdp")
         if stage == 2:
             report.add_note(
-                "ZeRO stage 2 is fsdp here, which divides the parameters too: less memory, more traffic; ddp with optimizer.zero is stage 1"
+                "ZeRO stage 2 becomes fsdp, which also shards the parameters: less memory, more traffic; ddp with optimizer.zero is stage 1"
             )
     else:
         report.add_unmapped(
@@ -156,19 +156,19 @@ def _map_offload(report: MigrationReport, section: KeyPath, *, is_sharded: bool)
             report.map_key((*key, "device") if name != "cpu_offload" else key, "topology.cpu_offload", True)
             if name == "offload_optimizer":
                 report.add_note(
-                    "topology.cpu_offload keeps parts of parameters and of optimizer state in the node's memory, and steps there"
+                    "topology.cpu_offload keeps the shards of parameters and optimizer state in host memory, and runs the optimizer there"
                 )
         elif device == "none" or report.get(key) is False:
             report.add_unmapped(key, UnmappedReason.is_default, "topology.cpu_offload: false")
         else:
-            report.add_unmapped(key, UnmappedReason.no_counterpart, "topology.cpu_offload is the node's memory, for fsdp and hsdp")
+            report.add_unmapped(key, UnmappedReason.no_counterpart, "topology.cpu_offload supports only host memory, with fsdp or hsdp")
         for inner_key, _ in list(report.iterate_leaves(key)):
             if inner_key[-1] != "device" and inner_key != key and device == "cpu" and is_sharded:
                 report.add_unmapped(inner_key, UnmappedReason.done_differently, "topology.cpu_offload")
 
 
 def _skip_auto_values(report: MigrationReport) -> None:
-    """Report "auto" values as unmapped: only Hugging Face's Trainer knows what it fills in."""
+    """Report "auto" values as unmapped: only Hugging Face's Trainer can fill them in."""
     for key, value in list(report.iterate_leaves()):
         if value == "auto":
             report.add_unmapped(key, UnmappedReason.unknown, "Hugging Face's Trainer fills it in from its own arguments")
@@ -199,7 +199,9 @@ def _map_batch_sizes(report: MigrationReport, world_size: int | None) -> None:
         report.set_config_value("topology.global_batch_size", micro_batch_size * (accumulation_steps or 1) * rank_count)
         report.map_key(names[1], "topology.micro_batch_size", micro_batch_size)
         rank_source = (
-            f"{rank_count} ranks of the hostfile" if world_size else "1 rank: multiply it by yours, or import the hostfile with it"
+            f"{rank_count} ranks of the hostfile"
+            if world_size
+            else "1 rank: multiply it by the number of ranks, or pass the hostfile with --hostsfile"
         )
         report.add_note(f"topology.global_batch_size is {micro_batch_size} x {accumulation_steps or 1} x {rank_source}")
     else:
@@ -210,7 +212,7 @@ def _map_batch_sizes(report: MigrationReport, world_size: int | None) -> None:
             report.map_key(names[1], "topology.micro_batch_size", micro_batch_size)
         else:
             report.add_note(
-                f"topology.micro_batch_size is what {rank_count} rank{'' if rank_count == 1 else 's'} would take at a time: lower it "
+                f"topology.micro_batch_size is computed for {rank_count} rank{'' if rank_count == 1 else 's'}: reduce it if necessary "
                 f"for memory"
             )
     if accumulation_steps is not None:
@@ -242,10 +244,10 @@ def _map_precision(report: MigrationReport) -> None:
         report.add_unmapped(
             "fp16.loss_scale",
             UnmappedReason.no_counterpart,
-            "the scale is found as training goes, from optimizer.loss_scaler.initial_scale",
+            "loss scaling is always dynamic, starting from optimizer.loss_scaler.initial_scale",
         )
     elif report.has_key("fp16.loss_scale"):
-        report.add_unmapped("fp16.loss_scale", UnmappedReason.is_default, "the scale is found as training goes")
+        report.add_unmapped("fp16.loss_scale", UnmappedReason.is_default, "loss scaling is always dynamic")
 
 
 def _map_optimizer(report: MigrationReport) -> None:
@@ -268,11 +270,11 @@ def _map_optimizer(report: MigrationReport) -> None:
         report.set_config_value("optimizer.beta2", betas[1])
     elif name.lower() in ("adam", "adamw", "fusedadam") and not report.is_handled(("optimizer", "params", "betas")):
         report.set_config_value("optimizer.beta2", 0.999)
-        report.add_note("torch's own betas hold where the JSON has none: optimizer.beta2 is 0.999")
+        report.add_note("the JSON sets no betas, so torch's defaults apply: optimizer.beta2 is 0.999")
     decay = report.get(params_prefix + "weight_decay")
     if decay is not None:
         report.map_key(params_prefix + "weight_decay", "training_groups", [{"group_name": "all", "weight_decay": decay}])
-        report.add_note("weight decay is decoupled, as AdamW's, and of all parameters: training_groups")
+        report.add_note("weight decay is decoupled, as in AdamW, and applies to all parameters: see training_groups")
     elif not report.is_handled(("optimizer", "params", "weight_decay")):
         report.set_config_value("training_groups", [{"group_name": "all", "weight_decay": 0.0}])
         report.add_note("DeepSpeed does not decay weights by default: training_groups has weight_decay 0")
@@ -285,7 +287,7 @@ def _map_schedule(report: MigrationReport) -> None:
     if not report.has_key("scheduler"):
         if report.has_key("optimizer"):
             report.set_config_value("learning_rate_scheduler.learning_rate_decay_style", "constant")
-            report.add_note("DeepSpeed keeps the learning rate as it is where the JSON has no scheduler: constant")
+            report.add_note("DeepSpeed keeps the learning rate constant if the JSON has no scheduler")
         return
     style = _DECAY_STYLES.get(str(report.get("scheduler.type")))
     if style is None:
@@ -311,13 +313,13 @@ def _map_warm_up(report: MigrationReport, *, is_logarithmic: bool) -> None:
         report.map_key(f"{_SCHEDULER_PARAMS}.warmup_num_steps", f"{_LEARNING_RATE}_warmup_steps")
     elif not report.is_handled((*_SCHEDULER_PARAMS.split("."), "warmup_num_steps")):
         report.set_config_value(f"{_LEARNING_RATE}_warmup_steps", 1000)
-        report.add_note("DeepSpeed's own warmup_num_steps holds: learning_rate_warmup_steps is 1000")
+        report.add_note("DeepSpeed's default for warmup_num_steps applies: learning_rate_warmup_steps is 1000")
     if report.has_key(f"{_SCHEDULER_PARAMS}.warmup_min_lr"):
         min_learning_rate = report.get(f"{_SCHEDULER_PARAMS}.warmup_min_lr")
         report.add_unmapped(
             f"{_SCHEDULER_PARAMS}.warmup_min_lr",
             UnmappedReason.no_counterpart if min_learning_rate else UnmappedReason.is_default,
-            "the warm-up rises from 0",
+            "the warm-up starts at 0",
         )
     if report.has_key(f"{_SCHEDULER_PARAMS}.warmup_type"):
         is_linear = report.get(f"{_SCHEDULER_PARAMS}.warmup_type") == "linear"
@@ -328,7 +330,7 @@ def _map_warm_up(report: MigrationReport, *, is_logarithmic: bool) -> None:
         )
         is_logarithmic = not is_linear
     if is_logarithmic:
-        report.add_note("DeepSpeed's warm-up rises with the logarithm of the step unless warmup_type is linear; here it is linear")
+        report.add_note("DeepSpeed's warm-up is logarithmic unless warmup_type is linear; swarmtrain's is always linear")
 
 
 def _map_wandb(report: MigrationReport) -> None:
@@ -354,6 +356,6 @@ def _expand_host_range(name: str) -> list[str]:
         low, _, high = number_range.partition("-")
         first, last = int(low or -1), int(high or low or -1)
         if first < 0 or not first <= last < first + _MAX_RANGE_SIZE:
-            raise ValueError(f"{name!r} has a range that names no hosts: {number_range!r}")
+            raise ValueError(f"{name!r} has an invalid range: {number_range!r}")
         names += [f"{name[: match.start()]}{number:0{len(low)}}{name[match.end() :]}" for number in range(first, last + 1)]
     return names

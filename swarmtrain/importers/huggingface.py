@@ -8,19 +8,19 @@ from swarmtrain.importers.migration_report import MigrationReport, UnmappedReaso
 KEYS = frozenset(("model_type", "architectures"))
 _PRECISIONS = ("float32", "bfloat16")
 _UNMAPPED_KEYS = {
-    "architectures": (UnmappedReason.done_differently, "the fields of transformer_architecture say it"),
-    "model_type": (UnmappedReason.done_differently, "the fields of transformer_architecture say it"),
-    "initializer_range": (UnmappedReason.done_differently, "docs/explanation/model.md says what parameters begin with"),
-    "use_cache": (UnmappedReason.no_counterpart, "a cache is for text that is made, not for training"),
-    "bos_token_id": (UnmappedReason.done_differently, "data tokenize: what begins a document"),
-    "eos_token_id": (UnmappedReason.done_differently, "data tokenize: what ends a document"),
+    "architectures": (UnmappedReason.done_differently, "given by the fields of transformer_architecture"),
+    "model_type": (UnmappedReason.done_differently, "given by the fields of transformer_architecture"),
+    "initializer_range": (UnmappedReason.done_differently, "docs/explanation/model.md describes the initialization of parameters"),
+    "use_cache": (UnmappedReason.no_counterpart, "the KV cache is for generation, not for training"),
+    "bos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize sets the token that begins a document"),
+    "eos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize sets the token that ends a document"),
     "pad_token_id": (UnmappedReason.no_counterpart, "samples are full"),
     "transformers_version": (UnmappedReason.no_counterpart, ""),
 }
 
 
 def map_huggingface_config(report: MigrationReport, source: str, model_folder: str | None) -> None:
-    """Map the config.json read from `source`; `model_folder` is the folder of the weights if they are next to it.
+    """Map the config.json read from `source`. `model_folder` is the folder of the model's weights if they are next to the file.
 
     Raises SwarmtrainError if its architecture is not supported.
     """
@@ -42,10 +42,10 @@ def map_huggingface_config(report: MigrationReport, source: str, model_folder: s
     report.mark_used(*(key for key in model_family.required_values if report.has_key(key)))
     if model_folder:
         report.set_config_value("trainer.init_from", model_folder)
-        report.add_note("trainer.init_from is where the model lies here: it must be there on every node")
+        report.add_note("trainer.init_from is the model folder on this machine: it must exist at this path on every node")
     else:
-        report.add_note("there is no model next to it: set trainer.init_from to its folder, or train from random initialization")
-    report.add_note("transformer_architecture.sequence_length is the longest that the model takes: shorter samples cost less")
+        report.add_note("there are no weights next to it: set trainer.init_from to the model folder, or train from random initialization")
+    report.add_note("transformer_architecture.sequence_length is the maximum that the model supports: shorter samples cost less")
 
 
 def _map_precision(report: MigrationReport) -> None:
@@ -56,5 +56,5 @@ def _map_precision(report: MigrationReport) -> None:
             report.add_unmapped(
                 key,
                 UnmappedReason.done_differently,
-                "transformer_architecture.precision is what it is trained in: bfloat16, if the devices have it",
+                "transformer_architecture.precision is the training precision: use bfloat16 if the devices support it",
             )

@@ -1,4 +1,4 @@
-"""Parse command lines that start training: torchrun and its equivalents, the script, and their wrappers."""
+"""Parse command lines that start training: torchrun and its equivalents, with the script and wrappers such as srun or a container."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from swarmtrain.config.schema.runner import NcclConfig
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_secret
 
-RENDEZVOUS_TEXT = "the run's own rendezvous finds it"
-_LOGS_TEXT = "swarmtrain logs has all ranks as one stream"
+RENDEZVOUS_TEXT = "determined by the run's rendezvous"
+_LOGS_TEXT = "swarmtrain logs shows all ranks in one stream"
 _FLAGS_WITHOUT_VALUE = {
     "standalone",
     "module",
@@ -45,10 +45,10 @@ _UNMAPPED_FLAGS = {
         ("node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_addr", "standalone", "local_addr"), RENDEZVOUS_TEXT
     ),
     **dict.fromkeys(("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs"), _LOGS_TEXT),
-    "monitor_interval": "each node's supervisor looks after its ranks",
+    "monitor_interval": "each node's supervisor monitors its ranks",
     "use_env": "torchrun always does so",
-    "config_file": "swarmtrain import that file too",
-    "hostfile": "--hostsfile FILE puts it into runner.hosts",
+    "config_file": "import that file too, with swarmtrain import",
+    "hostfile": "use --hostsfile FILE, which fills runner.hosts",
     "no_ssh": RENDEZVOUS_TEXT,
 }
 RENDEZVOUS_VARIABLES = frozenset(
@@ -75,20 +75,23 @@ _SHELL_VARIABLE_PATTERN = re.compile(r"\$(\w+|\{)|\$\(|`")
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A parsed command line. Flags have torchrun's names, without dashes."""
+    """Parsed launch command. Its flags have the names of torchrun's flags, without dashes."""
 
     program: str
     flags: dict[str, str] = field(default_factory=dict)
     script: str = ""
     args: tuple[str, ...] = ()
     wrapper_words: tuple[str, ...] = ()
-    """Words before the program: srun, a container, variables."""
+    """Words in front of the launcher: srun, a container command, variables."""
     other_commands: tuple[str, ...] = ()
-    """The rest of the line: other commands, and output redirections."""
+    """The other parts of the line: further commands and output redirections."""
 
 
 def parse_launch_line(text: str) -> LaunchCommand | None:
-    """Return the first launch in a line of shell, with the rest of the line; None if it starts no training. Raises ValueError."""
+    """Return the first launch command in a line of shell; None if the line does not start training.
+
+    The rest of the line is part of the result. Raises ValueError if the line cannot be parsed.
+    """
     launch_command, other_commands = None, []
     for operator, words in _split_commands(text):
         launch = None if launch_command or _REDIRECTION_PATTERN.search(operator) else parse_launch_words(words)
@@ -101,7 +104,7 @@ def parse_launch_line(text: str) -> LaunchCommand | None:
 
 
 def parse_launch_words(words: Sequence[str]) -> LaunchCommand | None:
-    """Return the launch in the words of one command; None if it starts no training. Raises ValueError."""
+    """Return the launch command in the words of one command; None if it does not start training. Raises ValueError if it is invalid."""
     for index, word in enumerate(words):
         name, wrapper_words, remaining_words = PurePosixPath(word).name, tuple(words[:index]), list(words[index + 1 :])
         launch_command = None
@@ -130,12 +133,15 @@ def _parse_python_words(words: list[str]) -> LaunchCommand | None:
 
 
 def split_first_command(text: str) -> list[str]:
-    """Return the words of the first command in a line. Raises ValueError."""
+    """Return the words of the first command in a line of shell. Raises ValueError if the line cannot be parsed."""
     return next(iter(_split_commands(text)), ("", []))[1]
 
 
 def _split_commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return the commands and redirections of a line, each as its operator, such as && or >, and its words. Raises ValueError."""
+    """Return the commands and redirections in a line of shell, each as its operator (such as && or >) and its words.
+
+    Raises ValueError if the line cannot be parsed.
+    """
     quoted_text = re.sub(r"(?<=\s)[12](?=>)", "", re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", _quote_substitution, text))
     lexer = shlex.shlex(quoted_text, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, "#"
@@ -149,7 +155,7 @@ def _split_commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> tuple[int | None, int | None]:
-    """Map a launch; return its number of nodes and of ranks per node, each None if not given as a number."""
+    """Map a launch command to the config. Return the number of nodes and of ranks per node, each None if not given as a number."""
     report.mark_used(key)
     nodes, slots = None, None
     for flag, value in launch.flags.items():
@@ -166,19 +172,19 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
             slots = int(value)
             report.mark_used(flag_key)
         elif flag == "nproc_per_node" and value in ("gpu", "auto"):
-            report.add_unmapped(flag_key, UnmappedReason.is_default, "a rank for each GPU, as the cluster reports them", value=value)
+            report.add_unmapped(flag_key, UnmappedReason.is_default, "one rank per GPU that the cluster reports", value=value)
         elif flag == "master_port" and value.isdigit() and int(value) < _MAX_PORT:
             report.map_key(flag_key, "runner.master_port", int(value))
         elif flag == "max_restarts" and value.isdigit():
             report.map_key(flag_key, "runner.max_restarts", int(value))
-            report.add_note("runner.max_restarts counts failures in a row without a new step between them; torchrun counts all")
+            report.add_note("runner.max_restarts counts consecutive failures without a new step between them; torchrun counts all failures")
         elif flag == "numa_binding":
             report.map_key(flag_key, "runner.numa", value)
         elif flag == "module":
             report.add_unmapped(
                 flag_key,
                 UnmappedReason.no_counterpart,
-                "a file of two lines as runner.script: import runpy, and run_module",
+                "set runner.script to a file of two lines: import runpy, and call runpy.run_module",
                 value=launch.script,
             )
         elif flag in _UNMAPPED_FLAGS:
@@ -189,7 +195,7 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
                 "nproc_per_node": "runner.default_gpu_count",
                 "num_processes": "runner.default_gpu_count",
             }.get(flag, f"runner.{flag}")
-            report.add_unmapped(flag_key, UnmappedReason.unknown, f"a variable: set {replacement}", value=value)
+            report.add_unmapped(flag_key, UnmappedReason.unknown, f"a shell variable: set {replacement}", value=value)
         else:
             report.add_unmapped(flag_key, UnmappedReason.no_counterpart, "", value=value)
     _map_script(report, key, launch)
@@ -197,7 +203,7 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
 
 
 def map_variable(report: MigrationReport, key: KeyPath, name: str, value: Any, *, on_host_network: bool = False) -> None:
-    """Map a variable of the ranks' environment. `on_host_network`: it names interfaces of machines, not of containers."""
+    """Map the environment variable `name` of the ranks. `on_host_network`: it names interfaces of machines, not of containers."""
     text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     setting = _find_nccl_setting(name, text)
     if name in RENDEZVOUS_VARIABLES:
@@ -209,7 +215,9 @@ def map_variable(report: MigrationReport, key: KeyPath, name: str, value: Any, *
     elif name in _INTERFACE_VARIABLES and on_host_network and re.fullmatch(r"[A-Za-z][\w.@-]{0,14}", text):
         report.map_key(key, "runner.interface", text)
     elif name in _INTERFACE_VARIABLES:
-        report.add_unmapped(key, UnmappedReason.done_differently, "the interface is found; else runner.interface", value=text)
+        report.add_unmapped(
+            key, UnmappedReason.done_differently, "the interface is detected; to override it, set runner.interface", value=text
+        )
     elif setting is not None:
         report.map_key(key, ("runner", "nccl", setting[0]), setting[1])
     else:
@@ -223,28 +231,27 @@ def is_training_script(text: str) -> bool:
 
 
 def note_shell_variables(report: MigrationReport, path: str, text: str) -> None:
-    """Add a note if `text` at `path` contains shell syntax that only the source's own shell would have expanded."""
+    """Add a note if `text`, the config value at `path`, contains shell syntax that only the imported file's shell would have expanded."""
     if _SHELL_VARIABLE_PATTERN.search(text):
-        report.add_note(f"{path} holds {text}, which only the source's own shell knew: write its value")
+        report.add_note(f"{path} holds {text}, which only the original shell can expand: replace it with its value")
 
 
 def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> None:
     for index, text in enumerate(launch.other_commands):
-        replacement = (
-            _LOGS_TEXT if _REDIRECTION_PATTERN.search(text) else "what is installed or copied is in the image: swarmtrain image build"
-        )
+        replacement = _LOGS_TEXT if _REDIRECTION_PATTERN.search(text) else "install or copy it in the image: swarmtrain image build"
         report.add_unmapped((*key, f"other command {index}"), UnmappedReason.done_differently, replacement, value=text)
     if launch.script and "module" not in launch.flags:
         report.map_key((*key, "script"), "runner.script", launch.script)
         note_shell_variables(report, "runner.script", launch.script)
         if launch.script.startswith("/"):
-            report.add_note("runner.script is read where swarmtrain is called, not in the container: name the file there")
+            report.add_note("runner.script is read on the machine that runs swarmtrain, not in the container: use the path on that machine")
     if launch.args:
         report.map_key((*key, "script_args"), "runner.script_args", list(launch.args))
         for arg in launch.args:
             if arg.startswith("--") and is_secret(arg.partition("=")[0]):
                 report.add_note(
-                    f"runner.script_args has {arg.partition('=')[0]}: configs are kept with checkpoints, and secrets are for runner.secrets"
+                    f"runner.script_args has {arg.partition('=')[0]}: configs are stored with checkpoints, so put secrets into "
+                    f"runner.secrets"
                 )
             note_shell_variables(report, "runner.script_args", arg)
 
@@ -266,7 +273,7 @@ def _parse_flags(program: str, words: list[str]) -> LaunchCommand:
 
 
 def _find_nccl_setting(name: str, text: str) -> tuple[str, Any] | None:
-    """Return the field of runner.nccl that is equivalent to this variable, and its value; None if there is none."""
+    """Return the field of runner.nccl that is equivalent to the NCCL variable `name`, and its value; None if there is no such field."""
     setting = name.removeprefix("NCCL_").lower()
     if not name.startswith("NCCL_") or setting not in NcclConfig.model_fields:
         return None
@@ -281,5 +288,5 @@ def _find_nccl_setting(name: str, text: str) -> tuple[str, Any] | None:
 
 
 def _quote_substitution(match: re.Match[str]) -> str:
-    """Quote a command substitution so that it stays one word. Within double quotes it already is."""
+    """Quote a matched command substitution so that it stays one word. Inside double quotes it is one word already."""
     return match[0] if match.string[: match.start()].count('"') % 2 else shlex.quote(match[0])

@@ -1,4 +1,4 @@
-"""The migration report: each key of a source is mapped into the config, or reported as unmapped with a reason. None is dropped silently.
+"""Migration report of an import: each key of the source file is either mapped into the config or reported as unmapped, with a reason.
 
 A format's module fills a MigrationReport and builds its result; keys that it did not handle are reported as unknown.
 """
@@ -32,17 +32,17 @@ _NEAREST_RUNNER_TYPES = {"ssh": "swarm", "ssh_docker": "swarm", "slurm": "swarm"
 
 
 class UnmappedReason(StrEnum):
-    """Why a key of a source is not in the config."""
+    """Why a key of the source file was not mapped into the config."""
 
-    unknown = "is not known here"
+    unknown = "is not resolvable"
     no_counterpart = "has no counterpart"
-    done_differently = "is done otherwise"
-    is_default = "is the default here"
+    done_differently = "works differently"
+    is_default = "matches the default"
 
 
 @dataclass(frozen=True)
 class UnmappedKey:
-    """A key of a source that is not in the config: its key and line (1-based) in the source, and what to use instead."""
+    """A key of the source file that was not mapped: its key and line (1-based) in the source, and what to use instead."""
 
     key: str
     line: int | None
@@ -53,20 +53,23 @@ class UnmappedKey:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """A config's values, in schema order and without defaults; the keys of the source that are not in them; notes about them."""
+    """Result of an import: the config's values in schema order without defaults, the unmapped keys, and notes."""
 
     values: dict[str, Any]
     unmapped_keys: tuple[UnmappedKey, ...]
     notes: tuple[str, ...]
     used_keys: frozenset[KeyPath] = frozenset()
-    """Keys of the source that were handled."""
+    """Keys of the source file that were handled."""
 
 
 class MigrationReport:
-    """A source's values, and how each was handled."""
+    """Migration report: the values of a source file, and how each of its keys was handled."""
 
     def __init__(self, source: dict[str, Any], lines: Mapping[str, int] | None = None, *, show_last_part_only: bool = False) -> None:
-        """`lines` has the line of each dotted key. `show_last_part_only`: the last part of a key is enough, as its line identifies it."""
+        """Create the report of `source`; `lines` has the line of each dotted key.
+
+        `show_last_part_only`: show only the last part of a key, since the line identifies it.
+        """
         self._show_last_part_only = show_last_part_only
         self.source = _convert_keys_to_text(source)
         self._lines = dict(lines or {})
@@ -78,7 +81,7 @@ class MigrationReport:
         self._notes: list[str] = []
 
     def get(self, key: str | KeyPath, default: Any = None) -> Any:
-        """Return the value at `key`, or `default` if there is none."""
+        """Return the source file's value at `key`; `default` if there is none."""
         value: Any = self.source
         for key_part in _parse_key(key):
             if not isinstance(value, dict | list):
@@ -90,21 +93,21 @@ class MigrationReport:
         return value
 
     def get_mapping(self, key: str | KeyPath) -> dict[str, Any]:
-        """Return the mapping at `key`; an empty one if there is none."""
+        """Return the source file's mapping at `key`; an empty mapping if there is none."""
         value = self.get(key)
         return value if isinstance(value, dict) else {}
 
     def get_list(self, key: str | KeyPath) -> list[Any]:
-        """Return the list at `key`; an empty one if there is none."""
+        """Return the source file's list at `key`; an empty list if there is none."""
         value = self.get(key)
         return value if isinstance(value, list) else []
 
     def has_key(self, key: str | KeyPath) -> bool:
-        """Return whether there is a value at `key`, including null."""
+        """Return whether the source file has a value at `key`; null counts as a value."""
         return self.get(key, _ABSENT) is not _ABSENT
 
     def rename_key(self, section: KeyPath, old: str, new: str) -> None:
-        """Rename the key `old` of `section`, an older name, to its present name `new`."""
+        """Rename the key `old` of `section` in the source's values, an outdated name, to its present name `new`."""
         mapping, old_path = self.get(section) if section else self.source, ".".join((*section, old))
         if isinstance(mapping, dict) and old in mapping and new not in mapping:
             mapping[new] = mapping.pop(old)
@@ -114,11 +117,13 @@ class MigrationReport:
             }
 
     def iterate_leaves(self, key: str | KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-        """Yield each leaf at and below `key`: a value that is not a mapping or a list of mappings, or an empty one."""
+        """Yield each leaf at and below `key`, with its key: a value that is neither a mapping nor a list of mappings, or an empty one."""
         yield from _iterate_leaves(_parse_key(key), self.get(key, {}) if key else self.source)
 
     def map_key(self, key: str | KeyPath, path: str | KeyPath, value: Any = _ABSENT) -> None:
-        """Set `path` of the config to the value at `key`, or to `value`, which was derived from it."""
+        """Set the config field `path` to the source's value at `key` (or `value`, if it was derived from it), and mark the key as
+        handled.
+        """
         source_key, config_key = _parse_key(key), _parse_key(path)
         config_value = self.get(source_key) if value is _ABSENT else value
         previous_key = self._origins.get(config_key)
@@ -127,21 +132,21 @@ class MigrationReport:
             and not isinstance(config_value, list | dict)
             and self._values.get(config_key) != config_value
         ):
-            self.add_unmapped(previous_key, UnmappedReason.done_differently, f"{'.'.join(source_key)} wins")
+            self.add_unmapped(previous_key, UnmappedReason.done_differently, f"overridden by {'.'.join(source_key)}")
         self._handled.add(source_key)
         self._origins[config_key], self._values[config_key] = source_key, config_value
 
     def set_config_value(self, path: str | KeyPath, value: Any) -> None:
-        """Set `path` of the config to a value that the source implies without naming it."""
+        """Set the config field `path` to a value that the source implies without a key for it."""
         self._values[_parse_key(path)] = value
 
     def remove_config_value(self, path: str | KeyPath) -> None:
-        """Remove the value at `path` of the config."""
+        """Remove the value of the config field `path`."""
         self._values.pop(_parse_key(path), None)
         self._origins.pop(_parse_key(path), None)
 
     def get_config_value(self, path: str | KeyPath) -> Any:
-        """Return the value set at `path` of the config so far, or None."""
+        """Return the value set so far for the config field `path`; None if there is none."""
         return self._values.get(_parse_key(path))
 
     def add_unmapped(self, key: str | KeyPath, reason: UnmappedReason, replacement: str = "", *, value: Any = _ABSENT) -> None:
@@ -162,7 +167,7 @@ class MigrationReport:
         )
 
     def mark_used(self, *keys: str | KeyPath) -> None:
-        """Mark `keys` as handled: they contributed to the mapping of other keys."""
+        """Mark `keys` of the source as handled, because their values were used in the mapping of other keys."""
         self._handled.update(_parse_key(key) for key in keys)
 
     def add_note(self, text: str) -> None:
@@ -171,21 +176,21 @@ class MigrationReport:
             self._notes.append(text)
 
     def is_handled(self, key: KeyPath) -> bool:
-        """Return whether `key` has been handled so far."""
+        """Return whether `key` of the source has been handled so far."""
         return key in self._handled
 
     def find_line(self, key: KeyPath) -> int | None:
-        """Return the line of `key`, or that of its innermost enclosing key with a line."""
+        """Return the line of `key` in the source; without one, the line of its innermost enclosing key that has one."""
         while key and ".".join(key) not in self._lines:
             key = key[:-1]
         return self._lines.get(".".join(key))
 
     def set_runner_type(self, requested: str, key: str | KeyPath = ()) -> str:
-        """Set the launcher type that the source used, or the most similar one that exists, and return it."""
+        """Set the config's launcher type to `requested`, or to the most similar type that this version has, and return it."""
         runner_types = [runner_type.value for runner_type in RunnerType]
         runner_type = requested if requested in runner_types else _NEAREST_RUNNER_TYPES[requested]
         if runner_type != requested:
-            self.add_note(f"it ran by {requested}, for which there is no runner_type: runner.runner_type is {runner_type}")
+            self.add_note(f"the source uses {requested}, for which there is no runner_type: runner.runner_type is {runner_type}")
         if key and runner_type == requested:
             self.map_key(key, "runner.runner_type", runner_type)
         else:
@@ -200,7 +205,7 @@ class MigrationReport:
             self.set_config_value("runner.swarm.gpu", "visible")
 
     def build_result(self, source: str) -> ImportResult:
-        """Return the result. Raises ConfigError, with lines of `source`, if the config would not load."""
+        """Return the import result. Raises ConfigError, with lines of `source`, if the config is invalid."""
         for key in self._list_unhandled_keys():
             self.add_unmapped(key, UnmappedReason.no_counterpart, "unknown to swarmtrain")
         self._fill_batch_sizes()
@@ -228,7 +233,7 @@ class MigrationReport:
         )
 
     def _fill_batch_sizes(self) -> None:
-        """Fill in missing batch sizes from the known one or the defaults, and add a note."""
+        """Fill in missing batch sizes from the known ones or the defaults, and add a note."""
         topology = {path[1]: value for path, value in self._values.items() if path[0] == "topology" and value is not None}
         if not topology or sum(name in topology for name in _BATCH_KEYS) > 1:
             return
@@ -237,7 +242,9 @@ class MigrationReport:
             if name not in topology:
                 known_size = topology.get("micro_batch_size") or topology.get("global_batch_size")
                 self.set_config_value(f"topology.{name}", known_size or getattr(default_topology, name))
-        self.add_note("the source does not say both topology.global_batch_size and micro_batch_size: these values are a guess, so set them")
+        self.add_note(
+            "the source does not give both topology.global_batch_size and micro_batch_size: these values are guesses, so set them"
+        )
 
     def _validate_config(self, source: str) -> Config:
         try:
@@ -255,7 +262,7 @@ class MigrationReport:
         return Problem(f"{'.'.join(key)}, here {problem.path}", problem.message, self.find_line(key), problem.hint)
 
     def _list_unhandled_keys(self) -> list[KeyPath]:
-        """Return the outermost keys that were not handled, with no handled key above or below them."""
+        """Return the outermost keys of the source that were not handled and have no handled key above or below them."""
         unhandled: list[KeyPath] = []
         prefixes = {handled_key[:length] for handled_key in self._handled for length in range(len(handled_key))}
 
@@ -304,7 +311,7 @@ def is_secret(name: str) -> bool:
 
 
 def _convert_keys_to_text(value: Any) -> Any:
-    """Return `value` with text keys in its mappings, as other tools have: YAML also allows numbers and null as keys."""
+    """Return `value` with all mapping keys converted to text, as other tools expect: YAML also allows numbers and null as keys."""
     if isinstance(value, dict):
         return {str(key): _convert_keys_to_text(item) for key, item in value.items()}
     return [_convert_keys_to_text(item) for item in value] if isinstance(value, list) else value

@@ -58,13 +58,13 @@ _INTEGER_OPTIONS = ("gpus-per-node", "cpus-per-task")
 _HANDLED_OPTIONS = ("job-name", "output", "error", "open-mode", "ntasks", "ntasks-per-node", "array", "parsable", "chdir")
 _UNMAPPED_OPTIONS: dict[str, tuple[UnmappedReason, str]] = {
     "job-name": (UnmappedReason.done_differently, "the config file's name, or --name"),
-    "output": (UnmappedReason.done_differently, "swarmtrain logs, kept on this machine"),
-    "error": (UnmappedReason.done_differently, "swarmtrain logs, kept on this machine"),
-    "open-mode": (UnmappedReason.done_differently, "swarmtrain logs, kept on this machine"),
-    "ntasks": (UnmappedReason.done_differently, "a supervisor on each node"),
-    "cpus-per-task": (UnmappedReason.done_differently, "runner.docker_config.cpus, of a node's container"),
+    "output": (UnmappedReason.done_differently, "use swarmtrain logs; logs are kept on this machine"),
+    "error": (UnmappedReason.done_differently, "use swarmtrain logs; logs are kept on this machine"),
+    "open-mode": (UnmappedReason.done_differently, "use swarmtrain logs; logs are kept on this machine"),
+    "ntasks": (UnmappedReason.done_differently, "each node starts a supervisor"),
+    "cpus-per-task": (UnmappedReason.done_differently, "runner.docker_config.cpus, the limit of a node's container"),
     "mem": (UnmappedReason.done_differently, "runner.docker_config.memory"),
-    "signal": (UnmappedReason.done_differently, "runner.stop_grace: the time that a checkpoint may take"),
+    "signal": (UnmappedReason.done_differently, "runner.stop_grace: the time for a final checkpoint"),
     "requeue": (UnmappedReason.done_differently, "runner.max_restarts"),
     "no-requeue": (UnmappedReason.done_differently, "runner.max_restarts: 0"),
     "nodelist": (UnmappedReason.done_differently, "runner.hosts"),
@@ -79,7 +79,7 @@ _LINE_RULES: tuple[tuple[str, UnmappedReason, str], ...] = (
     (
         _PRELUDE_PATTERNS[0],
         UnmappedReason.done_differently,
-        "the image has what is needed: swarmtrain image build",
+        "put dependencies into the image: swarmtrain image build",
     ),
     (_PRELUDE_PATTERNS[1], UnmappedReason.done_differently, "each container has its own limits"),
     (
@@ -92,13 +92,13 @@ _LINE_RULES: tuple[tuple[str, UnmappedReason, str], ...] = (
         UnmappedReason.no_counterpart,
         "one run starts one script on all nodes",
     ),
-    (r"(cd|pushd)\b", UnmappedReason.done_differently, "runner.script and runner.code travel with the run"),
+    (r"(cd|pushd)\b", UnmappedReason.done_differently, "runner.script and runner.code are shipped with the run"),
     (
         r"(mkdir|rm|cp|mv|ln|rsync|tar|rclone)\b",
         UnmappedReason.done_differently,
-        "runner.code, and runner.docker_config.docker_mounts for what is large",
+        "runner.code, and runner.docker_config.docker_mounts for large files",
     ),
-    (r"(pip|python -m pip|uv)\b", UnmappedReason.done_differently, "the image has what is needed: swarmtrain image build"),
+    (r"(pip|python -m pip|uv)\b", UnmappedReason.done_differently, "put dependencies into the image: swarmtrain image build"),
 )
 _CONTAINER_FLAGS = (
     "nv",
@@ -120,14 +120,14 @@ _CONTAINER_FLAGS = (
 
 @dataclass
 class _ScriptState:
-    """State collected while a script is parsed."""
+    """State of the parser of an sbatch script."""
 
     variables: dict[str, str] = field(default_factory=dict)
     exported: dict[str, tuple[KeyPath, str]] = field(default_factory=dict)
     options: dict[str, tuple[KeyPath, str]] = field(default_factory=dict)
     launches: list[tuple[KeyPath, LaunchCommand]] = field(default_factory=list)
     used_variables: set[str] = field(default_factory=set)
-    """Variables that other lines refer to."""
+    """Names of variables to which other lines refer."""
 
 
 def parse_sbatch_script(text: str, source: str) -> MigrationReport:
@@ -142,11 +142,7 @@ def parse_sbatch_script(text: str, source: str) -> MigrationReport:
             _map_line(report, job, (key,), line)
     if not job.launches:
         raise ConfigError(
-            (
-                Problem(
-                    "", "starts neither torchrun nor python", hint="swarmtrain import takes the script that holds the line with torchrun"
-                ),
-            ),
+            (Problem("", "starts neither torchrun nor python", hint="pass the script that calls torchrun"),),
             source=source,
         )
     _map_launch(report, job)
@@ -154,7 +150,7 @@ def parse_sbatch_script(text: str, source: str) -> MigrationReport:
 
 
 def _key_lines(lines: list[tuple[int, str]]) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the lines keyed by their beginnings, made unique, and the line number of each key."""
+    """Return the lines keyed by the beginning of each line, made unique, and the line number of each key."""
     values: dict[str, str] = {}
     numbers: dict[str, int] = {}
     for number, line in lines:
@@ -223,7 +219,7 @@ def _parse_options(report: MigrationReport, job: _ScriptState, lines: list[tuple
 
 def _map_line(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
     if len(line) > _MAX_LINE_LENGTH:
-        report.add_unmapped(key, UnmappedReason.unknown, "too long a line")
+        report.add_unmapped(key, UnmappedReason.unknown, "the line is too long")
         return
     try:
         if _ASSIGNMENT_PATTERN.match(line):
@@ -243,7 +239,7 @@ def _map_line(report: MigrationReport, job: _ScriptState, key: KeyPath, line: st
             else:
                 report.add_unmapped(key, reason, replacement)
             return
-    report.add_unmapped(key, UnmappedReason.no_counterpart, "a command of the script's own")
+    report.add_unmapped(key, UnmappedReason.no_counterpart, "a custom command of the script")
 
 
 def _map_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
@@ -259,7 +255,7 @@ def _map_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, li
         report.add_unmapped(
             key,
             UnmappedReason.done_differently if is_rendezvous else UnmappedReason.unknown,
-            RENDEZVOUS_TEXT if is_rendezvous else "a command's output: set it in runner.env",
+            RENDEZVOUS_TEXT if is_rendezvous else "the output of a command: set its value in runner.env",
         )
         return
     try:
@@ -282,7 +278,7 @@ def _map_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, li
 
 
 def _expand_variables(job: _ScriptState, text: str) -> str:
-    """Expand the variables whose values are known; leave others unchanged."""
+    """Return `text` with the shell variables of known value expanded, and the others unchanged."""
     nodes, ranks = job.options.get("nodes", ((), ""))[1], _count_gpus_per_node(job)
     slurm = {
         "SLURM_NNODES": nodes,
@@ -303,7 +299,7 @@ def _expand_variables(job: _ScriptState, text: str) -> str:
     job.used_variables.update(re.findall(r"\$\{?(\w+)", text))
     for _ in range(_MAX_VARIABLE_DEPTH):
         if len(text) > _MAX_LINE_LENGTH:
-            raise ValueError("its variables make too long a line")
+            raise ValueError("the line is too long once variables are expanded")
         text = re.sub(r"\$(?:(\w+)|\{(\w+)\}|\{(\w+):-([^{}]*)\})", lambda found: _substitute(values, found), text)
     return text
 
@@ -319,7 +315,7 @@ def _substitute(values: dict[str, str], match: re.Match[str]) -> str:
 
 
 def _count_gpus_per_node(job: _ScriptState) -> int | None:
-    """Return the GPUs per node from the script's options, or None."""
+    """Return the number of GPUs per node from the script's options; None if it is unknown."""
     for name in _GPU_OPTIONS[:2]:
         count = _COUNT_PATTERN.fullmatch(job.options[name][1].partition(",")[0]) if name in job.options else None
         if count:
@@ -334,7 +330,7 @@ def _count_gpus_per_node(job: _ScriptState) -> int | None:
 def _map_launch(report: MigrationReport, job: _ScriptState) -> None:
     (key, launch), *other_launches = job.launches
     for other_key, _ in other_launches:
-        report.add_unmapped(other_key, UnmappedReason.done_differently, "one run starts one script: a config of its own")
+        report.add_unmapped(other_key, UnmappedReason.done_differently, "a run starts one script: write a separate config")
     wrapper_variables = _map_wrapper_words(report, (*key, "wrapper"), launch)
     nodes, slots = map_launch_command(report, key, launch)
     _map_node_counts(report, job, launch, nodes, slots)
@@ -372,7 +368,7 @@ def _map_node_counts(report: MigrationReport, job: _ScriptState, launch: LaunchC
         report.add_unmapped(
             per_node[0],
             UnmappedReason.done_differently,
-            "runner.default_gpu_count" if is_plain_python else "a supervisor on each node",
+            "runner.default_gpu_count" if is_plain_python else "each node starts a supervisor",
             value=per_node[1],
         )
     for name in _GPU_OPTIONS:
@@ -385,9 +381,7 @@ def _map_node_counts(report: MigrationReport, job: _ScriptState, launch: LaunchC
         elif name == "gpus" and name in job.options and _count_gpus_per_node(job):
             report.map_key(job.options[name][0], "runner.slurm.gpus_per_node", _count_gpus_per_node(job))
     if is_plain_python and ranks and ranks > 1:
-        report.add_note(
-            "srun started a process for each rank; torchrun does so now: the script finds RANK and WORLD_SIZE in its environment"
-        )
+        report.add_note("srun started one process per rank; now torchrun does, and sets RANK and WORLD_SIZE in the script's environment")
 
 
 def _map_option(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
@@ -400,12 +394,12 @@ def _map_option(report: MigrationReport, source_key: KeyPath, name: str, value: 
     else:
         is_queue_option = name in ("partition", "account", "qos", "time", "dependency", "array")
         report.add_unmapped(
-            source_key, UnmappedReason.no_counterpart, "the queue is Slurm's; a swarm has none" if is_queue_option else "", value=value
+            source_key, UnmappedReason.no_counterpart, "only Slurm has a queue; a swarm has none" if is_queue_option else "", value=value
         )
 
 
 def _has_slurm_setting(report: MigrationReport, name: str) -> bool:
-    """Return whether the run uses Slurm, and its launcher has the setting `name`."""
+    """Return whether the import targets Slurm and the Slurm launcher has the setting `name`."""
     return report.get_config_value("runner.runner_type") == "slurm" and is_config_field(f"runner.slurm.{name}")
 
 
@@ -415,7 +409,7 @@ def _append_slurm_setting(report: MigrationReport, source_key: KeyPath, name: st
 
 
 def _map_slurm_option(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
-    """Map an option to its setting of the Slurm launcher, else to runner.slurm.options unchanged."""
+    """Map an sbatch option to its setting of the Slurm launcher; without one, copy it to runner.slurm.options."""
     lead_match = re.search(r"@(\d+)$", value)
     if name in _SLURM_SETTINGS and _has_slurm_setting(report, _SLURM_SETTINGS[name]) and (value.isdigit() or name not in _INTEGER_OPTIONS):
         report.map_key(source_key, f"runner.slurm.{_SLURM_SETTINGS[name]}", int(value) if name in _INTEGER_OPTIONS else value)
@@ -428,7 +422,7 @@ def _map_slurm_option(report: MigrationReport, source_key: KeyPath, name: str, v
 
 
 def _map_wrapper_words(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> dict[str, tuple[KeyPath, str]]:
-    """Map the words before the program; return the variables that they set."""
+    """Map the words in front of the launcher (srun, apptainer …). Return the variables they set, each with its source key and value."""
     variables: dict[str, tuple[KeyPath, str]] = {}
     words, program = list(launch.wrapper_words), ""
     while words:
@@ -463,7 +457,7 @@ def _map_wrapper_words(report: MigrationReport, key: KeyPath, launch: LaunchComm
 
 
 def _take_option_value(word: str, words: list[str], program: str) -> str:
-    """Return the value of the option `word`, removed from `words` if it is the next word."""
+    """Return the value of the option `word`. If the value is the next word, it is removed from `words`."""
     name, has_value, value = word.lstrip("-").partition("=")
     has_no_value = name in (_CONTAINER_FLAGS if program in ("apptainer", "singularity") else _SRUN_FLAGS)
     return value if has_value or has_no_value or not words or words[0].startswith("-") else words.pop(0)
@@ -472,7 +466,7 @@ def _take_option_value(word: str, words: list[str], program: str) -> str:
 def _map_container_option(
     report: MigrationReport, source_key: KeyPath, name: str, value: str, variables: dict[str, tuple[KeyPath, str]]
 ) -> None:
-    """Map an option of apptainer; add the variables that it sets to `variables`."""
+    """Map an option of apptainer, and add the variables that the option sets to `variables`."""
     apptainer_path = "runner.slurm.apptainer"
     if _has_slurm_setting(report, "apptainer.binds") and name in ("B", "bind", "nv", "home", "H", "env"):
         if name in ("B", "bind"):
@@ -516,7 +510,7 @@ def _parse_binds(report: MigrationReport, source_key: KeyPath, value: str) -> li
         else:
             mounts.append((source, target or source))
             if mode == "ro":
-                report.add_unmapped((*source_key, bind), UnmappedReason.no_counterpart, "mounts can be written to", value=bind)
+                report.add_unmapped((*source_key, bind), UnmappedReason.no_counterpart, "mounts are always writable", value=bind)
     return mounts
 
 
@@ -531,6 +525,6 @@ def _map_image(report: MigrationReport, source_key: KeyPath, word: str, program:
         report.add_unmapped(
             source_key,
             UnmappedReason.done_differently,
-            "an image from a registry: runner.docker_config.docker_container, made by swarmtrain image build",
+            "set runner.docker_config.docker_container to an image in a registry, built with swarmtrain image build",
             value=word,
         )

@@ -1,4 +1,4 @@
-"""Import a config of Aleph Alpha's Scaling. Most fields have the same names and meanings; the others are listed below."""
+"""Import a config of Aleph Alpha's Scaling. Most fields have the same names and meanings; this module lists the others."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from swarmtrain.importers import deepspeed
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, get_field_types, is_config_field, is_secret
 
 SECTIONS = frozenset(("runner", "topology", "trainer", "training_groups", "transformer_architecture", "luminous_architecture"))
-_CUSTOM_SCRIPT_TEXT = "own models are scripts of your own"
+_CUSTOM_SCRIPT_TEXT = "write a custom script for a custom model"
 _BACKGROUND_LOADING_TEXT = "batches are prepared in the background"
-_ATTENTION_KERNEL_TEXT = "torch chooses attention's kernel"
+_ATTENTION_KERNEL_TEXT = "torch selects the attention kernel"
 _NO_COUNTERPART, _DONE_DIFFERENTLY = UnmappedReason.no_counterpart, UnmappedReason.done_differently
 _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
-    "version": (_DONE_DIFFERENTLY, "checkpoints say which version wrote them"),
+    "version": (_DONE_DIFFERENTLY, "checkpoints record the version that wrote them"),
     "determined_experiment_id": (_NO_COUNTERPART, ""),
     "determined_trial_id": (_NO_COUNTERPART, ""),
     "runner.use_determined": (_NO_COUNTERPART, ""),
-    "runner.docker_config.docker_sudo": (_DONE_DIFFERENTLY, "DOCKER_HOST, or be in the group docker"),
-    "logger.metrics_ranks": (_DONE_DIFFERENTLY, "metrics.jsonl has those of all ranks"),
-    "logger.wandb_ranks": (_DONE_DIFFERENTLY, "rank 0 reports for all"),
-    "logger.tensorboard_ranks": (_DONE_DIFFERENTLY, "rank 0 writes for all"),
+    "runner.docker_config.docker_sudo": (_DONE_DIFFERENTLY, "set DOCKER_HOST, or add the user to the docker group"),
+    "logger.metrics_ranks": (_DONE_DIFFERENTLY, "metrics.jsonl contains the metrics of all ranks"),
+    "logger.wandb_ranks": (_DONE_DIFFERENTLY, "rank 0 reports the metrics of all ranks"),
+    "logger.tensorboard_ranks": (_DONE_DIFFERENTLY, "rank 0 writes the metrics of all ranks"),
     "logger.determined_metrics_ranks": (_NO_COUNTERPART, ""),
     "topology.global_rank": (_DONE_DIFFERENTLY, "ranks are assigned when a world forms"),
     "topology.local_slot": (_DONE_DIFFERENTLY, "ranks are assigned when a world forms"),
     "optimizer.allreduce_bucket_size": (_DONE_DIFFERENTLY, "gradients are exchanged during the backward pass"),
-    "optimizer.zero_save_static": (_DONE_DIFFERENTLY, "every checkpoint is written in parts, and fits any topology"),
+    "optimizer.zero_save_static": (_DONE_DIFFERENTLY, "every checkpoint is sharded and can be loaded with any topology"),
     "optimizer.debug_log": (_NO_COUNTERPART, ""),
     "training.use_deterministic_torch_algorithms": (_DONE_DIFFERENTLY, "trainer.deterministic"),
     "training.allow_missing_params_in_optimizer": (_NO_COUNTERPART, "every parameter is in a group"),
     "training.loss_function_config": (_DONE_DIFFERENTLY, "cross entropy, or trainer.contrastive_config with data.positive_prefixes"),
-    "transformer_architecture.embedding_head_config": (_DONE_DIFFERENTLY, "the same, with trainer.contrastive_config"),
+    "transformer_architecture.embedding_head_config": (_DONE_DIFFERENTLY, "the same key, together with trainer.contrastive_config"),
     "trainer.assert_checkpoint_loaded": (
         _DONE_DIFFERENTLY,
         "load_dir must have a checkpoint; training resumes from save_dir if it has one",
@@ -44,25 +44,25 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "trainer.dataloader_prefetch_factor": (_DONE_DIFFERENTLY, _BACKGROUND_LOADING_TEXT),
     "trainer.separate_file_for_parameters": (_DONE_DIFFERENTLY, "trainer.save_frozen_parameters: false"),
     "trainer.merge_lora_after_loading_checkpoint": (_DONE_DIFFERENTLY, "swarmtrain export merges it"),
-    "transformer_architecture.vocab_file": (_DONE_DIFFERENTLY, "data hold tokens already; vocab_size says how many there are"),
-    "transformer_architecture.attention_qkv_in_one": (_DONE_DIFFERENTLY, "always in one product"),
+    "transformer_architecture.vocab_file": (_DONE_DIFFERENTLY, "data is already tokenized; set vocab_size to the size of the vocabulary"),
+    "transformer_architecture.attention_qkv_in_one": (_DONE_DIFFERENTLY, "always computed in one matrix product"),
     "transformer_architecture.attention_use_matmul": (_DONE_DIFFERENTLY, _ATTENTION_KERNEL_TEXT),
     "transformer_architecture.masked_softmax": (_DONE_DIFFERENTLY, _ATTENTION_KERNEL_TEXT),
     "transformer_architecture.layernorm.optimization_type": (_DONE_DIFFERENTLY, "trainer.compile"),
     "transformer_architecture.lm_head": (_NO_COUNTERPART, _CUSTOM_SCRIPT_TEXT),
     "transformer_architecture.lora_config.name": (_NO_COUNTERPART, ""),
     "transformer_architecture.adapter_config.name": (_NO_COUNTERPART, ""),
-    "transformer_architecture.adapter_config.init_std": (_DONE_DIFFERENTLY, "it begins as if it were not there"),
+    "transformer_architecture.adapter_config.init_std": (_DONE_DIFFERENTLY, "an adapter is initialized to have no effect"),
     "transformer_architecture.softprompt_config": (
         _DONE_DIFFERENTLY,
-        "trainer.finetunable_token_ids, of tokens that the tokenizer keeps in reserve",
+        "trainer.finetunable_token_ids, for reserved tokens of the tokenizer",
     ),
     "transformer_architecture.bitfit_bias_config": (_DONE_DIFFERENTLY, "trainer.finetunable_parameters: [bias]"),
     "transformer_architecture.causal": (_NO_COUNTERPART, "always causal"),
     "transformer_architecture.umup.allow_non_umup_params": (_NO_COUNTERPART, ""),
     "data.finetuning_dataset": (_DONE_DIFFERENTLY, "swarmtrain data tokenize --prompt-key"),
     "data.finetuning_chat_dataset": (_DONE_DIFFERENTLY, "swarmtrain data tokenize --chat"),
-    "data.legacy_dataset": (_NO_COUNTERPART, "write the tokens again"),
+    "data.legacy_dataset": (_NO_COUNTERPART, "tokenize the data again"),
     "data.load_mmap_index_to_memory": (_DONE_DIFFERENTLY, "data.use_mmap"),
     "data.load_data_item_mmap_index_to_memory": (_DONE_DIFFERENTLY, "data.use_mmap"),
     "data.only_full_sequences": (_DONE_DIFFERENTLY, "data.packing"),
@@ -86,16 +86,16 @@ _SCALING_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def map_scaling_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map a Scaling config, for a run on `hosts` if they are given separately."""
+    """Map the Scaling config in `report` for a run on `hosts`; empty: the hosts in the Scaling config."""
     report.rename_key((), "luminous_architecture", "transformer_architecture")
     report.rename_key(("runner",), "hostfile", "hostsfile")
     if hosts and report.has_key("runner.hostsfile"):
-        report.add_unmapped("runner.hostsfile", UnmappedReason.done_differently, "runner.hosts has those of --hostsfile")
+        report.add_unmapped("runner.hostsfile", UnmappedReason.done_differently, "runner.hosts lists the hosts of --hostsfile")
     if report.get("logger.use_tensorboard") and not (report.get("logger.log_dir") or report.get("trainer.save_dir")):
         report.add_unmapped(
             "logger.use_tensorboard",
             UnmappedReason.done_differently,
-            "logger.log_dir says where to; without it Scaling writes nothing either",
+            "set logger.log_dir; without it, Scaling writes nothing either",
         )
     _map_runner_type(report, hosts)
     for key, value in list(report.iterate_leaves()):
@@ -141,17 +141,17 @@ def _map_runner_type(report: MigrationReport, hosts_argument: tuple[str, ...]) -
             "local" if is_single_machine and runner_type == "ssh" else runner_type, key if report.has_key(key) else ()
         )
         if is_single_machine and runner_type == "ssh":
-            report.add_note("without hosts Scaling runs on the machine itself: runner.runner_type is local")
+            report.add_note("without hosts, Scaling runs on the local machine: runner.runner_type is local")
             if type(report.get("topology.world_size")) is int:
                 report.set_config_value("runner.default_gpu_count", report.get("topology.world_size"))
         if chosen_type.startswith("ssh"):
-            report.add_note("Scaling passes on the variables in ~/.deepspeed_env, if there is one; here runner.env_file names it")
+            report.add_note("Scaling passes on the variables in ~/.deepspeed_env if it exists; to use it, set runner.env_file")
         report.make_gpus_visible()
         if chosen_type == "swarm":
-            report.add_note("Scaling shows all GPUs to its processes: runner.swarm.gpu is visible")
+            report.add_note("Scaling makes all GPUs visible to its processes: runner.swarm.gpu is visible")
     if not isinstance(report.get("runner.default_gpu_count"), int) and hosts and not all("slots=" in str(host) for host in hosts):
         report.set_config_value("runner.default_gpu_count", 8)
-        report.add_note("a host that names no slots has 8 in Scaling: runner.default_gpu_count is 8")
+        report.add_note("a host without slots has 8 in Scaling: runner.default_gpu_count is 8")
 
 
 def _map_hostsfile(report: MigrationReport, key: KeyPath) -> None:
@@ -160,13 +160,13 @@ def _map_hostsfile(report: MigrationReport, key: KeyPath) -> None:
     elif is_config_field(key):
         report.map_key(key, key)
     else:
-        report.add_unmapped(key, UnmappedReason.done_differently, "--hostsfile FILE puts it into runner.hosts")
+        report.add_unmapped(key, UnmappedReason.done_differently, "use --hostsfile FILE, which fills runner.hosts")
 
 
 def _map_gpu_count(report: MigrationReport, key: KeyPath) -> None:
     """Map default_gpu_count. Without hosts Scaling ignores it and uses the machine's own GPUs."""
     if report.get_config_value(key) is not None:
-        report.add_unmapped(key, UnmappedReason.done_differently, "without hosts: topology.world_size")
+        report.add_unmapped(key, UnmappedReason.done_differently, "without hosts, topology.world_size applies")
     elif report.get(key) is None or (report.get_config_value("runner.runner_type") == "local"):
         report.add_unmapped(key, UnmappedReason.is_default, "the machine's GPUs")
     else:
@@ -194,18 +194,20 @@ def _map_local_window(report: MigrationReport, key: KeyPath) -> None:
 def _map_blend_weights(report: MigrationReport, key: KeyPath) -> None:
     """Map blend weights. In Scaling weight_by_num_documents takes precedence over weights unless it is false."""
     if report.get("data.blended_dataset.weight_by_num_documents", True) and report.get(key) is not None:
-        report.add_unmapped(key, UnmappedReason.done_differently, "Scaling lets weight_by_num_documents win; for weights set that to false")
+        report.add_unmapped(
+            key, UnmappedReason.done_differently, "in Scaling, weight_by_num_documents takes precedence; set it to false to use weights"
+        )
     else:
         report.map_key(key, key)
 
 
 def _map_weight_decay(report: MigrationReport, key: KeyPath) -> None:
     if report.get_list("training_groups"):
-        report.add_unmapped(key, UnmappedReason.done_differently, "training_groups have their own")
+        report.add_unmapped(key, UnmappedReason.done_differently, "set for each group in training_groups")
         return
     report.map_key(key, "training_groups", [{"group_name": "all", "weight_decay": report.get(key)}])
     report.add_note(
-        "training_groups: weight decay is of all parameters, biases and norms too; to leave some out give them a group of their own"
+        "training_groups: weight decay applies to all parameters, including biases and norms; to exclude some, give them a separate group"
     )
 
 
@@ -214,7 +216,7 @@ def _map_deterministic(report: MigrationReport, key: KeyPath) -> None:
 
 
 def _map_tensor_statistics(report: MigrationReport, key: KeyPath) -> None:
-    """Map tensor statistics except the entropy, which is for probabilities: no module returns any."""
+    """Map tensor statistics, except the entropy: it is defined for probabilities, and no module of the model returns any."""
     pairs = report.get_list(key)
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], list) for pair in pairs):
         report.map_key(key, key)
@@ -253,7 +255,7 @@ _KEY_HANDLERS = {
 
 
 def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
-    """Compute the global batch size. Scaling multiplies by the number of ranks, which a config may not contain."""
+    """Compute the global batch size. Scaling derives it from the number of ranks, which swarmtrain's config may not contain."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "model_parallel_size", "pipe_parallel_size")
     micro_batch_size, accumulation_steps, tensor_parallel_size, pipeline_parallel_size = (report.get(f"topology.{name}") for name in names)
     is_known = any(report.get(f"topology.{name}") for name in ("world_size", "data_parallel_size", "global_batch_size"))
@@ -267,8 +269,9 @@ def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
     report.add_unmapped("topology.gradient_accumulation_steps", UnmappedReason.done_differently, "follows from topology.global_batch_size")
     report.set_config_value("topology.global_batch_size", micro_batch_size * accumulation_steps * replicas)
     report.add_note(
-        f"topology.global_batch_size is {micro_batch_size} x {accumulation_steps} x {replicas}, the replicas that its hosts make: set "
-        f"it if there are others"
+        f"topology.global_batch_size is {micro_batch_size} x {accumulation_steps} x {replicas}, the number of replicas on its hosts: "
+        f"change "
+        f"it if the number differs"
     )
 
 
@@ -289,7 +292,7 @@ def _map_training_groups(report: MigrationReport) -> None:
     if any(group.get("parameters_include") or group.get("parameters_exclude") for group in mapped_groups):
         report.add_note("training_groups: patterns match swarmtrain's parameter names; a run lists the names if a pattern matches none")
     if any(group.get("independent_weight_decay") for group in mapped_groups):
-        report.add_note("training_groups: independent_weight_decay follows the schedule here, though not the height of its learning_rate")
+        report.add_note("training_groups: independent_weight_decay follows the schedule, but not the value of learning_rate")
 
 
 def _fill_scaling_defaults(report: MigrationReport) -> None:
@@ -298,7 +301,7 @@ def _fill_scaling_defaults(report: MigrationReport) -> None:
     for path, value in filled_values.items():
         report.set_config_value(path, value)
     if filled_values:
-        report.add_note(f"Scaling's defaults that are others here are written out: {', '.join(filled_values)}")
+        report.add_note(f"Scaling's defaults that differ from swarmtrain's are written out: {', '.join(filled_values)}")
 
 
 def _iterate_scaling_defaults(report: MigrationReport) -> Iterator[tuple[str, Any]]:
@@ -322,7 +325,7 @@ def _suggest_replacement(path: str) -> str:
     return (
         _CUSTOM_SCRIPT_TEXT
         if path.startswith("transformer_architecture.")
-        else "a Dataset in datautils.py"
+        else "implement Dataset in datautils.py"
         if path.startswith("data.")
         else "unknown to swarmtrain"
     )

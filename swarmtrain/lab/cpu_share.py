@@ -1,8 +1,8 @@
-"""The share of this machine's cores that each node of a lab counts as its own.
+"""CPU share: the number of this machine's cores that each node of a lab counts as its own.
 
 All nodes run on the same cores. A node that sized its thread pools by all of them would slow down the others, so each gets its share in
-SWARMTRAIN_CORES: containers from a wrapper around runc, which machine.sh mounts over the real one; SSH sessions and Slurm tasks from
-the settings of sshd and slurmd. The kernel still runs the threads of a node on any free core.
+SWARMTRAIN_CORES: containers from a wrapper around runc, which machine.sh mounts over the real one; SSH sessions and Slurm tasks from the
+settings of sshd and slurmd. The kernel still runs the threads of a node on any free core.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def compute_cores_per_node(description: LabDescription) -> int:
 
 
 def format_assignment(description: LabDescription) -> str:
-    """Return the assignment of SWARMTRAIN_CORES."""
+    """Return the shell assignment of SWARMTRAIN_CORES for the nodes of this lab."""
     return f"{CORES_VARIABLE}={compute_cores_per_node(description)}"
 
 
 def write_runc(directory: Path, description: LabDescription) -> None:
-    """Write the runc wrapper into a lab's directory, where machine.sh expects it."""
+    """Write the runc wrapper, which sets SWARMTRAIN_CORES, into the lab's directory, where machine.sh expects it."""
     wrapper = directory / "runc"
     wrapper.write_text(_RUNC_WRAPPER.format(setting=format_assignment(description)))
     wrapper.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The few requests that a lab sends to its engines over their sockets, with only the standard library."""
+"""Minimal client of the Docker engine API over a Unix socket, for a lab's few requests, with only the standard library."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ _CONTAINERD_TIMEOUT_TEXT = "timeout waiting for containerd to start"
 
 
 def get_engine_socket(directory: Path, node: str) -> Path:
-    """Return the path of the node's Docker socket, which can be used from outside its namespaces."""
+    """Return the path of the node's Docker socket on this machine."""
     return directory / node / "docker.sock"
 
 
 def build_engine_service(directory: Path, description: LabDescription, node: str) -> str:
-    """Write the engine's settings, which a bare lab leaves to its user, and return the script that runs the engine."""
+    """Write the settings of the node's Docker engine, except in a bare lab, and return the shell script that runs the engine."""
     home = directory / node
     (home / "etc").mkdir()
     (home / "data").mkdir(mode=0o711)
@@ -48,7 +48,7 @@ def _build_daemon_settings(description: LabDescription, node: str) -> dict[str, 
 
 
 def wait_until_up(directory: Path, node: str, *, seconds: float = 60) -> dict[str, Any]:
-    """Return the node's engine info (`/info`) once the engine answers.
+    """Wait until the node's Docker engine answers, and return its info (`/info`).
 
     Raises LabError with the end of its log if it dies, or does not answer within `seconds`.
     """
@@ -66,7 +66,7 @@ def wait_until_up(directory: Path, node: str, *, seconds: float = 60) -> dict[st
 
 
 def wait_until_all_up(directory: Path, description: LabDescription) -> None:
-    """Return once all engines answer. Raises LabError with the log of one that does not."""
+    """Wait until all engines of the lab answer. Raises LabError with the log of an engine that does not."""
     with ThreadPoolExecutor(len(description.nodes)) as pool:
         list(pool.map(lambda node: _wait_or_reboot(directory, description, node), description.nodes))
 
@@ -83,7 +83,7 @@ def _wait_or_reboot(directory: Path, description: LabDescription, node: str) -> 
 
 
 def form_swarm(directory: Path, description: LabDescription) -> None:
-    """Make the first of the running engines the manager of a swarm, and join the others to it. Raises LabError."""
+    """Initialize a swarm: the first node becomes the manager, and the other nodes join it. Raises LabError if that fails."""
     first, *other_nodes = description.nodes
     with ThreadPoolExecutor(len(description.nodes)) as pool:
         manager = get_engine_socket(directory, first)
@@ -95,7 +95,10 @@ def form_swarm(directory: Path, description: LabDescription) -> None:
 
 
 def wait_until_ready(directory: Path, description: LabDescription, nodes: Iterable[str], *, seconds: float = 60) -> None:
-    """Return once the manager reports all `nodes` as ready. Raises LabError that names those that are not within `seconds`."""
+    """Wait until the swarm's manager reports all `nodes` as ready.
+
+    Raises LabError that names the nodes that are not ready within `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while missing := set(nodes) - _list_ready_nodes(get_engine_socket(directory, description.nodes[0])):
         if time.monotonic() > deadline:
@@ -120,7 +123,10 @@ def _list_ready_nodes(manager: Path) -> set[str]:
 
 
 def _build_dockerd_flags(directory: Path, description: LabDescription, node: str) -> list[str]:
-    """Return the flags that let the engine run next to others on this machine. All other settings are in its daemon.json."""
+    """Return the dockerd flags with which the node's engine can run next to other engines on this machine.
+
+    All other settings are in its daemon.json.
+    """
     return [
         f"--host=unix://{get_engine_socket(directory, node)}",
         f"--host={OWN_SOCKET}",

@@ -1,4 +1,4 @@
-"""The lab as one object: bring it up, inject faults, inspect it, tear it down. Any later process finds it by its name."""
+"""The lab as one object: start it, inject faults, inspect it, remove it. A later process finds it by its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ProgressReporter = Callable[[str], None]
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One line of `lab status`.
+    """Status of one lab node, shown as one line of `lab status`.
 
     `state` is up, dead or cut; `role` is manager or worker, "" without a swarm; `link` is up, cut, or the rate limit; `services` are
     those of sshd, slurmctld and slurmd that listen; `pid` is that of the machine's init.
@@ -35,29 +35,29 @@ class NodeStatus:
 
 
 class Lab:
-    """A lab on this machine, running or not. Methods raise LabError; those that change something need root."""
+    """A lab on this machine, running or not. Methods raise LabError; methods that change the lab need root."""
 
     def __init__(self, name: str = DEFAULT_NAME) -> None:
         state.check_name(name)
         self.name = name
         self._base = state.get_base_directory()
         self.directory = self._base / name
-        """The directory of the lab's own files."""
+        """The directory with the lab's own files."""
         self._own_shared_disk = self.directory / "shared"
 
     @property
     def shared_disk(self) -> Path:
-        """The host path of the disk that all nodes have at /mnt/shared."""
+        """Host path of the shared disk, which all nodes mount at /mnt/shared."""
         description = state.read_description(self.directory)
         return Path(description.shared) if description else self._own_shared_disk
 
     def get_node_disk(self, node: str) -> Path:
-        """Return the host path of the disk that only this node has, at /mnt/own."""
+        """Return the host path of the disk that only the node `node` mounts, at /mnt/own."""
         self._require_node(node)
         return machines.get_node_disk(self.directory, node)
 
     def check_prerequisites(self, engine: Path | None = None, components: Collection[str] = ("swarm",)) -> None:
-        """Raise LabError, with a fix, if this machine cannot host a lab with these `components`."""
+        """Check that this machine can host a lab with these `components`. Raises LabError with a fix if it cannot."""
         check_machine(engine, components)
         state.check_directory(self.directory)
         network.check_kernel()
@@ -73,7 +73,7 @@ class Lab:
         shared: Path | None = None,
         report_progress: ProgressReporter,
     ) -> None:
-        """Bring up machines, given their number or their names, with `components` of state.COMPONENTS.
+        """Start the lab: its machines, given by number or by names, with `components` of state.COMPONENTS.
 
         With `swarm`, each machine has an engine, the first is the manager, and there is a registry. With `docker`, the engines are in
         no swarm; those of a `bare` lab trust no registry either. With `ssh`, each machine has an sshd. With `slurm`, each is a node of
@@ -91,7 +91,7 @@ class Lab:
         if not 1 <= len(names) <= state.MAX_NODES:
             raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
         if gpus and bare:
-            raise LabError("the engines of a bare lab have no settings before their owner gives them some", place="lab up --gpus")
+            raise LabError("cannot be used for a bare lab: its engines have no settings until you configure them", place="lab up --gpus")
         with state.lock_labs(self._base):
             shared_path = (shared or self._own_shared_disk).absolute()
             engine_path = str(engine.absolute()) if engine else None
@@ -107,25 +107,25 @@ class Lab:
                 components=tuple(component for component in state.COMPONENTS if component in components),
             )
             if gpus and not desired.has_engines:
-                raise LabError("machines without an engine have none to declare GPUs", place="lab up --gpus")
+                raise LabError("needs machines with an engine, which declares the GPUs", place="lab up --gpus")
             if self._is_already_running(desired, report_progress):
                 return
             self._remove()
             try:
                 self._create(desired, report_progress)
             except BaseException:
-                report_progress("failed or interrupted: removing what was made")
+                report_progress("failed or interrupted: removing the created objects")
                 self._remove()
                 raise
         self._print_introduction(desired, report_progress)
 
     def tear_down(self, *, keep_images: bool = False, report_progress: ProgressReporter) -> None:
-        """Remove the lab and all its data; with the last lab of this machine also the images, unless `keep_images`."""
+        """Remove the lab and all its data. With the last lab of this machine, its images are removed, too, unless `keep_images`."""
         check_root()
         with state.lock_labs(self._base):
             description = state.read_description(self.directory)
             self._remove()
-            report_progress(f"lab {self.name}: removed" if description else f"lab {self.name}: there is none")
+            report_progress(f"lab {self.name}: removed" if description else f"lab {self.name}: does not exist")
             self._remove_images(keep_images, report_progress)
         state.remove_base_if_empty(self._base)
 
@@ -137,20 +137,20 @@ class Lab:
         return [self._get_node_status(description, node, link_states.get(node, "cut")) for node in description.nodes]
 
     def power_off(self, node: str, *, report_progress: ProgressReporter) -> None:
-        """Power off the node: its services and containers are gone at once, and no peer is notified. Its disk stays."""
+        """Power off the node: its services and containers are killed at once, and no peer is notified. Its disk is kept."""
         description = self._require_running_node(node)
         machines.power_off(self.directory, description, node)
-        notice_text = "; a swarm notices in about 15 s" if description.has_engines else ""
+        notice_text = "; a swarm detects this after about 15 s" if description.has_engines else ""
         report_progress(f"{node}: power off{notice_text}. `{self._format_command('start', node)}` boots it again")
 
     def power_on(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Boot a node that was powered off, with its data.
 
-        Return once its services answer and, if the first node is alive, the node is ready.
+        Returns once its services answer and, if the first node is alive, once the node is ready.
         """
         description = self._require_node(node)
         if self._get_pid(node) is not None:
-            raise LabError("runs already", place=node, hint=self._format_command("status"))
+            raise LabError("is already running", place=node, hint=self._format_command("status"))
         machines.power_off(self.directory, description, node)  # remove what an engine that died by itself left behind
         machines.boot_node(self.directory, description, node)
         if description.has_engines:
@@ -158,23 +158,25 @@ class Lab:
         if "ssh" in description.components:
             ssh.wait_until_up(self.directory, node)
         if (description.has_swarm or "slurm" in description.components) and self._get_pid(description.nodes[0]) is None:
-            report_progress(f"{node}: runs again, and joins when {'the manager' if description.has_swarm else description.nodes[0]} does")
+            report_progress(
+                f"{node}: running again, and joins when {'the manager' if description.has_swarm else description.nodes[0]} does"
+            )
             return
         if "slurm" in description.components:
             running_nodes = [each.node for each in self.get_status() if each.state == "up"]
             slurm.wait_until_ready(self.directory, description, running_nodes if node == description.nodes[0] else [node])
         if description.has_swarm:
             engines.wait_until_ready(self.directory, description, [node])
-        report_progress(f"{node}: runs again{' and is ready in the swarm' if description.has_swarm else ''}")
+        report_progress(f"{node}: running again{' and is ready in the swarm' if description.has_swarm else ''}")
 
     def cut_network(self, node: str, *, report_progress: ProgressReporter) -> None:
-        """Partition the node: it keeps running without a network."""
+        """Partition the node from the lab's network; the machine keeps running."""
         self._require_running_node(node)
         network.cut_link(self.name, node)
-        report_progress(f"{node}: cut off, all that is on it runs on. `{self._format_command('heal', node)}` brings the network back")
+        report_progress(f"{node}: disconnected, its processes keep running. `{self._format_command('heal', node)}` reconnects it")
 
     def restore_network(self, node: str, *, report_progress: ProgressReporter) -> None:
-        """Reconnect the node's network, at full speed."""
+        """Reconnect the node to the lab's network, at full speed."""
         self._require_running_node(node)
         network.restore_link(self.name, node)
         report_progress(f"{node}: network up, full speed")
@@ -183,7 +185,7 @@ class Lab:
         """Limit the node's network to `rate` (100mbit, 1gbit) in both directions."""
         self._require_running_node(node)
         network.limit_link_rate(self.name, node, rate)
-        report_progress(f"{node}: network at {rate} in both directions. `{self._format_command('heal', node)}` takes that off")
+        report_progress(f"{node}: network at {rate} in both directions. `{self._format_command('heal', node)}` removes the limit")
 
     def build_environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the variables that point this machine's tools to the lab when they are added to `environ`.
@@ -208,7 +210,7 @@ class Lab:
         return f"unix://{engines.get_engine_socket(self.directory, node)}"
 
     def build_enter_command(self, node: str, *, folder: Path = Path("/")) -> list[str]:
-        """Return the prefix that runs a command on the machine `node`, in the namespaces of its services.
+        """Return the command prefix that runs a command on the machine `node`, in the namespaces of its services.
 
         The command starts in `folder` if the machine has that folder.
         """
@@ -218,7 +220,7 @@ class Lab:
         return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", f"--wdns={working_folder}"]
 
     def build_node_environment(self, node: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` for a command on the machine `node`: Docker's tools use its own engine, Slurm's tools the lab's Slurm."""
+        """Return `environ` adapted for a command on the machine `node`: Docker's tools use its engine, Slurm's tools the lab's Slurm."""
         description = self._require_node(node)
         removed_variables = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
         node_variables = {"DOCKER_HOST": engines.OWN_SOCKET, cpu_share.CORES_VARIABLE: str(cpu_share.compute_cores_per_node(description))}
@@ -263,11 +265,15 @@ class Lab:
     def _print_introduction(self, description: LabDescription, report_progress: ProgressReporter) -> None:
         first = description.nodes[0]
         if description.has_engines and engines.wait_until_up(self.directory, first)["Driver"] == "vfs":
-            report_progress("storage driver vfs, since overlay does not work on this disk: images take far more space and time")
+            report_progress("using storage driver vfs, because overlay does not work on this disk: images take far more space and time")
         deletion_note = ", and is deleted by `down`" if self.shared_disk == self._own_shared_disk else ""
-        report_progress(f"shared disk: {self.shared_disk} here is /mnt/shared on every node{deletion_note}")
+        report_progress(f"shared disk: {self.shared_disk} on this machine is /mnt/shared on every node{deletion_note}")
         bare = description.bare
-        trust_note = "which the engines do not trust before their daemon.json says so" if bare else "for images built and pushed from here"
+        trust_note = (
+            "which the engines do not trust until it is added to their daemon.json"
+            if bare
+            else "for images built and pushed from this machine"
+        )
         if description.has_engines:
             report_progress(f"registry: {registry.REGISTRY_ADDRESS}, {trust_note}")
         report_progress("next:")
@@ -294,11 +300,11 @@ class Lab:
         unit_name = "engines" if description.has_engines else "machines"
         running = [node for node in description.nodes if self._get_pid(node) is not None]
         if not running:
-            report_progress(f"lab {self.name}: all its {unit_name} are dead; removing it")
+            report_progress(f"lab {self.name}: all its {unit_name} are dead; removing the lab")
             return False
         running_text = f"{len(running)} of its {len(description.nodes)} {unit_name} run"
         if description.nodes != desired.nodes:
-            raise LabError(f"it is up already: {running_text}", place=f"lab {self.name}", hint=self._format_command("down"))
+            raise LabError(f"is already up: {running_text}", place=f"lab {self.name}", hint=self._format_command("down"))
         if description.bare != desired.bare:
             form_text = "bare" if description.bare else "a swarm"
             raise LabError(
@@ -310,7 +316,7 @@ class Lab:
         if description.gpus != desired.gpus:
             difference = f"its engines have {description.gpus} GPUs each: {running_text}"
             raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_command("down"))
-        report_progress(f"lab {self.name}: {running_text} already ({', '.join(running)}); left as it is")
+        report_progress(f"lab {self.name}: {running_text} already ({', '.join(running)}); left unchanged")
         return True
 
     def _remove(self) -> None:
@@ -355,28 +361,28 @@ class Lab:
         description = state.read_description(self.directory)
         if description is None:
             lab_names = ", ".join(lab_description.name for lab_description in state.list_labs(self._base))
-            known_text = f"there is: {lab_names}" if lab_names else "there is none on this machine"
+            known_text = f"there is: {lab_names}" if lab_names else "this machine has no labs"
             raise LabError(f"no such lab; {known_text}", place=f"lab {self.name}", hint="swarmtrain lab up --nodes 3")
         return description
 
     def _require_node(self, node: str) -> LabDescription:
         description = self._load_description()
         if node not in description.nodes:
-            raise LabError(f"there is no such node; there is: {', '.join(description.nodes)}", place=f"lab {self.name} {node}")
+            raise LabError(f"unknown node; available nodes: {', '.join(description.nodes)}", place=f"lab {self.name} {node}")
         return description
 
     def _require_running_node(self, node: str) -> LabDescription:
         check_root()
         description = self._require_node(node)
         if self._get_pid(node) is None:
-            raise LabError("it is dead", place=node, hint=self._format_command("start", node))
+            raise LabError("is not running", place=node, hint=self._format_command("start", node))
         return description
 
 
 def _describe_machines(description: LabDescription) -> str:
-    """Return a description of the machines: what they are, their subnet, and their components besides engines."""
+    """Return a text that describes the machines: their number and kind, their subnet, and their components in addition to engines."""
     other_components = [component for component in description.components if component not in ("swarm", "docker")]
     unit_name = "engines" if description.has_engines else "machines"
-    swarm_note = ", in no swarm" if description.has_engines and not description.has_swarm else ""
+    swarm_note = ", without a swarm" if description.has_engines and not description.has_swarm else ""
     component_note = f", with {', '.join(other_components)}" if other_components else ""
     return f"{unit_name} on {description.subnet}{swarm_note}{component_note}"

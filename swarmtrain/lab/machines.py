@@ -1,4 +1,4 @@
-"""The lab's machines: each is an init process in its own namespaces, and the services that it starts."""
+"""The lab's machines: each is an init process in its own namespaces, with the services that it starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def get_init_daemon(directory: Path, node: str) -> LabDaemon:
-    """Return the node's init process; everything in the machine lives and dies with it."""
+    """Return the init process of the node: when it ends, everything in the machine ends."""
     return LabDaemon(directory / node / "pid")
 
 
 def get_node_disk(directory: Path, node: str) -> Path:
-    """Return the host path of the disk that the node has at /mnt/own."""
+    """Return the host path of the disk that the node mounts at /mnt/own."""
     return directory / node / "own"
 
 
@@ -46,7 +46,7 @@ def write_services(directory: Path, node: str, services: Mapping[str, str]) -> N
 
 
 def boot_node(directory: Path, description: LabDescription, node: str) -> None:
-    """Connect the node and power it on; return as soon as its init runs. Raises LabError if it does not start."""
+    """Connect the node to the network and power it on. Returns as soon as its init runs. Raises LabError if it does not start."""
     node_folder = directory / node
     # Pass nothing else from the user's shell: a proxy setting would intercept requests to the lab's registry.
     path = build_search_path(Path(description.engine) if description.engine else None)
@@ -73,7 +73,7 @@ def read_log_tail(directory: Path, node: str, service: str) -> str:
 
 
 def wait_until_listening(directory: Path, node: str, service: str, port: int, *, seconds: float = 60) -> None:
-    """Return once a service of the node listens on its TCP port.
+    """Wait until the node's service `service` listens on TCP port `port`.
 
     Raises LabError with the service's log if the machine dies, or after `seconds`.
     """
@@ -94,12 +94,12 @@ def list_listening_ports(pid: int | None) -> set[int]:
 
 
 def get_cgroup(lab: str, node: str) -> str:
-    """Return the cgroup of a node: a subtree of its own, so that what a killed node leaves behind can be identified and removed."""
+    """Return the cgroup name of a node. Each node has its own subtree, so that leftovers of a killed node can be found and removed."""
     return f"/swarmtrain/{lab}/{node}"
 
 
 def remove_cgroups(lab: str) -> None:
-    """Remove the cgroups of a lab whose machines are off."""
+    """Remove the cgroups of a lab whose machines are powered off."""
     _remove_cgroup(f"/swarmtrain/{lab}")
     for hierarchy in _list_cgroup_roots():
         parent = hierarchy / "swarmtrain"
@@ -114,7 +114,7 @@ def _remove_cgroup(group: str) -> None:
 
 
 def _remove_empty(cgroup_path: Path) -> None:
-    """Remove one cgroup; the kernel may take a moment to notice that its last process has exited."""
+    """Remove one empty cgroup, with retries: the kernel may take a moment to notice that its last process has exited."""
     deadline = time.monotonic() + 2
     while True:
         try:

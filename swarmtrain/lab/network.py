@@ -17,25 +17,25 @@ from swarmtrain.errors import LabError, ProcessError
 from swarmtrain.lab.state import LabDescription
 
 REGISTRY_HOST = "registry.lab"
-"""The host name that the machines use for the bridge's address."""
+"""Host name of the bridge's address, on which the registry listens."""
 _BRIDGE = "bridge"
-_PRIVILEGED_HINT = "inside a container this takes docker run --privileged"
+_PRIVILEGED_HINT = "inside a container, start it with docker run --privileged"
 _RATE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def get_namespace(lab: str, member: str) -> str:
-    """Return the name of the network namespace of a node, or of the `bridge`."""
+    """Return the name of the network namespace of a node, or of the bridge if `member` is `bridge`."""
     return f"st-{lab}-{member}"
 
 
 def get_namespace_path(lab: str, member: str) -> Path:
-    """Return the path of that namespace's file on this machine."""
+    """Return the host path of the network namespace of `member`, a node or the `bridge`."""
     return Path("/run/netns") / get_namespace(lab, member)
 
 
 def build_enter_command(lab: str, member: str) -> list[str]:
-    """Return the prefix that runs a command in that network namespace.
+    """Return the command prefix that runs a command in the network namespace of `member`, a node or the `bridge`.
 
     Not `ip netns exec`: it mounts a new /sys, in which dockerd finds no devices cgroup.
     """
@@ -43,12 +43,12 @@ def build_enter_command(lab: str, member: str) -> list[str]:
 
 
 def check_kernel() -> None:
-    """Raise LabError unless this kernel allows creating a network namespace and every kind of link that a lab needs."""
+    """Check that this kernel can create a network namespace and every kind of link that a lab needs. Raises LabError if it cannot."""
     name = f"st-probe-{os.getpid()}"
     try:
         process.run_command(["ip", "netns", "add", name])
     except ProcessError as error:
-        raise LabError(f"no network namespace can be made: {error.output.strip()}", place="lab", hint=_PRIVILEGED_HINT) from None
+        raise LabError(f"cannot create a network namespace: {error.output.strip()}", place="lab", hint=_PRIVILEGED_HINT) from None
     try:
         _check_link_kind(name, "veth", "peer", "name", "probe1")
         _check_link_kind(name, "vxlan", "id", "1", "dstport", "4789")
@@ -62,9 +62,9 @@ def create_bridge(description: LabDescription) -> None:
     bridge_namespace = get_namespace(description.name, "bridge")
     if bridge_namespace in list_namespaces():
         raise LabError(
-            f"namespace {bridge_namespace} is there already, but not from a lab in this directory",
+            f"namespace {bridge_namespace} already exists, but not from a lab in this directory",
             place="lab",
-            hint="take another --name, or set SWARMTRAIN_LAB_DIR to the directory of that lab",
+            hint="use another --name, or set SWARMTRAIN_LAB_DIR to the directory of that lab",
         )
     process.run_command(["ip", "netns", "add", bridge_namespace])
     _run_ip(bridge_namespace, "link", "set", "lo", "up")
@@ -91,13 +91,13 @@ def connect_node(description: LabDescription, node: str) -> None:
 
 
 def remove_namespace(lab: str, member: str) -> None:
-    """Remove a namespace and the links that end in it; do nothing if it does not exist."""
+    """Remove the network namespace of `member`, and the links that end in it. Does nothing if it does not exist."""
     if get_namespace(lab, member) in list_namespaces():
         process.run_command(["ip", "netns", "delete", get_namespace(lab, member)])
 
 
 def remove_node_link(lab: str, node: str) -> None:
-    """Remove the node's link to the bridge; do nothing if it does not exist."""
+    """Remove the node's link to the bridge. Does nothing if it does not exist."""
     node_namespace = get_namespace(lab, node)
     with contextlib.suppress(ProcessError):  # if its creation was interrupted, only its name exists
         if node_namespace in list_namespaces() and "eth0" in process.run_command(
@@ -113,12 +113,12 @@ def list_namespaces() -> set[str]:
 
 
 def cut_link(lab: str, node: str) -> None:
-    """Take the node's link down at the bridge: the machine keeps running without a network."""
+    """Set the node's link down at the bridge. The machine keeps running, without a network."""
     _run_ip(get_namespace(lab, "bridge"), "link", "set", node, "down")
 
 
 def restore_link(lab: str, node: str) -> None:
-    """Bring the node's link up, at full speed."""
+    """Set the node's link up, at full speed."""
     for link_namespace, device in _list_link_ends(lab, node):
         process.run_command(["tc", "-n", link_namespace, "qdisc", "replace", "dev", device, "root", "noqueue"])
     _run_ip(get_namespace(lab, "bridge"), "link", "set", node, "up")
@@ -133,10 +133,12 @@ def limit_link_rate(lab: str, node: str, rate: str) -> None:
 
 
 def parse_rate(rate: str) -> float:
-    """Return the rate in bits per second. Raises LabError unless `rate` is a positive number followed by kbit, mbit or gbit."""
+    """Return the network rate `rate` in bits per second. Raises LabError unless it is a positive number followed by kbit, mbit or gbit."""
     match = _RATE_PATTERN.fullmatch(rate)
     if not match or float(match[1]) <= 0:
-        raise LabError(f"{rate!r} is not a rate", place="lab slow --rate", hint="a number and kbit, mbit or gbit: 100mbit, 1gbit")
+        raise LabError(
+            f"{rate!r} is not a valid rate", place="lab slow --rate", hint="use a number with kbit, mbit or gbit, such as 100mbit or 1gbit"
+        )
     return float(match[1]) * _RATE_UNITS[match[2]]
 
 
@@ -157,7 +159,7 @@ def _list_link_ends(lab: str, node: str) -> list[tuple[str, str]]:
 
 
 def _derive_mac_address(address: str) -> str:
-    """Return the MAC address for an IPv4 address. It survives a reboot: otherwise peers would use the old one for seconds."""
+    """Return the MAC address derived from an IPv4 address. It stays the same after a reboot: peers keep an old address for seconds."""
     return ":".join(["02", "42", *(f"{int(octet):02x}" for octet in address.split("."))])
 
 
@@ -165,7 +167,7 @@ def _check_link_kind(namespace: str, kind: str, *settings: str) -> None:
     try:
         _run_ip(namespace, "link", "add", "probe0", "type", kind, *settings)
     except ProcessError as error:
-        raise LabError(f"this kernel makes no {kind} links: {error.output.strip()}", place="lab", hint=f"modprobe {kind}") from None
+        raise LabError(f"this kernel does not support {kind} links: {error.output.strip()}", place="lab", hint=f"modprobe {kind}") from None
     _run_ip(namespace, "link", "delete", "probe0")
 
 

@@ -1,4 +1,4 @@
-"""Wrappers of programs that reach the lab's machines from an outside shell: the first folder in the PATH that `lab env` prints."""
+"""Wrapper scripts for SSH and Slurm programs, which reach the lab's machines from an outside shell: the first PATH entry of `lab env`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ exec {argv} "$@"
 
 
 def get_shim_folder(directory: Path) -> Path:
-    """Return the folder of the wrappers."""
+    """Return the folder of the wrapper scripts."""
     return directory / "bin"
 
 
 def write_shims(directory: Path, description: LabDescription) -> None:
-    """Write a wrapper of each SSH and Slurm program that this machine has: it runs the same program in the lab's network."""
+    """Write a wrapper for each SSH and Slurm program on this machine, which runs the same program in the lab's network."""
     get_shim_folder(directory).mkdir()
     options_by_program = (
         {name: ["-F", str(ssh.get_client_config_path(directory))] for name in _SSH_PROGRAMS} if "ssh" in description.components else {}

@@ -1,4 +1,4 @@
-"""Checks whether this machine can host a lab. Each obstacle has its own error with its own fix."""
+"""Checks that this machine can host a lab. Each obstacle has its own error with its own fix."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ _APT_COMMAND = "apt-get install -y docker.io docker-registry mmdebstrap iproute2
 
 
 def build_search_path(engine: Path | None) -> str:
-    """Return the PATH for a lab's programs: the engine's own directory first, the system's sbin directories last."""
+    """Return the PATH for a lab's programs: first the directory `engine` of the given Docker engine, last the system's sbin directories."""
     engine_path = [str(engine)] if engine else []
     return os.pathsep.join([*engine_path, os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def check_machine(engine: Path | None, components: Collection[str]) -> None:
-    """Raise LabError unless this is Linux, the user is root, and every program that a lab with these `components` needs is installed."""
+    """Check that this is Linux, the user is root, and all programs that a lab with `components` needs are installed.
+
+    Raises LabError if one of these conditions does not hold.
+    """
     if sys.platform != "linux":
-        raise LabError("a lab needs Linux's namespaces, and this is not Linux", place="lab", hint="run it in a Linux virtual machine")
+        raise LabError("needs Linux namespaces, but this is not Linux", place="lab", hint="run it in a Linux virtual machine")
     check_root()
     if engine and not os.access(engine / "dockerd", os.X_OK):
         raise LabError(
-            f"{engine} holds no program dockerd", place="lab --engine", hint="give the directory that holds dockerd and containerd"
+            f"{engine} does not contain dockerd", place="lab --engine", hint="pass the directory that contains dockerd and containerd"
         )
     packages_by_program = {
         program: package for component in components for program, package in _PROGRAMS_BY_COMPONENT[component].items()
@@ -61,7 +64,7 @@ def check_machine(engine: Path | None, components: Collection[str]) -> None:
 
 
 def check_root() -> None:
-    """Raise LabError unless the user is root."""
+    """Check that the user is root. Raises LabError if not."""
     if os.geteuid() != 0:
         command = f"sudo {shutil.which('swarmtrain') or 'swarmtrain'} lab …"
-        raise LabError("only root may make network namespaces and start Docker engines", place="lab", hint=command)
+        raise LabError("only root can create network namespaces and start Docker engines", place="lab", hint=command)

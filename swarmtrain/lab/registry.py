@@ -19,12 +19,12 @@ REGISTRY_ADDRESS = f"{network.REGISTRY_HOST}:{PORT}"
 
 
 def get_store(base: Path) -> Path:
-    """Return the image directory of all labs under `base`."""
+    """Return the directory that stores the registry images of all labs under `base`."""
     return base / ".images"
 
 
 def start_registry(description: LabDescription, directory: Path) -> None:
-    """Start the lab's registry and return once it listens. Raises LabError with its log if it does not within a minute."""
+    """Start the lab's registry and wait until it listens. Raises LabError with its log if it does not listen within a minute."""
     store_path = get_store(directory.parent)
     store_path.mkdir(exist_ok=True)
     config = {
@@ -49,5 +49,5 @@ def start_registry(description: LabDescription, directory: Path) -> None:
 
 
 def stop_registry(directory: Path) -> None:
-    """Stop the lab's registry if it runs."""
+    """Stop the lab's registry if it is running."""
     LabDaemon(directory / "registry.pid").kill()

@@ -1,4 +1,4 @@
-"""The lab's Slurm: munged and slurmctld on the first machine, a slurmd on each; key, socket and state are in the lab's directory.
+"""The lab's Slurm cluster: munged and slurmctld on the first machine, a slurmd on each. Key, socket and state are in the lab's directory.
 
 Jobs of the partition `urgent` preempt those of `main`, which have 20 s to exit.
 """
@@ -90,7 +90,7 @@ def build_slurm_services(directory: Path, description: LabDescription, node: str
 
 
 def wait_until_ready(directory: Path, description: LabDescription, nodes: Iterable[str], *, seconds: float = 60) -> None:
-    """Return once slurmctld reports all `nodes` as usable. Raises LabError that names those that are not within `seconds`."""
+    """Wait until slurmctld reports all `nodes` as usable. Raises LabError that names the nodes that are not usable within `seconds`."""
     first = description.nodes[0]
     machines.wait_until_listening(directory, first, "slurmctld", PORTS["slurmctld"], seconds=seconds)
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The sshds of the lab's machines: each accepts root with the lab's own key, and all users of that key know the host keys."""
+"""The SSH servers of the lab's machines: each accepts root with the lab's own key, and the clients' configuration has the host keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ exec "$(command -v sshd)" -D -e -f {settings}
 
 
 def get_client_config_path(directory: Path) -> Path:
-    """Return the path of the client's configuration, which defines the names of the lab's machines."""
+    """Return the path of the SSH client configuration, which defines the host names of the lab's machines."""
     return directory / "ssh" / "config"
 
 
@@ -44,7 +44,7 @@ def write_ssh_files(directory: Path, description: LabDescription) -> None:
 
 
 def build_sshd_service(directory: Path, description: LabDescription, node: str) -> str:
-    """Write the settings of a node's sshd, and return the script that runs it.
+    """Write the settings of a node's sshd, and return the shell script that runs the sshd.
 
     A session uses the node's own programs, settings and state: `bin`, `config` and `state` on its disk.
     """
@@ -68,5 +68,5 @@ def build_sshd_service(directory: Path, description: LabDescription, node: str) 
 
 
 def wait_until_up(directory: Path, node: str) -> None:
-    """Return once the node's sshd listens. Raises LabError with its log if it does not."""
+    """Wait until the node's sshd listens. Raises LabError with its log if it does not."""
     machines.wait_until_listening(directory, node, "sshd", PORT)

@@ -28,7 +28,7 @@ _HIDDEN_FOLDERS = ("/run", "/mnt", "/proc")
 
 @dataclass(frozen=True)
 class LabDescription:
-    """The settings of a lab, as stored in its lab.json.
+    """Settings of a lab, as stored in its lab.json.
 
     `engine` is the directory of its dockerd, None for the one in PATH. `shared` is the directory that all nodes share. `components`
     lists what the machines have, of COMPONENTS: engines in a swarm or, with `docker`, in none; an sshd; a Slurm. The engines of a
@@ -60,7 +60,7 @@ class LabDescription:
         return str(ipaddress.ip_network(self.subnet)[10 + self.nodes.index(node)])
 
     def build_gpu_ids(self, node: str) -> list[str]:
-        """Return the ids of the GPUs that the node declares, in the form of real ones: GPU-node0-1 and so on."""
+        """Return the ids of the GPUs that the node declares, formatted like real GPU ids: GPU-node0-1 and so on."""
         return [f"GPU-{node}-{number}" for number in range(1, self.gpus + 1)]
 
     @property
@@ -83,23 +83,23 @@ def remove_base_if_empty(base: Path) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise LabError unless `name` is valid in the name of a namespace and of a directory."""
+    """Check that `name` is a valid lab name, since it is used for namespaces and directories. Raises LabError if it is not."""
     if not _NAME_PATTERN.fullmatch(name):
         raise LabError(
-            f"{name!r} cannot name a lab: up to 30 lower-case letters, digits and dashes, a letter or digit first",
+            f"{name!r} is not a valid lab name: use up to 30 lower-case letters, digits and dashes, starting with a letter or digit",
             place="lab --name",
         )
 
 
 def check_components(components: Collection[str]) -> None:
-    """Raise LabError if `components` is empty, or contains one that does not exist."""
+    """Check that `components` is not empty and all of them exist. Raises LabError if not."""
     for component in components or [""]:
         if component not in COMPONENTS:
-            raise LabError(f"{component!r} is nothing that machines can have; there is: {', '.join(COMPONENTS)}", place="lab up --with")
+            raise LabError(f"{component!r} is not a known component; available components: {', '.join(COMPONENTS)}", place="lab up --with")
 
 
 def check_directory(directory: Path) -> None:
-    """Raise LabError if a machine could not see `directory`, or if the path of a socket in it would be too long."""
+    """Check that the machines of a lab would see `directory`, and that socket paths in it are short enough. Raises LabError if not."""
     hint = "set SWARMTRAIN_LAB_DIR to a short path on a local disk"
     check_visible(directory, hint)
     longest = directory / f"node{MAX_NODES - 1}" / "docker.sock"
@@ -108,20 +108,22 @@ def check_directory(directory: Path) -> None:
 
 
 def is_visible(directory: Path) -> bool:
-    """Return whether a machine of the lab sees the same `directory` as this machine."""
+    """Return whether the machines of a lab see the same `directory` as this machine."""
     return not any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_FOLDERS)
 
 
 def check_visible(directory: Path, hint: str) -> None:
-    """Raise LabError with `hint` if a machine of the lab could not see `directory`."""
+    """Check that the machines of a lab would see `directory`. Raises LabError with `hint` if not."""
     if not is_visible(directory):
-        raise LabError(f"{directory}: a lab's machines have their own {', '.join(_HIDDEN_FOLDERS)}", place="lab", hint=hint)
+        raise LabError(
+            f"{directory}: is not visible in a lab, whose machines have their own {', '.join(_HIDDEN_FOLDERS)}", place="lab", hint=hint
+        )
 
 
 def choose_subnet(name: str, taken_networks: Collection[str]) -> str:
-    """Return a free /24 of 10.77.0.0/16 for the lab `name`: always the same one, unless it overlaps with `taken_networks`.
+    """Return a free /24 subnet of 10.77.0.0/16 for the lab `name`. It is always the same, unless it overlaps with `taken_networks`.
 
-    `taken_networks` are in CIDR notation. Raises LabError if none is free.
+    `taken_networks` are in CIDR notation. Raises LabError if no subnet is free.
     """
     networks = [ipaddress.ip_network(network, strict=False) for network in taken_networks]
     first = hashlib.sha256(name.encode()).digest()[0]
@@ -133,7 +135,7 @@ def choose_subnet(name: str, taken_networks: Collection[str]) -> str:
 
 
 def list_taken_subnets(base: Path) -> set[str]:
-    """Return the subnets of all labs under `base` and those that this machine has routes to, in CIDR notation."""
+    """Return the subnets of all labs under `base` and the networks to which this machine has routes, in CIDR notation."""
     routes = json.loads(process.run_command(["ip", "-j", "-4", "route", "show"]))
     return {description.subnet for description in list_labs(base)} | {route["dst"] for route in routes if route["dst"] != "default"}
 
@@ -165,7 +167,7 @@ def write_description(directory: Path, description: LabDescription) -> None:
 
 @contextlib.contextmanager
 def lock_labs(base: Path) -> Iterator[None]:
-    """Hold the exclusive lock for creating and removing labs under `base`; wait until it is free."""
+    """Hold the exclusive lock for creating and removing labs under `base`; wait until the lock is free."""
     base.mkdir(parents=True, exist_ok=True)
     handle = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -177,13 +179,13 @@ def lock_labs(base: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LabDaemon:
-    """A process that daemon.sh recorded in `record_path`, identified by its pid together with its start time."""
+    """A background process of the lab, which daemon.sh recorded in `record_path` by its pid and start time."""
 
     record_path: Path
 
     @property
     def pid(self) -> int | None:
-        """Its pid on this machine while it is alive, None otherwise."""
+        """Pid of the process on this machine while it is alive; None otherwise."""
         recorded = _parse_proc_stat(self.record_path)
         if recorded is None:
             return None
@@ -192,9 +194,9 @@ class LabDaemon:
         return pid if current and current[2] == start_time and current[1] not in "ZX" else None
 
     def spawn(self, argv: list[str], *, enter_command: list[str], log: Path) -> None:
-        """Start `argv` behind the prefix `enter_command`, detached, with its output appended to `log`; return once it is recorded.
+        """Start `argv` in the background behind the prefix `enter_command`, append its output to `log`, and wait until it is recorded.
 
-        Raises LabError with the end of the log if that takes more than 5 s.
+        Raises LabError with the end of the log if the process is not recorded within 5 s.
         """
         self.record_path.unlink(missing_ok=True)
         recorder = ["sh", str(Path(__file__).with_name("daemon.sh")), str(self.record_path)]
@@ -207,7 +209,7 @@ class LabDaemon:
             time.sleep(0.002)
 
     def kill(self) -> None:
-        """Send SIGKILL and return once the process is gone; do nothing if there is none. Raises LabError if it is not gone after 10 s."""
+        """Send SIGKILL to the process and wait until it is gone. Does nothing if it is not running. Raises LabError after 10 s."""
         pid = self.pid
         if pid is None:
             return
@@ -216,7 +218,7 @@ class LabDaemon:
         deadline = time.monotonic() + 10
         while self.pid is not None:
             if time.monotonic() > deadline:
-                raise LabError(f"process {pid} does not die", place="lab", hint=f"cat /proc/{pid}/stack")
+                raise LabError(f"process {pid} does not exit after being killed", place="lab", hint=f"cat /proc/{pid}/stack")
             time.sleep(0.005)
 
 
@@ -229,7 +231,7 @@ def read_tail(log: Path, lines: int = 12) -> str:
 
 
 def _parse_proc_stat(path: Path) -> tuple[int, str, str] | None:
-    """Return pid, state letter and start time from a line in the format of /proc/PID/stat."""
+    """Return pid, state letter and start time from a file in the format of /proc/PID/stat; None if it cannot be read."""
     try:
         head, _, tail_text = path.read_text().rpartition(")")
         fields = tail_text.split()

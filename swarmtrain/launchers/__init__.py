@@ -1,6 +1,6 @@
-"""Launchers: one module for each kind of place that runs a job, found by name and imported on use.
+"""Launchers: one module for each kind of place that runs a job, selected by runner type and imported on first use.
 
-The functions here are what every command does with any launcher: create it, find a run, make a plan.
+The functions of this package serve every command and every launcher: create a launcher, find a run, make a plan.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ _REGISTRY = {
 
 
 def create_launcher(kind: RunnerType) -> Launcher:
-    """Return the launcher of this kind. Raises SwarmtrainError if it cannot work at all."""
+    """Return the launcher of runner type `kind`. Raises SwarmtrainError if this launcher cannot work on this machine."""
     return load_launcher_factory(kind)()
 
 
 def load_launcher_factory(kind: RunnerType) -> Callable[[], Launcher]:
-    """Import and return the factory of this kind of launcher."""
+    """Import the launcher of runner type `kind`, and return its factory."""
     module, _, attribute = _REGISTRY[kind].partition(":")
     factory: Callable[[], Launcher] = getattr(importlib.import_module(module), attribute)
     return factory
 
 
 def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan of `run`; files that `config` names are read from `folder`. Raises SwarmtrainError."""
+    """Return the plan for `run` with `config`; files that `config` names are read from `folder`.
+
+    Raises SwarmtrainError if a file cannot be read, or the machines cannot hold the run.
+    """
     config = resolve_external_inputs(config, folder, os.environ)
     cargo = read_cargo(config, folder)
     config, user_note = resolve_container_user(config, lambda: _load_running_config(config, run))
@@ -62,13 +65,13 @@ def _load_running_config(config: Config, run: str) -> Config | None:
 
 
 def read_inventory(config: Config) -> Inventory:
-    """Return the machines that `config` may use.
+    """Return the inventory of machines that `config` may use.
 
     For local, docker and slurm, configured hosts are names only, with no machine behind them.
     """
     runner = config.runner
     if runner.hosts and runner.runner_type in _LITERAL_HOSTS_RUNNER_TYPES:
-        return build_offline_inventory(runner.hosts)
+        return build_offline_inventory(runner.host_entries)
     if runner.runner_type in SSH_RUNNER_TYPES:
         from swarmtrain.launchers import ssh
 
@@ -77,16 +80,16 @@ def read_inventory(config: Config) -> Inventory:
 
 
 def plan_run_offline(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan of `run`. If the config lists `hosts`, they alone are used, so no cluster has to be reachable."""
+    """Return the plan for `run`, without a cluster if the config lists `hosts`: these alone are then the machines."""
     config = resolve_external_inputs(config, folder, os.environ)
     cargo = read_cargo(config, folder)
-    machines = build_offline_inventory(config.runner.hosts) if config.runner.hosts else read_inventory(config)
+    machines = build_offline_inventory(config.runner.host_entries) if config.runner.hosts else read_inventory(config)
     config, user_note = resolve_container_user(config, lambda: None)
     return add_notes(make_plan(config, machines, cargo, run=run), user_note)
 
 
 def count_planned_ranks(config: Config) -> int:
-    """Return the number of ranks that `config` would start: its world size if set, else from its hosts, else from the available machines.
+    """Return the number of ranks that `config` would start: its world size if set, else from its hosts, else from the inventory.
 
     Raises SwarmtrainError if none of these is known.
     """
@@ -95,10 +98,10 @@ def count_planned_ranks(config: Config) -> int:
     if config.topology.world_size:
         return config.topology.world_size
     try:
-        machines = build_offline_inventory(runner.hosts) if runner.hosts else read_inventory(config)
+        machines = build_offline_inventory(runner.host_entries) if runner.hosts else read_inventory(config)
         return make_plan(config, machines, Cargo(()), run="memory").world_size
     except EngineError as error:
-        raise EngineError(error.message, place=error.place, hint="--ranks N says how many there will be") from None
+        raise EngineError(error.message, place=error.place, hint="set the number of ranks with --ranks N") from None
 
 
 def plan_scaled_run(launcher: Launcher, run: str, nodes: int) -> Plan:
@@ -116,21 +119,21 @@ def plan_scaled_run(launcher: Launcher, run: str, nodes: int) -> Plan:
 
 
 def load_deployment(launcher: Launcher, run: str) -> tuple[Config, Cargo]:
-    """Return the config and the cargo that `run` was deployed with. Raises RunNotFound, StackError."""
+    """Return the config and the cargo (script, files, secrets) with which `run` was deployed. Raises RunNotFound, StackError."""
     try:
         return launcher.load_deployment(run)
     except ValueError:  # raised by pydantic
         raise StackError(
-            "its config is one of another version of swarmtrain, which this one does not read",
+            "its config was written by another version of swarmtrain and cannot be read by this one",
             place=f"run {run}",
-            hint="continue with that version, or deploy the run's config file again with this one",
+            hint="use that version, or redeploy the run's config file with this one",
         ) from None
 
 
 def find_run(name: str | None) -> tuple[Launcher, str]:
-    """Return the launcher of run `name`, and the run's name; without a name, those of the only run that exists.
+    """Return the launcher of run `name`, and the run's name. Without a name, the only existing run is returned.
 
-    Raises RunNotFound, which lists the existing runs.
+    Raises RunNotFound, which lists the existing runs, if there is no such run, or several and no name.
     """
     launchers, runs, unreachable = discover_runs()
     matching = [item for item in runs if name in (None, item[1])] or _find_terminating_runs(launchers, name)
@@ -140,15 +143,15 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
         raise min(unreachable, key=lambda error: isinstance(error, EngineError))  # many machines have no Docker engine
     known_runs = ", ".join(sorted(run for _, run in runs or matching))
     if name is not None and not matching:
-        hint = "swarmtrain deploy CONFIG --name NAME starts one"
-        raise RunNotFound(f"there is no run of this name; there is: {known_runs or 'none'}", place=f"run {name}", hint=hint)
+        hint = "start one with: swarmtrain deploy CONFIG --name NAME"
+        raise RunNotFound(f"unknown run; existing runs: {known_runs or 'none'}", place=f"run {name}", hint=hint)
     if not matching:
-        raise RunNotFound("there is no run", hint="swarmtrain deploy CONFIG starts one")
-    raise RunNotFound(f"there are several runs: {known_runs}", hint="name the one you mean")
+        raise RunNotFound("there is no run", hint="start one with: swarmtrain deploy CONFIG")
+    raise RunNotFound(f"several runs exist: {known_runs}", hint="specify the run name")
 
 
 def discover_runs() -> tuple[list[Launcher], list[tuple[Launcher, str]], list[SwarmtrainError]]:
-    """Return the launchers that work on this machine, their runs, and the errors of those that could not be asked."""
+    """Return the launchers that work on this machine, their runs, and the errors of the launchers that could not list their runs."""
     launchers: list[Launcher] = []
     runs: list[tuple[Launcher, str]] = []
     unreachable: list[SwarmtrainError] = []
@@ -176,5 +179,5 @@ def derive_run_name(config_file: Path) -> str:
     """
     name = "".join(char if char.isascii() and char.isalnum() else "-" for char in config_file.stem.lower()).strip("-")
     if not name:
-        raise PlanError("makes no name for a run", place=str(config_file), hint="give it one with --name")
+        raise PlanError("cannot be turned into a run name", place=str(config_file), hint="set the run name with --name")
     return name

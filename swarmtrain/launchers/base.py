@@ -1,4 +1,4 @@
-"""The interface that every launcher implements, and the values that cross it.
+"""The interface that every launcher implements, and its data types.
 
 A launcher reads an inventory, carries out a plan, and reports what happens as a stream of updates. It prints nothing.
 """
@@ -14,19 +14,22 @@ from swarmtrain.plan import Cargo, Inventory, Plan
 from swarmtrain.protocol import Event
 
 ProgressReporter = Callable[[str], None]
-"""Takes one line of progress for the user."""
+"""Function that shows one line of progress to the user."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that a check found: where, what, and the command or change that fixes it. A `fatal` one keeps a run from working."""
+    """Problem found by a check: its place, its message, and the command or change that fixes it.
+
+    A `fatal` problem prevents a run from working.
+    """
 
     place: str
     message: str
     hint: str | None = None
     fatal: bool = True
     why: str = ""
-    """Why it matters, if the message does not say so."""
+    """Why the problem matters, if the message does not say so."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class LogLine:
 
 @dataclass(frozen=True)
 class TaskState:
-    """State of one service (a node or the rendezvous).
+    """State of one service of a run: a node or the rendezvous.
 
-    `state` is in Swarm's words, `reason` in the words of the component that reported it.
+    `state` is in Swarm's terms, `reason` is the message of the component that reported it.
     """
 
     node: str
@@ -52,69 +55,73 @@ class TaskState:
     reason: str = ""
     exit_code: int | None = None
     gpus: tuple[str, ...] = ()
-    """The GPUs that it has reserved: their ids, or the count of each kind."""
+    """The GPUs that the service has reserved: their ids, or the count of each kind."""
 
 
 RunUpdate = Event | LogLine | TaskState
 
 
 class Change(Protocol):
-    """One change that `deploy` would make; str() gives it with its cause."""
+    """A change that `deploy` would make to a run. str() returns it with its cause."""
 
     @property
     def interrupts(self) -> bool:
-        """Whether something that is running gets restarted."""
+        """Whether the change restarts something that is running."""
         ...
 
 
 @dataclass(frozen=True)
 class Action:
-    """A change to one object, and why: the change type of launchers that need no more detail."""
+    """A change to one object of a run, and its cause: the change type of launchers that need no further detail."""
 
     verb: str
     name: str
     cause: str
     interrupts: bool = False
-    """Whether something that is running gets restarted."""
+    """Whether the change restarts something that is running."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.name}: {self.cause}"
 
 
 class Launcher(Protocol):
-    """Deploys and removes runs in one kind of place. Methods deliberately raise only SwarmtrainError."""
+    """Interface of the launchers, each of which deploys and removes runs in one kind of place.
+
+    The only exceptions that its methods raise deliberately are SwarmtrainErrors.
+    """
 
     @property
     def location(self) -> str:
-        """The place that the launcher changes, shown to the user beforehand."""
+        """The place that the launcher changes (for example the engine or the hosts), shown to the user before a change."""
         ...
 
     def read_inventory(self) -> Inventory:
-        """Return the available machines, in the order in which they are to be used."""
+        """Return the inventory: the available machines, in the order in which they are used."""
         ...
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Return what would keep `plan` from working. Cheap checks only."""
+        """Return the problems that would prevent `plan` from working. Only fast checks are made."""
         ...
 
     def plan_changes(self, plan: Plan) -> Sequence[Change]:
-        """Return the changes that `deploy` would make, in order; empty if the run matches the plan."""
+        """Return the changes that `deploy` would make, in order. Empty if the run matches the plan."""
         ...
 
     def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Make the run match `plan`: create, change, add, remove. What already matches is left alone.
+        """Make the run match `plan`: create, change and remove what differs, and leave the rest unchanged.
 
-        A first deploy that fails or is interrupted removes what it created, except what somebody else has changed since. `deploy`,
-        `stop` and `tear_down` of one run are serialized, whichever machines they come from: a second one reports the holder that it
-        waits for. The lock covers only the changes, not the wait for containers to start: a deploy that waits for containers ends with
-        an error if another command changes the run.
+        A first deploy that fails or is interrupted removes what it created, except what another command has changed since. `deploy`,
+        `stop` and `tear_down` of one run are serialized by a lock, on whichever machines they are called: a second command waits, and
+        reports who holds the lock. The lock is held during changes only, not while containers start: a deploy that waits for containers
+        fails if another command changes the run.
         """
         ...
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config (with its hosts) and the cargo that `run` was deployed with, from which a new plan can be made.
+        """Return the config (with its hosts) and the cargo with which `run` was deployed, from which a new plan can be made.
 
-        A secret's content cannot be read back. Its digest can, which is enough for an unchanged secret. Raises RunNotFound.
+        The content of a secret cannot be read back. Its digest can, which is enough for an unchanged secret. Raises RunNotFound if there
+        is no such run.
         """
         ...
 
@@ -123,27 +130,27 @@ class Launcher(Protocol):
         ...
 
     def list_terminating_runs(self) -> list[str]:
-        """Return the names of runs that are not completely removed: something still stops, or a removal was interrupted.
+        """Return the names of runs whose removal is incomplete: a part of the run is still stopping, or the removal was interrupted.
 
-        `tear_down` finishes the removal.
+        `tear_down` completes the removal.
         """
         ...
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each service of `run`, nodes first. Raises RunNotFound."""
+        """Return the state of each service of `run`, nodes first. Raises RunNotFound if there is no such run."""
         ...
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return the coordinator's events so far, oldest first. Raises RunNotFound.
+        """Return the coordinator's events so far, oldest first. Raises RunNotFound if there is no such run.
 
-        `since`, in seconds since the epoch, leaves out older events, as far as that saves work.
+        `since`, in seconds since the epoch, may leave out older events to save work.
         """
         ...
 
     def watch(self, run: str) -> Iterator[RunUpdate]:
-        """Yield what happens from now on, and the coordinator's events from the start, until the run's outcome or its removal.
+        """Yield updates of the run: the coordinator's events from the start, and output and states from now on.
 
-        Raises RunNotFound.
+        Ends at the run's outcome or removal. Raises RunNotFound if there is no such run.
         """
         ...
 
@@ -157,17 +164,20 @@ class Launcher(Protocol):
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes, or of `node`, as one stream ordered by time. Raises RunNotFound.
+        """Yield the output of all nodes, or of `node`, as one stream ordered by time. Raises RunNotFound if there is no such run.
 
-        `tail`: only the last lines of each node. `since`: only lines from this time on, in seconds since the epoch. `report_progress`
-        is called when nothing can be read for a while, and when reading works again.
+        `tail`: only the last lines of each node. `since`: only lines from this time on, in seconds since the epoch. `report_progress` is
+        called when the logs cannot be read for a while, and when they can be read again.
         """
         ...
 
     def stop(self, run: str, report_progress: ProgressReporter) -> None:
-        """Ask the ranks to save and exit; the run and its coordinator stay, and a deploy resumes it. Raises RunNotFound."""
+        """Request the ranks to save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
+
+        Raises RunNotFound if there is no such run.
+        """
         ...
 
     def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
-        """Remove the run and return when nothing of it is left. Raises RunNotFound."""
+        """Remove the run and wait until nothing of it is left. Raises RunNotFound if there is no such run."""
         ...

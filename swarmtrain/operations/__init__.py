@@ -1,1 +1,1 @@
-"""What a command does with a run: deploy, scale and stop it, and explain its failures."""
+"""Operations of the commands on a run: deploy, follow, scale and stop it, and explain its failures."""

@@ -1,4 +1,4 @@
-"""Deploying, following and scaling a run as the user sees it: the launcher acts, this module reports."""
+"""Deploy, follow and scale a run, with output for the user: the launcher makes the changes, and this module prints what happens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORLD_TIMEOUT_SECONDS = 180.0
 
 
 def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
-    """Show the plan and, if the run is up, what deploying it again would change."""
+    """Print the plan and, if the run is up, the changes that deploying it again would make."""
     if not as_json:
         print_result(plan, as_json=False)
     is_up = plan.run in launcher.list_runs()
@@ -46,7 +46,7 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
 
 
 def _compute_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:
-    """Return the changes that deploying `plan` would make, or the error that prevents them in the run's current state."""
+    """Return the changes that deploying `plan` would make, and the error that prevents them in the run's current state, if any."""
     try:
         return launcher.plan_changes(plan), None
     except StackError as error:
@@ -54,7 +54,7 @@ def _compute_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], 
 
 
 def _describe_differences(launcher: Launcher, plan: Plan, changes: Sequence[Change]) -> list[str]:
-    """Return how `plan` differs from what the run was deployed with; if that cannot be read any more, the error."""
+    """Return the differences between `plan` and the run as deployed, one per line; if the deployed config cannot be read, the error."""
     try:
         config, cargo = load_deployment(launcher, plan.run)
     except StackError as error:
@@ -63,7 +63,10 @@ def _describe_differences(launcher: Launcher, plan: Plan, changes: Sequence[Chan
 
 
 def run_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
-    """Show the plan, and run it on this machine with `rank` in this terminal; return that rank's exit code. Raises PlanError."""
+    """Print the plan and run it on this machine, with `rank` attached to this terminal. Return the exit code of `rank`.
+
+    Raises PlanError if the plan has no such rank.
+    """
     from swarmtrain.launchers.local.attach import attach_rank
 
     _show_and_check(launcher, plan)
@@ -71,9 +74,9 @@ def run_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
 
 
 def deploy_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
-    """Show the plan, check it, and deploy it; if that restarts something that is running, the user is asked first, unless `yes`.
+    """Print the plan, check it, and deploy it. If the deploy restarts something that is running, the user must confirm it, unless `yes`.
 
-    Raises StackError if a check finds what would keep it from running, if the user declines, or if there is no terminal to ask at.
+    Raises StackError if a check has a fatal finding, if the user declines, or if there is no terminal on which to confirm.
     """
     _show_and_check(launcher, plan)
     if plan.run in launcher.list_runs():
@@ -105,7 +108,7 @@ def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
     interrupted_services = format_count(sum(change.interrupts for change in changes), "service")
     if not any(change.interrupts for change in changes):
         return
-    print_message(f"{plan.run} runs; this changes:")
+    print_message(f"{plan.run} is running; this deploy changes:")
     for line in _describe_differences(launcher, plan, changes):
         print_message(f"  {line}")
     if yes:
@@ -113,24 +116,26 @@ def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
     confirmed = ask_confirmation(f"restart {interrupted_services} of {plan.run}?")
     if confirmed is None:
         raise StackError(
-            f"this would restart {interrupted_services}, and there is no terminal for a confirmation",
+            f"this would restart {interrupted_services}, but there is no terminal to confirm it",
             place=f"run {plan.run}",
-            hint="the same command with --yes does it",
+            hint="add --yes to confirm",
         )
     if not confirmed:
-        raise StackError("left as it is", place=f"run {plan.run}")
+        raise StackError("was left unchanged", place=f"run {plan.run}")
 
 
 def _describe_leftovers(launcher: Launcher, run: str) -> str:
     try:
         exists = run in (*launcher.list_runs(), *launcher.list_terminating_runs())
     except SwarmtrainError:
-        return f"swarmtrain status {run} shows what is there"
-    return f"the same command again makes the rest of the change; swarmtrain down {run} removes it" if exists else "nothing of it is left"
+        return f"swarmtrain status {run} shows what remains"
+    return (
+        f"run the same command again to complete the change; swarmtrain down {run} removes it" if exists else "no part of the run remains"
+    )
 
 
 def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
-    """Follow `run` and return the exit code for its outcome."""
+    """Print the output and events of `run` until its outcome, and return the exit code for the outcome."""
     try:
         print_message(f"following {run}; Ctrl-C detaches, the job continues")
         outcome = follow_updates(launcher.watch(run))
@@ -148,7 +153,7 @@ def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
             }
         )
     if outcome is None:
-        description = f"stopped before it ended\nhint: deploying {run} again resumes it" if was_stopped else "taken down before it ended"
+        description = f"stopped before it ended\nhint: deploying {run} again resumes it" if was_stopped else "removed before it ended"
         print_message(f"{run} was {description}")
         return EXIT_JOB_FAILED
     if outcome.is_success:
@@ -159,7 +164,7 @@ def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
 
 
 def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
-    """Print how the run failed: on a terminal as one full screen, since the failure itself has scrolled away by now; elsewhere in short."""
+    """Print why the run failed: as a full screen on a terminal, where the failure itself has scrolled away; elsewhere in short form."""
     try:
         diagnosis = diagnose_live_run(launcher, run)
     except SwarmtrainError:  # the run's updates were already printed
@@ -169,13 +174,13 @@ def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
     print_message(f"{run} failed with exit code {outcome.exit_code}: {outcome.reason}")
     if diagnosis is not None and diagnosis.meaning:
         print_message(f"means: {diagnosis.meaning}")
-    for hint in dict.fromkeys((outcome.hint, diagnosis.fix if diagnosis else "", f"swarmtrain why {run} shows what came before")):
+    for hint in dict.fromkeys((outcome.hint, diagnosis.fix if diagnosis else "", f"swarmtrain why {run} shows the events that led to it")):
         if hint:
             print_message(f"hint: {hint}")
 
 
 def scale_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
-    """Deploy a run's new plan and return when the new world has formed. Raises StackError if none forms in time."""
+    """Deploy the run's new plan, and wait until the new world has formed. Raises StackError if none forms in time."""
     events = launcher.read_events(plan.run)
     seen_count = len(events)
     if _is_training_on(events, len(plan.nodes)) and not launcher.plan_changes(plan):
@@ -205,7 +210,7 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_count: int, report_prog
             if line:
                 report_progress(line)
             if event.kind == protocol.EVENT_OUTCOME:
-                report_progress("the run ended before that")
+                report_progress("the run ended before the new world formed")
                 return
             if event.kind == protocol.EVENT_WORLD_FORMED and event.data.get("nodes") == len(plan.nodes) - len(
                 find_quarantined_nodes(events)
@@ -214,23 +219,23 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_count: int, report_prog
         seen_count = max(seen_count, len(events))
         time.sleep(1)
     raise StackError(
-        f"no world of {len(plan.nodes)} nodes within {_WORLD_TIMEOUT_SECONDS:.0f} s",
+        f"did not form a world of {len(plan.nodes)} nodes within {_WORLD_TIMEOUT_SECONDS:.0f} s",
         place=f"run {plan.run}",
         hint=f"swarmtrain status {plan.run}",
     )
 
 
 def stop_run(launcher: Launcher, run: str) -> None:
-    """Let the ranks save and exit, and wait for that."""
+    """Request the ranks to save and exit, and wait until they have."""
     with show_progress(
-        f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for what still runs"
+        f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for the remaining ranks"
     ) as report_progress:
         launcher.stop(run, report_progress)
         history_store.record_operation(run, "stop")
 
 
 def remove_run(launcher: Launcher, run: str) -> None:
-    """Remove a run, and record that, so that its history is not mistaken for that of a later run of the same name."""
+    """Remove a run and record the removal, so that its history is not attributed to a later run of the same name."""
     with show_progress(
         f"taking {run} down on {launcher.location}", interrupt_hint=f"swarmtrain down {run} again removes what is left"
     ) as report_progress:

@@ -1,4 +1,4 @@
-"""Managed venv: built next to the current one, and replaces it once complete.
+"""Managed venv: a new version is built next to the current one, and replaces it once complete.
 
 PATH                 symlink to the environment in use; switching is a rename of the link
 PATH.made/KEY        an environment; KEY is a hash of its list of versions, its wheels, and the Python that it was built with
@@ -27,7 +27,7 @@ _IDENTITY_TIMEOUT_SECONDS = 60.0
 
 
 class ManagedVenv:
-    """The environment at one path, for the holder of `lock`."""
+    """The managed venv at one path. The caller must hold the file `lock` for changes."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
@@ -35,26 +35,32 @@ class ManagedVenv:
         self._build_folder = get_build_folder(path)
 
     def compute_key(self, python: str, digest: str) -> str:
-        """Return the key of the content `digest` with `python`. Raises ProcessError if `python` is not a Python interpreter."""
+        """Return the key of the venv whose content has the digest `digest`, built with `python`.
+
+        Raises ProcessError if `python` is not a Python interpreter.
+        """
         return sha256(
             f"{digest} {run_command([python, '-I', '-c', _PYTHON_IDENTITY_SCRIPT], timeout=_IDENTITY_TIMEOUT_SECONDS)}".encode()
         ).hexdigest()[:16]
 
     def is_current(self, key: str) -> bool:
-        """Return whether the environment in use is that of `key`. Raises FileExistsError if something else is at its path."""
+        """Return whether the venv in use has the key `key`.
+
+        Raises FileExistsError if something that is not a managed venv is at its path.
+        """
         if self.path.exists() and not self.path.is_symlink():
-            raise FileExistsError(17, "is there, and swarmtrain env has not made it", str(self.path))
+            raise FileExistsError(17, "already exists and was not created by swarmtrain env", str(self.path))
         return self.path.is_symlink() and self.path.readlink() == self._get_link_target(key) and (self.path / "bin" / "python3").exists()
 
     def write_wheel_chunk(self, name: str, offset: int, content: str) -> None:
-        """Write a chunk of a wheel, in base64."""
+        """Write a chunk of an uploaded wheel, given in base64, at `offset`."""
         folder = self._build_folder / "wheels"
         folder.mkdir(exist_ok=True)
         with (folder / name).open("ab") as file:
             file.truncate(offset)
             file.write(base64.b64decode(content))
 
-    def build_and_activate(
+    def build_and_activate_venv(
         self, python: str, key: str, requirements: Sequence[str], *, use_index: bool, is_caller_gone: Callable[[], bool]
     ) -> dict[str, str]:
         """Build the environment from `requirements`, whose paths are relative to the wheels, and activate it.
@@ -99,12 +105,12 @@ class ManagedVenv:
 
 
 def get_build_folder(path: Path) -> Path:
-    """Return the folder in which the environment at `path` is built."""
+    """Return the folder in which the venv at `path` is built."""
     return path.with_name(f"{path.name}.made")
 
 
 def _run_step(argv: list[str], cwd: Path, is_caller_gone: Callable[[], bool]) -> tuple[int, str]:
-    """Return the exit code and the last output lines. If the caller is gone, everything that was started is killed."""
+    """Run one build step, and return its exit code and last output lines. If the caller is gone, all started processes are killed."""
     log = cwd / "log"
     with log.open("wb") as output:
         child = start_process(argv, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, new_session=True, die_with_parent=True)

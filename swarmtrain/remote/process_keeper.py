@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.1
 
 
 class ProcessKeeper:
-    """Restart loop around one process."""
+    """Process keeper: restarts one process until it exits with 0 or a stop is requested."""
 
     def __init__(self, path: Path) -> None:
         self.spec = ProcessSpec.load(path)
@@ -37,7 +37,7 @@ class ProcessKeeper:
         self.restarts = 0
 
     def run(self) -> int:
-        """Return when the process has ended with 0, or a stop was requested."""
+        """Run the process, with restarts. Returns when it has exited with 0, or a stop was requested."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._request_stop)
         while not self.stop_requested:
@@ -59,7 +59,10 @@ class ProcessKeeper:
             return self._wait_for_exit(child)
 
     def _wait_for_exit(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait until the child exits. A stop of this keeper is forwarded to it once, and retried if that failed."""
+        """Wait until the child process exits, and return its exit code.
+
+        A stop request of this keeper is forwarded to the child once, and retried if that failed.
+        """
         exit_requested = False
         while True:
             if self.stop_requested and not exit_requested:
@@ -74,9 +77,9 @@ class ProcessKeeper:
         return subprocess.run(self.spec.stop_command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
     def _prepare_process(self, errors: IO[bytes]) -> int:
-        """Return 0 if the process can be started, and a stop was not requested.
+        """Run the prepare command of the process. Return 0 if the process can be started, and a stop was not requested.
 
-        Clean up leftovers of an earlier process only if preparing fails.
+        Leftovers of an earlier process are removed only if preparing fails.
         """
         code = self._run_prepare_command(subprocess.DEVNULL)
         if code and not self.stop_requested:
@@ -91,7 +94,7 @@ class ProcessKeeper:
 
     @contextlib.contextmanager
     def _open_output(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """Yield the files for standard output and errors: one log for both, or a plain output file and a log of errors."""
+        """Yield the files for stdout and stderr of the process: one log for both, or a plain file for stdout and a log for stderr."""
         out, errors = Path(self.spec.stdout), Path(self.spec.stderr)
         with open_timestamped_log(errors) as log:
             if out == errors:

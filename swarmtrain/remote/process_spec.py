@@ -1,4 +1,4 @@
-"""Spec and state of a kept process: two small JSON files, NODE.spec and NODE.state."""
+"""Spec and state of a process under a process keeper: two small JSON files, NODE.spec and NODE.state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """Process to keep running. `content_digest` identifies the files that it reads: with other content it is a different process."""
+    """Spec of a process that a process keeper runs.
+
+    `content_digest` identifies the files that it reads: with other content, it is another process.
+    """
 
     name: str
     argv: list[str]
@@ -20,11 +23,11 @@ class ProcessSpec:
     stderr: str
     content_digest: str
     cleanup_command: list[str] = field(default_factory=list)
-    """Run if `prepare_command` fails, since leftovers of an earlier process may be in its way, and after the process has ended for good."""
+    """Command that removes leftovers: run if `prepare_command` fails, and after the process has ended for good."""
     prepare_command: list[str] = field(default_factory=list)
-    """Run before each start, and never interrupted: what it requests is created even if nobody waits for it any more."""
+    """Command that is run before each start and never interrupted: objects that it requests are created even if nobody waits for them."""
     stop_command: list[str] = field(default_factory=list)
-    """Run to request the process to stop, if SIGTERM to `argv` would not reach it."""
+    """Command that requests the process to stop; needed if SIGTERM to `argv` would not reach the process."""
 
     def save(self, path: Path) -> None:
         """Write the spec to `path`, readable by its owner only: it contains the user's environment."""
@@ -32,13 +35,13 @@ class ProcessSpec:
 
     @classmethod
     def load(cls, path: Path) -> ProcessSpec:
-        """Read a spec back. Raises OSError, ValueError, TypeError."""
+        """Return the spec in the file at `path`. Raises OSError, ValueError or TypeError if it cannot be read."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """State in Swarm's terms: running, complete, failed (about to be restarted), shutdown."""
+    """State of a process under a process keeper, in Swarm's terms: running, complete, failed (about to be restarted), shutdown."""
 
     keeper_pid: int
     state: str
@@ -47,12 +50,15 @@ class ProcessState:
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write `text` to `path` by rename, so that a reader finds either the complete old or the complete new content."""
+    """Write `text` to `path` atomically, by renaming: a reader sees either the old or the new content.
+
+    The file has the permissions `mode`.
+    """
     write_bytes_atomically(path, text.encode(), mode=mode)
 
 
 def write_bytes_atomically(path: Path, content: bytes, *, mode: int) -> None:
-    """Write `content` to `path` in the same way. It has the permissions `mode` from the first byte on."""
+    """Write `content` to `path` atomically, by renaming. The file has the permissions `mode` when it is created."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

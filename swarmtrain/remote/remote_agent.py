@@ -1,4 +1,4 @@
-"""The agent of a launcher on one machine: called directly there, or over SSH by JSON lines, one request and one response at a time.
+"""The remote agent of a launcher on a machine: answers one request at a time, as direct calls or as JSON lines over SSH.
 
 Over SSH this module arrives in a zip file on the same standard input, so the machine needs nothing but Python. Each public method of
 RemoteAgent is a request. Request data never appears in a command line or environment.
@@ -27,7 +27,7 @@ from swarmtrain.remote.process_spec import ProcessSpec, write_bytes_atomically
 from swarmtrain.remote.run_folder import EVENTS_FILE, LOCK_FILE, MARKER_FILE, HostRunFolder
 
 READY_LINE = "swarmtrain remote agent"
-"""Printed before the first response: the output of shell start-up files comes before it."""
+"""Line that the agent prints before the first response. Output before it comes from shell start-up files."""
 SECRET_FILE_MODE, PUBLIC_FILE_MODE = 0o600, 0o644
 _NVIDIA_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 _MAX_READ_BYTES = 1 << 22
@@ -41,7 +41,7 @@ print(json.dumps({"swarmtrain": swarmtrain.__version__, "torch": importlib.util.
 
 
 class RemoteAgent:
-    """Operates on the run folders below `base`. Long operations are aborted once `is_caller_gone` returns True."""
+    """Remote agent, which operates on the run folders below `base`. Long operations are aborted once `is_caller_gone` returns True."""
 
     def __init__(self, base: Path, is_caller_gone: Callable[[], bool] = lambda: False) -> None:
         self.base = base
@@ -50,9 +50,9 @@ class RemoteAgent:
         self._venvs: dict[str, ManagedVenv] = {}
 
     def handle_request(self, method: str, fields: dict[str, Any]) -> Any:
-        """Return the response to the request `method`. Raises whatever fails."""
+        """Call the method `method` with the arguments `fields`, and return its result. Exceptions of the method propagate."""
         if method.startswith("_") or method == "handle_request":
-            raise ValueError(f"no such question: {method}")
+            raise ValueError(f"unknown request: {method}")
         return getattr(self, method)(**fields)
 
     def describe_host(self, cwd: str = "", ports: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class RemoteAgent:
             return {"error": str(error)}
 
     def run_command(self, argv: list[str], seconds: float, env: dict[str, str] | None = None) -> dict[str, Any]:
-        """Run `argv` with `env` added, for at most `seconds`. Return its exit code and output."""
+        """Run `argv` with `env` added to the environment, for at most `seconds`. Return its exit code and output."""
         environment = {**os.environ, **env} if env else None
         try:
             completed = subprocess.run(
@@ -100,7 +100,10 @@ class RemoteAgent:
         return {"exit_code": completed.returncode, "output": completed.stdout + completed.stderr}
 
     def update_marker(self, path: str, action: str) -> bool:
-        """Create the empty file `path`, remove it, or only check for it, by `action`. Return whether it exists then; False on any error."""
+        """Create or remove the empty file `path`, or check that it exists, depending on `action`.
+
+        Return whether it exists afterwards; False on any error.
+        """
         with contextlib.suppress(OSError):
             if action == "create":
                 Path(path).touch()
@@ -130,7 +133,7 @@ class RemoteAgent:
         }
 
     def write_files(self, run: str, files: dict[str, tuple[str, int]]) -> None:
-        """Write files in this order, each given as base64 content and mode."""
+        """Write files into the run's folder in this order; each is given as base64 content and file mode."""
         folder = self._get_run_folder(run).path
         for name, mode in ((".", 0o700), ("code", 0o755), ("logs", 0o755), ("secrets", 0o700)):
             (folder / name).mkdir(mode=mode, parents=True, exist_ok=True)
@@ -139,36 +142,36 @@ class RemoteAgent:
             write_bytes_atomically(folder / name, base64.b64decode(content), mode=mode)
 
     def read_files(self, run: str, names: list[str]) -> dict[str, str]:
-        """Return the content of files, in base64."""
+        """Return the contents of files in the run's folder, in base64."""
         folder = self._get_run_folder(run).path
         return {name: base64.b64encode((folder / name).read_bytes()).decode() for name in names}
 
     def delete_files(self, run: str, names: list[str]) -> None:
-        """Delete files."""
+        """Delete files in the run's folder."""
         for name in names:
             (self._get_run_folder(run).path / name).unlink(missing_ok=True)
 
     def start_processes(self, run: str, specs: list[dict[str, Any]]) -> None:
-        """Start a keeper for each of `specs`."""
+        """Start a process keeper for each of `specs`."""
         for spec in specs:
             self._get_run_folder(run).start_keeper(ProcessSpec(**spec))
 
     def stop_processes(self, run: str, names: list[str] | None, grace: float) -> None:
-        """Stop the processes `names`, or all, with all their descendants. Their files stay."""
+        """Stop the processes `names` of the run, by default all, with all their descendants. Their files are kept."""
         folder = self._get_run_folder(run)
         folder.stop_processes(folder.list_process_names() if names is None else names, grace)
 
     def delete_process_files(self, run: str, names: list[str]) -> None:
-        """Delete the keepers' files; their logs stay."""
+        """Delete the files of the process keepers `names`; their logs are kept."""
         for name in names:
             self._get_run_folder(run).delete_process_files(name)
 
     def rotate_events(self, run: str) -> None:
-        """Start new events and log files."""
+        """Move the run's events and logs to numbered files, and start new ones."""
         self._get_run_folder(run).rotate_events()
 
     def remove_run(self, run: str) -> None:
-        """Remove the run and everything that is stored of it here."""
+        """Remove the run and all its files on this machine, including events and logs."""
         folder = self._get_run_folder(run)
         folder.remove_run()
         folder.delete_folder()
@@ -176,7 +179,10 @@ class RemoteAgent:
             self.base.rmdir()
 
     def lock_run(self, run: str, owner: str) -> str:
-        """Acquire the lock to change the run, for the lifetime of this agent or until `unlock_run`. If it is held, return its holder."""
+        """Acquire the lock for changes to the run, until `unlock_run` or the end of this agent.
+
+        If another process holds it, return its holder.
+        """
         folder = self._get_run_folder(run).path
         folder.mkdir(parents=True, exist_ok=True)
         file, holder = _acquire_lock(folder / LOCK_FILE, owner)
@@ -185,7 +191,7 @@ class RemoteAgent:
         return holder
 
     def unlock_run(self, run: str) -> None:
-        """Release the lock. A folder that contains nothing else is removed."""
+        """Release the lock for changes to the run. If the run's folder contains nothing else, remove the folder."""
         if file := self._locks.pop(run, None):
             folder = self._get_run_folder(run).path
             with contextlib.suppress(OSError):
@@ -195,9 +201,10 @@ class RemoteAgent:
             file.close()
 
     def claim_venv(self, path: str, python: str, digest: str, owner: str) -> dict[str, Any]:
-        """Return the `key` of the environment at `path` with the content `digest`, and whether it is `current`.
+        """Return the `key` of the venv at `path` for the content `digest`, and whether it is `current`.
 
-        If not, the lock to build it is acquired and held until it is built. If the lock is held by another, return the `holder`.
+        If it is not current, the lock to build it is acquired and held until `build_venv` ends. If another process holds the lock, return
+        its `holder`.
         """
         get_build_folder(Path(path)).mkdir(parents=True, exist_ok=True)
         file, holder = _acquire_lock(get_build_folder(Path(path)) / LOCK_FILE, owner)
@@ -217,24 +224,24 @@ class RemoteAgent:
         return {"holder": "", "key": key, "current": current}
 
     def write_wheel_chunk(self, path: str, name: str, offset: int, content: str) -> None:
-        """Write a chunk of a wheel for the environment to be built."""
+        """Write a chunk of a wheel, given in base64, for the venv to be built."""
         self._venvs[path].write_wheel_chunk(name, offset, content)
 
     def build_venv(self, path: str, python: str, key: str, requirements: list[str], use_index: bool) -> dict[str, str]:
-        """Build and activate the environment, and release its lock. Return what failed, if anything."""
+        """Build and activate the venv, and release its lock. Return the error of a failed step; empty if all succeeded."""
         venv = self._venvs.pop(path)
         try:
-            return venv.build_and_activate(python, key, requirements, use_index=use_index, is_caller_gone=self._is_caller_gone)
+            return venv.build_and_activate_venv(python, key, requirements, use_index=use_index, is_caller_gone=self._is_caller_gone)
         finally:
             venv.lock.close()
 
     def poll_changes(
         self, run: str, offsets: dict[str, int], wait_seconds: float = 0.0, tail: int | None = None, file_names: list[str] | None = None
     ) -> dict[str, Any]:
-        """Return the run's status and the file contents after `offsets`, as soon as anything changes, or after `wait` seconds.
+        """Return the run's status and the new content of its files, as soon as either changes, or after `wait_seconds`.
 
-        A file without an offset is read from its start, or its last `tail` lines. `only`: names of the files to read. `has_more` in the
-        response: poll again immediately.
+        `offsets`: number of bytes of each file that were read before. A file without an offset is read from its start, or its last `tail`
+        lines. `file_names`: files to read (default: all). If the response has `has_more`, the caller polls again immediately.
         """
         deadline = time.monotonic() + wait_seconds
         previous_status: Any = None
@@ -279,7 +286,7 @@ class RemoteAgent:
 
 
 def serve_requests(base: Path) -> None:
-    """Answer requests on standard input until it closes: the caller is gone then, and processes that were started stay."""
+    """Serve requests on standard input until it closes, which means that the caller is gone. Started processes keep running."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of child processes must not mix with responses
     agent = RemoteAgent(base, _is_caller_gone)
@@ -304,7 +311,7 @@ def _is_caller_gone() -> bool:
 
 
 def _acquire_lock(path: Path, owner: str) -> tuple[IO[str] | None, str]:
-    """Return the lock file at `path`, which holds the lock while it is open, or None and the holder."""
+    """Acquire the lock file `path`. Return it open, which holds the lock until it is closed; or None and the current holder."""
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -320,7 +327,7 @@ def _acquire_lock(path: Path, owner: str) -> tuple[IO[str] | None, str]:
 
 
 def get_runs_folder(host: str) -> Path:
-    """Return the runs folder of the machine that launchers call `host`. Hosts may share a home directory, and have a folder each in it."""
+    """Return the folder of all runs on the machine that launchers call `host`. Hosts that share a home directory have separate folders."""
     state_home = os.environ.get("XDG_STATE_HOME")
     return (Path(state_home) if state_home else Path("~/.local/state").expanduser()) / "swarmtrain" / ".hosts" / host
 
@@ -336,7 +343,7 @@ def _is_port_taken(port: int) -> bool:
 
 
 def _find_tail_offset(file: IO[bytes], size: int, lines: int) -> int:
-    """Return the offset at which the last `lines` lines of a file of `size` bytes begin."""
+    """Return the byte offset at which the last `lines` lines of a file of `size` bytes begin."""
     end, tail = size, b""
     while end > 0 and tail.count(b"\n") <= lines:
         start = max(0, end - (1 << 16))

@@ -1,4 +1,4 @@
-"""A run's folder on the machine that its processes run on, and its process keepers.
+"""Folder of a run on a machine that runs its processes, and the process keepers of these processes.
 
 local.json          marker of a run, with what a later launcher must know of it; removed last
 deployed.json       the config as deployed             config.json   the same, resolved, as the nodes read it
@@ -37,7 +37,7 @@ _KEEPER_ARGV = [archive] if (archive := getattr(globals()["__loader__"], "archiv
 
 
 class HostRunFolder:
-    """Folder of one run."""
+    """Folder of one run on the machine that runs its processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,13 +51,13 @@ class HostRunFolder:
         return (self.path / MARKER_FILE).exists()
 
     def get_log_path(self, name: str) -> Path:
-        """Return the path of the log of `name`."""
+        """Return the path of the log file of the process `name`."""
         return self.path / f"{name}.log"
 
     def rotate_events(self) -> None:
-        """Move events and logs away for a new coordinator.
+        """Move events and logs to numbered files, for a new coordinator.
 
-        An old outcome must not end the following of the new run, and old lines must not be taken for its own.
+        Otherwise an old outcome would end the following of the new run, and old lines would be attributed to it.
         """
         if not self.events_path.exists():
             return
@@ -68,19 +68,22 @@ class HostRunFolder:
                 log.rename(self.path / f"{log.stem}.{number}.log")
 
     def list_process_names(self) -> list[str]:
-        """Return the names of all keepers, running or not: nodes in order, then the rendezvous."""
+        """Return the names of all process keepers, running or not: nodes in order, then the rendezvous."""
         names = [path.stem for path in self.path.glob("*.spec")]
         return sorted(names, key=lambda name: (not name.startswith("node"), len(name), name))
 
     def load_spec(self, name: str) -> ProcessSpec | None:
-        """Return the spec of `name`'s keeper, or None."""
+        """Return the spec of the process `name`; None if there is none."""
         try:
             return ProcessSpec.load(self.path / f"{name}.spec")
         except (OSError, ValueError, TypeError):
             return None
 
     def load_state(self, name: str) -> ProcessState | None:
-        """Return the state of `name`, or None. A keeper that died without a stop request counts as failed."""
+        """Return the state of the process `name`; None if there is none.
+
+        A process keeper that died without a stop request counts as failed.
+        """
         try:
             state = ProcessState(**json.loads((self.path / f"{name}.state").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -90,12 +93,12 @@ class HostRunFolder:
         return state
 
     def is_alive(self, name: str) -> bool:
-        """Return whether `name` has a running keeper."""
+        """Return whether the process keeper of `name` is running."""
         state = self.load_state(name)
         return state is not None and self._is_keeper(state.keeper_pid, name)
 
     def start_keeper(self, spec: ProcessSpec) -> None:
-        """Start a keeper for `spec`. Raises ProcessError."""
+        """Start a process keeper for `spec`. Raises ProcessError if it cannot be started."""
         path = self.path / f"{spec.name}.spec"
         spec.save(path)
         path.with_suffix(".state").unlink(missing_ok=True)
@@ -110,7 +113,7 @@ class HostRunFolder:
         keeper.returncode = 0  # it is meant to outlive us: its state file, not this handle, reports how it ends
 
     def stop_processes(self, names: list[str], grace: float) -> None:
-        """Stop the keepers of `names` and all their descendants: SIGTERM, `grace` seconds and a few more to exit, then SIGKILL."""
+        """Stop the process keepers of `names` and all their descendants: SIGTERM, then SIGKILL a few seconds after `grace` seconds."""
         keepers = {name: state.keeper_pid for name in names if (state := self.load_state(name)) and self._is_keeper(state.keeper_pid, name)}
         for pid in keepers.values():
             _send_signal(pid, signal.SIGTERM)
@@ -133,12 +136,15 @@ class HostRunFolder:
             run_cleanup_command(spec)
 
     def delete_process_files(self, name: str) -> None:
-        """Delete a keeper's files; its log stays."""
+        """Delete the files of the process keeper of `name`; its log is kept."""
         for suffix in (".spec", ".state"):
             (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
     def remove_run(self) -> None:
-        """Remove the run; its events and logs stay. The marker goes last: until then the run can be found, and removed again."""
+        """Remove the run; its events and logs are kept.
+
+        The marker file is removed last: until then the run can be found, and the removal repeated.
+        """
         for name in ("code", "secrets"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         half_written = self.path.glob(".*")
@@ -149,7 +155,10 @@ class HostRunFolder:
         (self.path / MARKER_FILE).unlink(missing_ok=True)
 
     def delete_folder(self) -> None:
-        """Delete the folder, with events and logs. The lock is deleted too: its holder is the last user of the folder."""
+        """Delete the folder of the run, including events and logs.
+
+        The lock is deleted, too: its holder is the last user of the folder.
+        """
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _wait_for_keepers(self, keepers: dict[str, int], seconds: float) -> None:
@@ -158,7 +167,7 @@ class HostRunFolder:
             time.sleep(_POLL_SECONDS)
 
     def _is_keeper(self, pid: int, name: str) -> bool:
-        """Return whether `pid` is the keeper of `name`: the pid alone may have been reused."""
+        """Return whether the process `pid` is the process keeper of `name`. The pid alone may have been reused."""
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 with contextlib.suppress(ChildProcessError):
@@ -169,13 +178,13 @@ class HostRunFolder:
 
 
 def run_cleanup_command(spec: ProcessSpec) -> None:
-    """Remove what the process may have left that does not end with it, such as a container. Errors are ignored."""
+    """Run the cleanup command of `spec`, which removes what the process may leave behind, such as a container. Errors are ignored."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(spec.cleanup_command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLEANUP_TIMEOUT_SECONDS, check=False)
 
 
 def _list_session_processes(leaders: Collection[int]) -> list[int]:
-    """Return the live processes of the sessions of `leaders`: each keeper has its own session, which its descendants stay in."""
+    """Return the pids of live processes in the sessions of `leaders`. Each process keeper has its own session, with its descendants."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

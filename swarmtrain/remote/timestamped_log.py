@@ -1,4 +1,4 @@
-"""Log of a node's output with a timestamp per line, since a plain file has none."""
+"""Log file of a node's output with a timestamp per line, since a plain file has none."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def format_timestamp_prefix(seconds: float) -> str:
 
 @contextlib.contextmanager
 def open_timestamped_log(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a pipe for a process's output; its lines are appended to `path`. All are written on exit.
+    """Yield a pipe for the output of a process; its lines are appended to the log `path`, all of them before this exits.
 
-    Processes left behind may keep printing: on exit their output is awaited for 1 s, and appended as long as this process lives.
+    Descendants left behind may keep printing: on exit their output is awaited for 1 s, and appended as long as this process lives.
     """
     read_fd, write_fd = os.pipe()
     reader = threading.Thread(target=_append_lines, args=(read_fd, path), daemon=True)

@@ -1,1 +1,1 @@
-"""Plan → what is sent: commands as argv lists and environments, stack documents, sbatch scripts. Values in, values out."""
+"""Convert a plan to what launchers send: commands as argv lists, environments, stack documents, sbatch scripts. Pure functions."""

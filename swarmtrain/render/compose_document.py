@@ -1,4 +1,4 @@
-"""Plan → compose document for one engine outside a swarm: the input of `docker compose`, which the Docker launcher also starts.
+"""Convert a plan to a compose document for one engine outside a swarm: the input of `docker compose` and of the Docker launcher.
 
 It is the stack document, with Swarm's settings replaced by an engine's: a bridge instead of the overlay, and `restart`, `cpus`,
 `mem_limit` and `gpus` instead of `deploy`.
@@ -18,7 +18,7 @@ from swarmtrain.render.stack_document import NETWORK_NAME, Stack
 
 
 def render_compose(plan: Plan) -> Stack:
-    """Return the document of `plan`: a container for each node and one for the rendezvous. Raises StackError for a file that is empty."""
+    """Return the compose document of `plan`: a container for each node and one for the rendezvous. Raises StackError for an empty file."""
     stack = stack_document.render_stack(plan)
     nodes = {node.name: node for node in plan.nodes}
     secrets = json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True)
@@ -59,7 +59,7 @@ def _convert_service(plan: Plan, name: str, service: dict[str, Any], node: Plann
 
 
 def _select_gpus(plan: Plan, node: PlannedNode) -> Any:
-    """Return the GPUs of a node: those it names, its part if several nodes share the machine, else all."""
+    """Return the GPUs of a node: those that it names, its share if several nodes use the machine, else all."""
     if plan.config.runner.swarm.gpu is GpuMode.none:
         return ""
     device_ids = list(node.gpus)

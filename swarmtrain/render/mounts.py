@@ -1,4 +1,4 @@
-"""The mounts of a node's container, as in the stack document, and the mount that contains save_dir."""
+"""Mounts of a node's container, as in the stack document, and the mount that contains save_dir."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swarmtrain.config.schema.runner import DockerConfig
 from swarmtrain.plan import RunFile
 
 WORKSPACE = PurePosixPath("/workspace")
-"""Working folder of the job in the container, to which relative paths refer."""
+"""Working folder of the job in the container; relative paths are relative to it."""
 
 
 def build_mounts(docker: DockerConfig) -> list[dict[str, Any]]:
-    """Return the mounts of a node: /dev/shm, and those in the config."""
+    """Return the mounts of a node: /dev/shm, and the mounts in the config."""
     mount_entries: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker.shm_size}}]
     for source, target in docker.docker_mounts:
         is_bind = source.startswith("/")
@@ -28,22 +28,22 @@ def build_mounts(docker: DockerConfig) -> list[dict[str, Any]]:
 
 
 def build_volumes(docker: DockerConfig) -> Mapping[str, dict[str, Any]]:
-    """Return the named volumes among the config's mounts, each with its options."""
+    """Return the named volumes that the config mounts, each with its options."""
     names = sorted({source for source, _ in docker.docker_mounts if not source.startswith("/")})
     return {_build_volume_name(docker, name): _build_volume(docker, name) for name in names}
 
 
 def find_save_mount(config: Config) -> tuple[str, str] | None:
-    """Return source and target of the mount that contains save_dir, None if none does."""
+    """Return source and target of the mount that contains save_dir; None if save_dir is not in a mount."""
     path = _resolve_save_path(config)
     containing_mounts = [pair for pair in config.runner.docker_config.docker_mounts if path is not None and path.is_relative_to(pair[1])]
     return max(containing_mounts, key=lambda pair: len(pair[1]), default=None)
 
 
 def list_save_source_folders(config: Config) -> tuple[PurePosixPath, ...]:
-    """Return the folder on a node that is save_dir in the container, then its parents up to the mount's source.
+    """Return the folder on the node that corresponds to save_dir, then its parents up to the source of its mount.
 
-    Empty if save_dir is not in a folder of the node.
+    Empty if save_dir is not in a folder that is mounted from the node.
     """
     path, mount = _resolve_save_path(config), find_save_mount(config)
     if path is None or mount is None or not mount[0].startswith("/"):
@@ -54,12 +54,12 @@ def list_save_source_folders(config: Config) -> tuple[PurePosixPath, ...]:
 
 
 def escape_go_template(value: str) -> str:
-    """Escape `{{` in a user's value, which Swarm would read as a Go template."""
+    """Return `value` with `{{` escaped, since Swarm expands Go templates in values."""
     return value.replace("{{", '{{"{{"}}')
 
 
 def unescape_go_template(value: str) -> str:
-    """Undo `escape_go_template`, for an engine that does not read templates."""
+    """Return `value` with the escapes of `escape_go_template` removed, for an engine that does not expand templates."""
     return value.replace('{{"{{"}}', "{{")
 
 
@@ -73,7 +73,7 @@ def _build_volume(docker: DockerConfig, name: str) -> dict[str, Any]:
 
 
 def _build_volume_name(docker: DockerConfig, name: str) -> str:
-    """Return the volume's name, with the digest of its options: an existing volume of a node keeps the options that it was created with."""
+    """Return the volume's name with a digest of its options: an existing volume keeps the options with which it was created."""
     if name not in docker.volumes:
         return name
     return f"{name}-{RunFile.from_content(name, json.dumps(docker.volumes[name], sort_keys=True).encode()).digest}"

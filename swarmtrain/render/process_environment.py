@@ -1,4 +1,4 @@
-"""The commands of a run and their environments, as values: the same for every launcher, except for paths and addresses."""
+"""Commands of a run and their environment variables, the same for every launcher except for paths and addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRYPOINT_MODULE = "swarmtrain.entrypoint"
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Paths and addresses that a launcher chooses, as seen from the node."""
+    """Layout of a node: the paths and addresses that a launcher chooses, as seen from the node."""
 
     coordinator_host: str
     bind_address: str
@@ -26,11 +26,11 @@ class NodeLayout:
     coordinator_port: int
     mounts: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Default variables for the node's processes, which the user may override."""
+    """Default environment variables of the node's processes, which the user may override."""
 
 
 def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[str, str]:
-    """Return the environment of `node`'s supervisor: NodeEnv, NCCL's settings, the user's variables, a NAME_FILE for each secret."""
+    """Return the environment of the supervisor of `node`: NodeEnv, NCCL's settings, the user's variables, and NAME_FILE for each secret."""
     runner = plan.config.runner
     secrets = {secret.name: str(layout.secrets_dir / secret.name) for secret in plan.cargo.secrets}
     node_variables = NodeEnv(
@@ -65,9 +65,9 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
 
 
 def _build_flight_recorder_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
-    """Return the variables with which NCCL's flight recorder keeps each rank's last collectives, and writes them to the logs on a hang.
+    """Return the variables that make NCCL's flight recorder store the last collectives of each rank, and dump them to the logs on a hang.
 
-    A variable that the user has set under its older name is left out, since torch would prefer ours.
+    A variable that the user has set under its older name is left out, since torch would prefer the new name.
     """
     config = plan.config
     folder = config.logger.log_dir or config.trainer.save_dir or PurePath(layout.log_dir)

@@ -1,9 +1,9 @@
-"""Plan → the sbatch script that `deploy` submits and `generate` writes. Values in, text out.
+"""Convert a plan to the sbatch script that `deploy` submits and `generate` writes.
 
-Slurm starts it on the first node of the job. It starts one keeper on each node (swarmtrain.launchers.slurm.node_keeper), which keeps
-the node's supervisor running and, on the first node, the coordinator. When Slurm signals that the time limit is near, or within the
-grace time of a preemption, the script lets the ranks save and exit, and requeues its own job. After that grace time, Slurm itself
-requeues it.
+Slurm starts the script on the first node of the job. The script starts one keeper on each node (swarmtrain.launchers.slurm.node_keeper),
+which keeps the node's supervisor running and, on the first node, the coordinator. When Slurm signals that the time limit is near, or
+within the grace time of a preemption, the script lets the ranks save and exit, and requeues its own job. After that grace time, Slurm
+itself requeues the job.
 """
 
 from __future__ import annotations
@@ -22,39 +22,42 @@ from swarmtrain.render.process_environment import NodeLayout, build_coordinator_
 NODE_KEEPER_MODULE = "swarmtrain.launchers.slurm.node_keeper"
 JOB_COMMENT = "swarmtrain"
 GRACEFUL_EXIT_SIGNAL = "URG"
-"""The signal that asks keepers to let their ranks save and exit. Slurm sends it to all processes of the job, and others ignore SIGURG."""
+"""Signal that requests the ranks to save and exit. Slurm sends it to all processes of the job, and other programs ignore SIGURG."""
 TERMINATED_FILE = "terminated.state"
-"""Marker file in the run's folder: Slurm itself has sent SIGTERM to the ranks since the job began."""
+"""Marker file in the run's folder: it exists if Slurm itself has sent SIGTERM to the ranks since the job began."""
 # A placeholder for what only a node of the job knows, and fills in.
 _PLACEHOLDER_HOST = "here"
 
 
 @dataclass(frozen=True)
 class JobLayout:
-    """Paths as seen from the nodes, on a disk that all of them share."""
+    """Layout of a Slurm job: its paths as seen from the nodes, on a disk that all of them share."""
 
     run_folder: PurePath
     cwd: str
-    """Folder that ranks start in."""
+    """Working directory of the ranks."""
     python: str
     python_path: str = ""
     """PYTHONPATH of the user who deploys; empty if it is not set."""
 
 
 def compute_job_digest(plan: Plan) -> str:
-    """Return a digest of the job's files: it changes with their content and with the number of nodes."""
+    """Return a digest of the job's files, which changes with their content and with the number of nodes."""
     file_digests = (item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))
     content = "-".join([plan.config.to_node_config().digest, str(len(plan.nodes)), *file_digests])
     return hashlib.sha256(content.encode()).hexdigest()[:10]
 
 
 def get_job_files_folder(job_layout: JobLayout, plan: Plan) -> PurePath:
-    """Return the folder of the job's files; a queued job keeps using those that it was submitted with."""
+    """Return the folder of the job's files.
+
+    Its name contains their digest: a queued job keeps using the files with which it was submitted.
+    """
     return job_layout.run_folder / f"files-{compute_job_digest(plan)}"
 
 
 def render_sbatch_script(plan: Plan, job_layout: JobLayout) -> str:
-    """Return the sbatch script."""
+    """Return the sbatch script of `plan`, as text."""
     slurm = plan.config.runner.slurm
     variables = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(_build_job_environment(plan, job_layout).items()))
     prelude = "\n".join(slurm.prelude) or ":"
@@ -119,9 +122,9 @@ def _build_sbatch_options(plan: Plan, job_layout: JobLayout) -> list[str]:
 
 
 def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
-    """Return the srun command, with one task on each node.
+    """Return the srun command of the script, with one task on each node.
 
-    A node's failure is handled by its keeper and the coordinator, and does not end the others.
+    The failure of a node is handled by its keeper and the coordinator, and does not end the other tasks.
     """
     slurm = plan.config.runner.slurm
     is_elastic = plan.min_nodes < plan.max_nodes
@@ -143,7 +146,7 @@ def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
 
 
 def build_apptainer_prefix(apptainer: ApptainerConfig, plan: Plan, job_layout: JobLayout) -> list[str]:
-    """Return the words that run a command in the container when put before it; empty if there is no image."""
+    """Return the command prefix that runs a command in the Apptainer container; empty if there is no image."""
     if not apptainer.image:
         return []
     flags = ["--nv"] if apptainer.nv else []
@@ -161,7 +164,7 @@ def build_apptainer_prefix(apptainer: ApptainerConfig, plan: Plan, job_layout: J
 
 
 def _build_job_environment(plan: Plan, job_layout: JobLayout) -> dict[str, str]:
-    """Return the variables that are known before the job runs. Its ports, the first node's name, and each node's own are not."""
+    """Return the variables that are known before the job runs: all except its ports, the first node's name, and each node's own name."""
     files_folder = get_job_files_folder(job_layout, plan)
     layout = NodeLayout(
         coordinator_host=_PLACEHOLDER_HOST,

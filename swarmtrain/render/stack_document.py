@@ -1,4 +1,4 @@
-"""Plan → stack document: the input of `docker stack deploy`, which the Swarm launcher also turns into service specs.
+"""Convert a plan to a stack document: the input of `docker stack deploy`, from which the Swarm launcher also makes service specs.
 
 Only keys that `docker stack deploy` honours are used, so that both ways give the same services. The same plan gives the same bytes.
 Nothing in the services depends on the *current* number of nodes: scaling does not change the other nodes.
@@ -58,11 +58,11 @@ class Stack:
     document: dict[str, Any]
     files: dict[str, bytes]
     command_template: str = "docker stack deploy -c {file} {name}"
-    """The command that runs it, once it is in a `file`."""
+    """Template of the command that deploys the document from a `file`."""
 
 
 def render_stack(plan: Plan) -> Stack:
-    """Return the stack of `plan`. Raises StackError for a file that is empty, or exceeds Swarm's limit."""
+    """Return the stack of `plan`. Raises StackError for a file that is empty or exceeds Swarm's size limit."""
     objects = _SwarmObjects(plan)
     services = {node.name: _build_node_service(plan, node, objects) for node in plan.nodes}
     services[RENDEZVOUS_SERVICE] = _build_rendezvous_service(plan, objects)
@@ -82,13 +82,13 @@ def render_stack(plan: Plan) -> Stack:
 
 
 def render_stack_yaml(stack: Stack) -> str:
-    """Return the document as YAML for `docker`, which reads `$` as a variable unless it is doubled."""
+    """Return the stack document as YAML for `docker`, which expands `$` unless it is doubled."""
     header = f"# Written by swarmtrain. Run it with: {stack.command_template.format(file='THIS_FILE', name=stack.name)}\n"
     return header + "".join(_iterate_yaml_sections(stack.document))
 
 
 def _iterate_yaml_sections(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the document's YAML, each service separately: a dumper remembers all it has seen, and gets slower with it."""
+    """Yield the YAML of the stack document by sections, one per service: a YAML dumper remembers all objects, and slows down with them."""
     for key, value in document.items():
         if key != "services":
             yield _dump_section({key: value})
@@ -104,9 +104,10 @@ def _dump_section(section: dict[str, Any]) -> str:
 
 
 def write_stack(stack: Stack, path: Path) -> None:
-    """Write the YAML to `path` and its files into a folder next to it; files of an earlier call that are no longer used are removed.
+    """Write the stack document to `path` as YAML, and the files that it refers to into a folder next to it.
 
-    Raises StackError if that is not possible; then nothing has changed.
+    Files of an earlier call that are no longer used are removed. Raises StackError if the files cannot be written; then nothing has
+    changed.
     """
     secret_paths = _list_secret_paths(stack)
     folder = path.parent / _get_files_folder(stack)
@@ -121,12 +122,12 @@ def write_stack(stack: Stack, path: Path) -> None:
                 file.unlink()
     except OSError as error:
         raise StackError(
-            f"the stack file cannot be written: {describe_os_error(error)}", place=str(path), hint="--output FILE writes it elsewhere"
+            f"the stack file cannot be written: {describe_os_error(error)}", place=str(path), hint="write it elsewhere with --output FILE"
         ) from None
 
 
 class _SwarmObjects:
-    """The configs and secrets of a stack: key in the document → file, and each file's content."""
+    """Configs and secrets of a stack: the file of each key in the document, and the content of each file."""
 
     def __init__(self, plan: Plan) -> None:
         self.files: dict[str, bytes] = {}
@@ -149,12 +150,12 @@ class _SwarmObjects:
         limit = _MAX_SECRET_BYTES if files_by_key is self.secrets else _MAX_CONFIG_BYTES
         # The content of a secret that is already in the swarm is not known here.
         if not item.content and files_by_key is self.configs:
-            raise StackError("is empty, and Swarm takes no empty file", place=place, hint="put a comment into it")
+            raise StackError("is empty, but Swarm does not accept empty files", place=place, hint="add a comment to the file")
         if len(item.content) >= limit:
             raise StackError(
-                f"{len(item.content) / 1024:.0f} KiB, where Swarm takes less than {limit // 1024} KiB",
+                f"{len(item.content) / 1024:.0f} KiB, but Swarm accepts less than {limit // 1024} KiB",
                 place=place,
-                hint="put what is large into the image, or onto a disk that docker_mounts names",
+                hint="move large content into the image, or onto a disk mounted with docker_mounts",
             )
         stem, dot, suffix = item.name.partition(".")
         key = f"{_sanitize_object_name(stem)[: self._max_stem_length]}-{item.digest}"
@@ -202,7 +203,7 @@ def _build_rendezvous_service(plan: Plan, objects: _SwarmObjects) -> dict[str, A
 
 
 def _build_home_env(docker: DockerConfig) -> dict[str, str]:
-    """Return a writable HOME for a user that the image does not know: it would be / otherwise."""
+    """Return a writable HOME for a user that the image does not know: HOME would be / otherwise."""
     return {"HOME": docker.cache_dir or "/tmp"} if docker.user else {}  # in the container, which has its own /tmp
 
 
@@ -265,7 +266,7 @@ def _build_deploy_section(plan: Plan, objects: _SwarmObjects, role: str, constra
 
 
 def _format_visible_devices(plan: Plan, node: PlannedNode) -> str:
-    """Return the value of NVIDIA_VISIBLE_DEVICES, which tells the nvidia runtime what to show in the container."""
+    """Return the value of NVIDIA_VISIBLE_DEVICES, which selects the GPUs that NVIDIA's container runtime shows in the container."""
     if plan.config.runner.swarm.gpu is GpuMode.none:
         # Otherwise an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
         return "void"

@@ -1,19 +1,19 @@
-"""The trainer: a library that training_code.py calls, and run(), for custom scripts.
+"""Training library: the parts that a training script calls, and `run()`, which trains a custom script.
 
-runtime         this rank's config, world and device
+runtime         config, rank, world size and device of this process
 data            token files, samples and their order
 model           a decoder-only transformer
 parallel        one device mesh; tensor and pipeline parallelism within a replica, data parallelism between replicas
-optim           AdamW, SGD, Muon, parameter groups, schedules, clipping
-memory          an estimate of the memory of each rank, before a cluster is used
+optim           AdamW, SGD, Muon, parameter groups, learning rate schedules, gradient clipping
+memory          estimate of the memory that each rank needs, before a cluster is used
 loop            train(): steps, validation, checkpoints, graceful exit
-checkpoint      written in the background, restored in any topology
-metrics         log lines, events, sinks
-health          hangs, stragglers, non-finite losses, divergent replicas
-tokenize        text to token files
-inference       generate, embed, evaluate
-huggingface     import and export
-custom          run(): custom scripts
+checkpoint      checkpoints: written in the background, restored in any topology
+metrics         log lines, events, metric sinks
+health          detection of hangs, stragglers, non-finite losses, divergent replicas
+tokenize        convert text to token files
+inference       generate text, embed texts, evaluate
+huggingface     import from and export to Hugging Face
+custom          run(): train a custom script
 integrations    other systems that start a training process
 """
 

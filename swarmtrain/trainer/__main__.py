@@ -1,11 +1,11 @@
-"""Commands that need torch or numpy: `python -m swarmtrain.trainer COMMAND`.
+"""Command line of the commands that need torch or numpy: `python -m swarmtrain.trainer COMMAND`.
 
 bench       benchmark a config on this machine, interactively; also under torchrun
-data        token files: run by `swarmtrain data`
+data        create and inspect token files; started by `swarmtrain data`
 export, sample, embed, evaluate
-            run by the `swarmtrain` commands of these names, once per rank: they read their request from standard input as JSON, and
-            have the terminal
-memory      run by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
+            started by the `swarmtrain` commands of these names, one process per rank: each process reads its request from standard input
+            as JSON, and can read from and write to the terminal
+memory      started by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
             the response to standard output as JSON, {"error": …} on failure
 """
 
@@ -23,8 +23,10 @@ from swarmtrain.trainer.cli_exit import handle_cli_errors
 
 
 def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the memory that a config needs on each kind of rank and, if that exceeds `available_bytes`, the peak after each suggested
-    change.
+    """Return the memory in bytes that the config in `request` needs on each kind of rank.
+
+    If the highest peak exceeds the request's `available_bytes`, the response also lists config changes that save memory, each with the
+    peak that remains.
     """
     from swarmtrain.trainer.memory import estimate_memory, suggest_memory_savings
 
@@ -48,7 +50,7 @@ REQUEST_HANDLERS = {"memory": estimate_memory}
 
 @handle_cli_errors
 def main(argv: Sequence[str]) -> int:
-    """Run the command in `argv`, and return the exit code."""
+    """Run the command that `argv` names, and return its exit code."""
     verb_name, arguments = (argv[0], argv[1:]) if argv else ("", argv)
     if verb_name == "bench":
         from swarmtrain.trainer import bench

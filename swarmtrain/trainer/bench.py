@@ -1,9 +1,9 @@
-"""Benchmark a config on this machine: some steps and nothing else, no log, no checkpoint, no evaluation.
+"""Benchmark a config on this machine: run some training steps, without log, checkpoints or validation.
 
     python -m swarmtrain.trainer bench examples/quickstart.yml -o topology.micro_batch_size=4 --steps 20
     torchrun --nproc-per-node 8 -m swarmtrain.trainer bench CONFIG
 
-Missing data is replaced by random tokens, since their values do not affect the duration of a step.
+If the config's data is missing, random tokens are used: token values do not affect the duration of a step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,21 @@ _P10_INDEX, _P90_INDEX = 0, 8  # indices into the nine deciles
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark that `argv` describes, on all ranks together; rank 0 prints the results. Raises SwarmtrainError."""
-    parser = argparse.ArgumentParser(prog="python -m swarmtrain.trainer bench", description="How fast a config trains here.")
+    """Run the benchmark that the command line `argv` describes, on all ranks together. Rank 0 prints the results.
+
+    Return the exit code.
+    Raises SwarmtrainError if the config is invalid or the run cannot start.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m swarmtrain.trainer bench", description="Benchmark the training speed of a config on this machine."
+    )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("-o", dest="override", metavar="KEY=VALUE", action="append", default=[], help="change a value of the config")
-    parser.add_argument("--steps", type=_parse_positive_int, default=_DEFAULT_STEPS, help=f"steps that are measured ({_DEFAULT_STEPS})")
-    parser.add_argument("--warmup", type=int, default=_DEFAULT_WARMUP_STEPS, help=f"steps before them ({_DEFAULT_WARMUP_STEPS})")
-    parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
+    parser.add_argument("-o", dest="override", metavar="KEY=VALUE", action="append", default=[], help="override a config value")
+    parser.add_argument("--steps", type=_parse_positive_int, default=_DEFAULT_STEPS, help=f"number of steps to measure ({_DEFAULT_STEPS})")
+    parser.add_argument(
+        "--warmup", type=int, default=_DEFAULT_WARMUP_STEPS, help=f"number of warmup steps before them ({_DEFAULT_WARMUP_STEPS})"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(argv)
     config = read_config([args.config, *args.override, "trainer.tensor_statistics_recorder_config=null"])
     with start_runtime(config) as runtime, _open_or_generate_data(runtime) as (data, is_synthetic):
@@ -66,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
 def run_benchmark(
     runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, *, steps: int, warmup: int
 ) -> dict[str, Any]:
-    """Return the results of `steps` steps, after `warmup` unmeasured ones: seconds, tokens per second, bytes.
+    """Run `warmup` steps without measuring, then measure `steps` steps.
+
+    Return the results: seconds per step and per phase, tokens per second, memory in bytes.
 
     Called by all ranks together.
     """
@@ -110,7 +120,7 @@ def run_benchmark(
 
 @contextmanager
 def _open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, bool]]:
-    """Yield the config's training data, or random tokens if it is missing on any node; and whether the data is synthetic."""
+    """Yield the training data, and whether it is synthetic: random tokens are used if token files are missing on any node."""
     data_config = runtime.config.data
     prefixes = [*data_config.data_prefixes, *chain(*data_config.collect_companion_prefixes())]
     if all(collectives.all_gather_objects(bool(prefixes) and all(map(memory_map.has_token_files, prefixes)))):
@@ -153,14 +163,14 @@ def _format_table(results: Mapping[str, Any], *, is_synthetic: bool) -> str:
         ("parameters", f"{results['parameters']:,}"),
         (
             "step",
-            f"{_format_milliseconds(step['median'])}, the median of {results['steps']}; p10 {_format_milliseconds(step['p10'])}, p90 "
+            f"{_format_milliseconds(step['median'])}, median of {results['steps']}; p10 {_format_milliseconds(step['p10'])}, p90 "
             f"{_format_milliseconds(step['p90'])}",
         ),
         *((f"  {name}", _format_milliseconds(seconds)) for name, seconds in results["phases"].items() if name != OTHER),
-        ("tokens/s", f"{results['tokens_per_second']:,.0f}, {results['tokens_per_second_per_device']:,.0f} a device"),
-        ("TFLOPs", f"{results['tflops_per_device']:.3g} a device{mfu_text}"),
+        ("tokens/s", f"{results['tokens_per_second']:,.0f}, {results['tokens_per_second_per_device']:,.0f} per device"),
+        ("TFLOPs", f"{results['tflops_per_device']:.3g} per device{mfu_text}"),
         ("memory", ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in results["memory"].items())),
-        *([("data", "made up: the config's is not here")] if is_synthetic else []),
+        *([("data", "synthetic: the config's data is not on this machine")] if is_synthetic else []),
     ]
     return "\n".join(f"{name:16}{text}" for name, text in rows)
 

@@ -1,4 +1,4 @@
-"""How a command that has the terminal exits: with an exit code, and an error message on stderr."""
+"""Exit codes and error messages of commands that run in a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Request = TypeVar("Request")
 
 
 def handle_cli_errors(command: Callable[[Request], int | None]) -> Callable[[Request], int]:
-    """Decorate `command` so that it always returns an exit code, and prints errors to stderr."""
+    """Wrap `command` so that it always returns an exit code, and prints a SwarmtrainError to stderr instead of raising it."""
 
     @wraps(command)
     def main(request: Request) -> int:

@@ -1,4 +1,4 @@
-"""How ranks agree: small collectives over the CPU, and values that rank 0 decides for all."""
+"""Collective operations over the CPU for small values, and values that rank 0 computes for all ranks."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ T = TypeVar("T")
 
 
 def barrier() -> None:
-    """Return when every rank has reached this call."""
+    """Block until every rank has called this function."""
     dist.all_reduce(torch.zeros(1))
 
 
 def all_reduce_sum(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the sums of `values` over the ranks of `group` (default: all), in float64."""
+    """Return the sums of `values` over the ranks of `group` (default: all ranks), in float64."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, group=group)
     return [float(value) for value in tensor]
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the `value` of every rank of `group` (default: all), in the group's order, on each of them."""
+    """Gather `value` from every rank of `group` (default: all ranks). Every rank gets the list, in the order of the group's ranks."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def gather_to_rank_zero(value: T) -> list[T]:
-    """Return the `value` of every rank, by rank, on rank 0, and an empty list on the others."""
+    """Gather `value` from every rank. Rank 0 gets the list, in rank order; all other ranks get an empty list."""
     values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
     dist.gather_object(value, values or None)
     return values
 
 
 def run_on_rank_zero(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 and return its value on every rank. A SwarmtrainError raised there is raised on every rank."""
+    """Run `function` on rank 0 and return its result on every rank.
+
+    A SwarmtrainError that `function` raises on rank 0 is raised on every rank.
+    """
     value_and_error: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -55,9 +58,9 @@ def run_on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run `function` on every rank of `group` (default: all) and return all values, in the group's order.
+    """Run `function` on every rank of `group` (default: all ranks) and return all results, in the order of the group's ranks.
 
-    A SwarmtrainError on any of them is raised on each of them.
+    If `function` raises SwarmtrainError on any rank, that error is raised on every rank of the group.
     """
     local_outcome: tuple[T | None, Any] = (None, None)
     try:

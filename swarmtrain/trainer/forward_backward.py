@@ -1,4 +1,4 @@
-"""Forward and backward of this rank's micro batches in a step, and the forward alone for the validation loss."""
+"""Forward and backward passes of this rank's micro batches of one step, and forward passes alone for the validation loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swarmtrain.trainer.runtime import Runtime, derive_seed, seed_everything
 
 LOW_PRECISION_DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 MicroBatches = Sequence[tuple[int, Ids]]
-"""A replica's micro batches, with their numbers in the global batch."""
+"""The micro batches of one replica: for each, its number in the global batch and the ids of its samples."""
 
 
 def run_forward_backward(
@@ -36,9 +36,10 @@ def run_forward_backward(
     scale_loss: LossTransform,
     timer: StepTimer,
 ) -> tuple[Tensor, Tensor]:
-    """Run forward and backward of this rank's micro batches in step `number`, and accumulate gradients of the loss, scaled by `scale_loss`.
+    """Run the forward and backward passes of this rank's micro batches in step `number`, and accumulate the gradients of the loss.
 
-    Return the loss sum, and the number of correct pairs or queries.
+    The loss is scaled by `scale_loss` before the backward pass. Return the unscaled loss summed over the micro batches, in nats, and the
+    number of preference pairs or contrastive queries that were ranked correctly (0 for other losses).
     """
     forward = partial(_prepare_forward, runtime, number, timer)
     contrastive = _build_contrast(runtime, model, data, micro_batches, forward)
@@ -70,7 +71,10 @@ def run_forward_backward(
 
 
 def _get_loss_and_correct(model: ParallelModel, contrastive: ContrastiveResult | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss sum, and the number of correct pairs or queries. `loss_sum`: the sum of the model's outputs."""
+    """Return the loss sum, and the number of correctly ranked preference pairs or contrastive queries.
+
+    `loss_sum`: sum of the model's outputs, which is the loss unless the loss is contrastive.
+    """
     if contrastive:
         return contrastive.loss, contrastive.correct_count
     correct = model.local_model.preference_loss.pop_correct_count() if model.local_model.preference_loss else None
@@ -84,10 +88,11 @@ def _build_contrast(
     micro_batches: MicroBatches,
     forward: Callable[..., AbstractContextManager[object]],
 ) -> ContrastiveResult | None:
-    """Return how this replica's vectors compare with all others of the global batch.
+    """Compute the vectors of this replica's samples without gradients, and compare them with all vectors of the global batch.
 
-    None if the loss is not contrastive, or if this rank has no vectors. `forward` takes a micro batch's number, and in a pipeline the
-    stage's.
+    Return None if the loss is not contrastive, or if this rank has no vectors (a pipeline rank without the last stage). `forward` takes
+    the number of the micro batch, and with pipeline parallelism also the index of the stage; it returns the context for that forward
+    pass.
     """
     config, topology, mesh = runtime.config.trainer.contrastive_config, runtime.config.topology, model.mesh
     if config is None:
@@ -138,7 +143,7 @@ def run_validation_forward(
 
 
 def _pad_micro_batches(micro_batches: MicroBatches, count: int) -> Sequence[tuple[int, Ids | None]]:
-    """Return `micro_batches`, padded with empty ones to `count`, since all replicas run equally many."""
+    """Return `micro_batches`, padded with empty micro batches to `count`: all replicas must run the same number."""
     return [*micro_batches, *[(0, None)] * (count - len(micro_batches))]
 
 
@@ -151,14 +156,20 @@ def _load_micro_batch(runtime: Runtime, data: TokenDataset, ids: Ids | None) -> 
 
 
 def _copy_to_device(runtime: Runtime, rows: TokenBatch) -> TokenBatch:
-    """Return `rows` on the device, copied from pinned memory: a copy from pageable memory waits for all queued work."""
+    """Return a copy of `rows` on the device.
+
+    On CUDA the source is pinned memory: a copy from pageable memory waits for all queued work.
+    """
     pinned = rows.map_tensors(Tensor.pin_memory) if runtime.device.type == "cuda" else rows
     return pinned.map_tensors(lambda tensor: tensor.to(runtime.device, non_blocking=True))
 
 
 @contextmanager
 def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batch: int, *stage: int) -> Iterator[None]:
-    """Run the body as the forward of `micro_batch` in step `number`, and of pipeline `stage` if there is one."""
+    """Context manager for the forward pass of `micro_batch` in step `number`: timing, autocast and random seeds.
+
+    `stage`: index of the pipeline stage, with pipeline parallelism only.
+    """
     with (
         timer.phase(FORWARD, micro_batch, *stage),
         autocast(runtime),
@@ -172,6 +183,6 @@ def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batc
 
 
 def autocast(runtime: Runtime) -> AbstractContextManager[object]:
-    """Return the autocast context of a forward pass, in the config's precision."""
+    """Return the autocast context manager for a forward pass in the config's precision."""
     dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision)
     return torch.autocast(runtime.device.type, dtype or torch.bfloat16, enabled=dtype is not None)

@@ -1,4 +1,4 @@
-"""Instrumentation of a step: hang detection, NaN/Inf checks, out-of-memory reports, timing."""
+"""Instrumentation of training steps: hang detection, NaN/Inf checks, out-of-memory reports and timing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from swarmtrain.trainer.runtime import Runtime
 
 
 class StepInstruments:
-    """While entered, hangs are detected, and garbage is collected between steps only. Call `start` before the first step."""
+    """Context manager that detects hangs, and runs the garbage collector only between steps. Call `start` before the first step."""
 
     _rank_timer: RankTimer
     _timer: StepTimer
     _timeline: TimelineRecorder
     _tensor_stats: TensorStatsRecorder
     phase_seconds: Mapping[str, float]
-    """Seconds per phase, of the last step whose timing is known."""
+    """Duration in seconds of each phase, for the last step whose timing is complete."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, optimizer: Optimizer, collective_timeout: CollectiveTimeout) -> None:
         self._runtime, self._model, self._optimizer, self._collective_timeout = runtime, model, optimizer, collective_timeout
@@ -53,9 +53,11 @@ class StepInstruments:
         self._watchdog.__exit__(kind, error, trace)
 
     def start(self, data: TokenDataset, step: int) -> StepTimer:
-        """Start measuring after `step`, and return the timer that step phases are reported to. Called by all ranks together.
+        """Start measuring after `step`. Return the step timer, to which the code of a step reports its phases.
 
-        Raises TrainingError if a file cannot be opened.
+        Called by all ranks together.
+
+        Raises TrainingError if an output file cannot be opened.
         """
         self._tensor_stats = TensorStatsRecorder(self._runtime, self._model, step)
         self._rank_timer, self._timer = RankTimer(self._runtime, self._model, data), StepTimer(self._runtime.device)
@@ -63,16 +65,22 @@ class StepInstruments:
         return self._timer
 
     def after_backward(self) -> None:
-        """Record that forward and backward of the step are done, and gradients are summed. Called by all ranks together."""
+        """Record tensor statistics of the step. Call it after forward and backward, when gradients are summed over replicas.
+
+        Called by all ranks together.
+        """
         self._tensor_stats.after_backward()
 
     def gather_rank_timings(self) -> list[RankTiming] | None:
-        """Return the timings of all ranks, by rank, if a comparison is due, else None. Called by all ranks together, after each step."""
+        """Return the timings of all ranks, in rank order, if a comparison is due after this step, else None.
+
+        Called by all ranks together.
+        """
         return self._rank_timer.gather_timings()
 
     @contextmanager
     def instrument_step(self, number: int) -> Iterator[None]:
-        """Instrument step `number`, which the body runs. Called by all ranks together."""
+        """Context manager that instruments step `number`, which runs in the body. Called by all ranks together."""
         self._profiler.before_step()
         self._tensor_stats.before_step(number)
         start_time, place = time.monotonic(), f"step {number} on rank {self._runtime.rank}"

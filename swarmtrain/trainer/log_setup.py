@@ -1,4 +1,4 @@
-"""Logging of a rank: to its console, filtered by the rank's coordinates and by level, and to a log file per rank."""
+"""Logging of one rank: to its console, filtered by level and by rank coordinates, and optionally to a log file per rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swarmtrain.errors import TrainingError
 
 LOG = logging.getLogger("swarmtrain")
 _LEVEL_COLORS = ((logging.ERROR, "31"), (logging.WARNING, "33"))
-"""Levels, and the terminal's color codes for red and yellow."""
+"""Minimum log level and ANSI color code: red for errors, yellow for warnings."""
 
 
 def configure_logging(config: Config, rank: int, world_size: int) -> None:
-    """Configure this process's logging as the config says. Raises TrainingError if its log file cannot be written."""
+    """Configure the logging of this process from `config.logger`. Raises TrainingError if the log file cannot be written."""
     logger = config.logger
     level = logger.log_level.upper()
     is_selected = logger.log_ranks.has_rank(rank, config.topology.compute_rank_coordinates(rank, world_size))
@@ -57,7 +57,7 @@ def _create_file_handler(config: Config, rank: int) -> logging.Handler:
         folder.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(folder / f"rank-{rank:04}.log")
     except OSError as error:
-        hint = "the user that trains needs write access to it"
+        hint = "give the training user write access to it"
         raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.log_dir", hint=hint) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     return handler

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: steps, validation, checkpoints and reports until the last step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from swarmtrain.trainer.step import StepResult, evaluate_model, is_stop_requeste
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a finished run ended: validation losses in nats per token, None without validation data."""
+    """The result of a finished run: its last step, and validation losses in nats per token (None without validation data)."""
 
     step: int
     initial_validation_loss: float | None
@@ -50,10 +50,13 @@ def train(
 ) -> TrainingResult:
     """Train to the config's last step, resuming from the newest checkpoint. Called by all ranks together.
 
-    `extra_metrics` are added to the event that reports the end of the run. If a stop is requested on any rank (SIGTERM, or a trial's
-    master), all ranks save the same step and raise SystemExit(EXIT_PLANNED); the exit code is 0 if the master has been notified that
-    there is more to train. If a rank dies, the surviving ranks save the last step that is complete among them.
-    Raises TrainingError if the run cannot continue, CheckpointError if it cannot be saved or resumed.
+    `extra_metrics` are added to the event that reports the end of the run.
+
+    If a stop is requested on any rank (SIGTERM, or preemption by the Determined master), all ranks save a checkpoint of the same step and
+    raise SystemExit(EXIT_PLANNED). The exit code is 0 instead if the Determined master was notified that the trial is not finished. If a
+    rank dies, the surviving ranks save the last step that they hold completely.
+
+    Raises TrainingError if training cannot continue, CheckpointError if a checkpoint cannot be written or loaded.
     """
     config, last_step = runtime.config.trainer, runtime.config.trainer.train_iterations
     collective_timeout, trial = CollectiveTimeout(model.mesh.process_groups), DeterminedTrial(runtime)
@@ -147,9 +150,9 @@ def train(
 def _check_vocabulary_and_report_start(
     runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None, report_start: Callable[[], None]
 ) -> None:
-    """Scan the data for tokens outside the vocabulary, then report the start. Raises DataError, TrainingError.
+    """Check that all tokens in the data are in the vocabulary, then report the start of the run. Raises DataError, TrainingError.
 
-    Done after restoring, which checks that the data belongs to the run.
+    Runs after the checkpoint is restored, which verifies that the data belongs to the run.
     """
     vocabulary_check.scan_token_files(runtime, [*data.all_token_files, *(validation_data.all_token_files if validation_data else ())])
     report_start()
@@ -160,12 +163,12 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 def _check_same_data(runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None) -> None:
-    """Raise TrainingError if ranks have different data."""
+    """Raise TrainingError if any rank has other training or validation data than rank 0."""
     fingerprints = collectives.all_gather_objects((data.fingerprint, validation_data.fingerprint if validation_data else "", runtime.node))
     for rank, (*rank_fingerprints, node) in enumerate(fingerprints):
         if rank_fingerprints != list(fingerprints[0][:-1]):
             raise TrainingError(
-                f"rank {rank} on {node} has other data than rank 0 on {fingerprints[0][-1]}",
+                f"rank {rank} on {node} has different data than rank 0 on {fingerprints[0][-1]}",
                 place="config data",
                 hint="prepare it from the same source on every node",
             )

@@ -1,8 +1,8 @@
-"""Report of where a run executes, written at the start of each world.
+"""Report of the environment in which a run executes, written each time that the run starts or restarts.
 
-The full report goes into the run's folder (report.json), a summary into the log, and one entry per node to the coordinator.
-It includes only environment variables that configure devices and communication, and of the config's own variables only the names:
-their values may be confidential.
+The full report is written to report.json in the run's folder, a summary to the log, and one entry per node is posted to the coordinator.
+Of environment variables, the report includes only those that configure devices and communication. Of the variables in the config's `env`,
+it includes only the names: their values may be confidential.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ReportFields = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One rank: its node, its device, and its part of the model and of the data."""
+    """Where one rank runs, on which device, and its coordinates in the mesh."""
 
     rank: int
     node: str
@@ -48,7 +48,7 @@ class RankPlacement:
     local_rank: int
     device: str
     uuid: str
-    """Of the GPU; empty for a CPU."""
+    """UUID of the GPU; empty for a CPU."""
     driver: str
     pipe_rank: int
     tensor_rank: int
@@ -56,7 +56,7 @@ class RankPlacement:
 
 
 def gather_report(runtime: Runtime, generation: int, model: ParallelModel) -> ReportFields:
-    """Return the report of the world with this `generation`. Called by all ranks together."""
+    """Gather the placement of all ranks, and return the report of the world with this `generation`. Called by all ranks together."""
     placements = collectives.all_gather_objects(_collect_rank_placement(runtime, model))
     config = runtime.config.model_dump(mode="json")
     config["runner"]["env"] = dict.fromkeys(config["runner"].get("env") or {}, "…")
@@ -74,7 +74,7 @@ def gather_report(runtime: Runtime, generation: int, model: ParallelModel) -> Re
 
 
 def write_report(report: ReportFields, folder: Path) -> None:
-    """Write `report` to report.json in `folder`, replacing that of the previous world. If the folder is not writable, log a warning."""
+    """Write `report` to report.json in `folder`, replacing the previous report. If the folder is not writable, only log a warning."""
     staging = folder / f".{FILE_NAME}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,20 +85,20 @@ def write_report(report: ReportFields, folder: Path) -> None:
 
 
 def format_log_lines(report: ReportFields) -> Iterator[str]:
-    """Yield the log lines of `report`."""
+    """Yield the lines of the report's summary for the log."""
     versions, environment = report["versions"], report["communication"]["environment"]
     interface = environment.get("NCCL_SOCKET_IFNAME", environment.get("GLOO_SOCKET_IFNAME", "")).lstrip("=")
     yield ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield f"ranks talk by {report['communication']['backend']}{f' over {interface}' if interface else ''}"
+    yield f"ranks communicate via {report['communication']['backend']}{f' over {interface}' if interface else ''}"
     nodes = list(summarize_nodes(report))
     for node, node_fields in nodes[:_MAX_NODES_LOGGED]:
         yield f"{node}: {node_fields['host']}, ranks {node_fields['ranks']}, {node_fields['devices']}"
     if len(nodes) > _MAX_NODES_LOGGED:
-        yield f"and {len(nodes) - _MAX_NODES_LOGGED} nodes more, see {FILE_NAME}"
+        yield f"and {len(nodes) - _MAX_NODES_LOGGED} more nodes, see {FILE_NAME}"
 
 
 def summarize_nodes(report: ReportFields) -> Iterator[tuple[str, ReportFields]]:
-    """Yield each node with what is posted about it to the coordinator."""
+    """Yield for each node its name and the report fields that are posted to the coordinator."""
     for node, group in groupby(report["ranks"], key=lambda placement: placement["node"]):
         placements = list(group)
         devices = [placement["device"] for placement in placements]
@@ -156,7 +156,7 @@ def _read_driver_version() -> str:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending `numbers` as ranges: 0-3, 8."""
+    """Format ascending `numbers` as ranges, such as "0-3, 8"."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:

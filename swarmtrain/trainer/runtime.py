@@ -1,10 +1,10 @@
-"""A rank's environment: its config, place in the world, device, process group, seeds.
+"""The environment of one rank: config, rank, world size, device, process group and random seeds.
 
     with start_runtime(config) as runtime:
         with runtime.local_rank_zero_first():
-            ...                     local rank 0 of each node first, then the others
+            ...                     local rank 0 of each node first, then the other ranks
 
-Works under torchrun and its elastic agent, under plain srun or mpirun, and standalone: see swarmtrain.distributed_env.
+Works under torchrun (including elastic launch), under plain srun or mpirun, and standalone: see swarmtrain.distributed_env.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank knows about its environment."""
+    """The environment of one rank: config, coordinates in the world, device, run name, coordinator and secrets."""
 
     config: Config
     rank: int
     world_size: int
-    """Ranks in the world."""
+    """Number of ranks."""
     local_rank: int
     device: torch.device
     run_name: str
-    """Name of the run."""
+    """Name of the run; "local" if the launcher sets none."""
     node: str
     coordinator_address: str | None
-    """host:port of the coordinator, if there is one."""
+    """host:port of the coordinator; None if there is no coordinator."""
     secret_paths: Mapping[str, str] = field(default_factory=dict)
-    """Name of each secret to the path of its file."""
+    """Path of the file of each secret, by the secret's name."""
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on rank 0."""
+        """True if this process is rank 0."""
         return self.rank == 0
 
     @property
     def output_folder(self) -> Path:
-        """The folder for rank 0's output about the run."""
+        """Folder for the files that rank 0 writes about the run: logger.log_dir, else trainer.save_dir, else the current folder."""
         return self.config.logger.log_dir or self.config.trainer.save_dir or Path.cwd()
 
     @contextmanager
     def local_rank_zero_first(self) -> Iterator[None]:
-        """Run the body on local rank 0 of each node, then on the others: the first does the work, the others find it done."""
+        """Context manager: local rank 0 of each node runs the body first, then the other ranks run it, which can reuse its results."""
         if self.local_rank:
             collectives.barrier()
         yield
@@ -81,23 +81,26 @@ class Runtime:
             collectives.barrier()
 
     def read_secret(self, name: str) -> str | None:
-        """Return the secret `name`, or None if this run has no secret of that name. Raises TrainingError if its file is unreadable."""
+        """Return the value of the secret `name`, or None if this run has no such secret.
+
+        Raises TrainingError if its file cannot be read.
+        """
         if name not in self.secret_paths:
             return None
         try:
             return Path(self.secret_paths[name]).read_text().strip()
         except OSError as error:
             raise TrainingError(
-                f"{error.filename}: {describe_os_error(error)}", place=f"secret {name}", hint="the user that trains must be able to read it"
+                f"{error.filename}: {describe_os_error(error)}", place=f"secret {name}", hint="give the training user read access to it"
             ) from None
 
 
 def read_config(argv: Sequence[str]) -> Config:
-    """Return the config of this run.
+    """Return the config of this run, and install an exception hook that prints a SwarmtrainError without a traceback.
 
-    That is the launcher's (SWARMTRAIN_CONFIG) if there is one, else the YAML file `argv[0]`, changed by `argv[1:]`, each `-o` or
-    `key.path=value`. From then on, an uncaught SwarmtrainError is printed without a traceback.
-    Raises SwarmtrainError if there is no config, ConfigError if it is wrong.
+    If the environment variable SWARMTRAIN_CONFIG is set (by the launcher), the config is read from that JSON file. Otherwise `argv[0]` is
+    a YAML file, and each of `argv[1:]` is `-o` or an override `key.path=value`. Raises SwarmtrainError if no config is given, ConfigError
+    if the config is invalid.
     """
     _install_excepthook()
     path = os.environ.get("SWARMTRAIN_CONFIG")
@@ -110,9 +113,9 @@ def read_config(argv: Sequence[str]) -> Config:
 
 
 def read_options(options_class: type[OptionsT], config: Config) -> OptionsT:
-    """Return the config's `script` section as an instance of the user's pydantic class `options_class`.
+    """Return the config's `script` section, validated by the user's pydantic class `options_class`.
 
-    Raises ConfigError with everything that is wrong with it.
+    Raises ConfigError with all validation errors.
     """
     try:
         return options_class.model_validate(config.script)
@@ -122,10 +125,10 @@ def read_options(options_class: type[OptionsT], config: Config) -> OptionsT:
 
 @contextmanager
 def start_runtime(config: Config) -> Iterator[Runtime]:
-    """Join the world that the environment describes, and leave it at the end.
+    """Context manager: initialize logging, device and process group from the environment variables; destroy the group at the end.
 
-    A process group that the script has already initialized is used as it is, and not destroyed.
-    Raises TrainingError on every rank if the config asks for float8 and the device of any rank lacks it.
+    A process group that the script has already initialized is used unchanged, and not destroyed. Raises TrainingError if the environment
+    variables are invalid. Raises it on every rank if the config enables float8 and the device of any rank does not support it.
     """
     environ = os.environ
     try:
@@ -168,7 +171,10 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
 
 
 def seed_everything(*components: object) -> None:
-    """Seed all random number generators from `components`: the same components give the same numbers, whatever came before."""
+    """Seed the random number generators of Python, numpy and torch with a hash of `components`.
+
+    The same components give the same numbers.
+    """
     seed_value = derive_seed(*components)
     random.seed(seed_value)
     np.random.seed(seed_value % 2**32)
@@ -176,9 +182,10 @@ def seed_everything(*components: object) -> None:
 
 
 def seed_torch(value: int) -> None:
-    """Seed torch's generators in use.
+    """Seed torch's CPU generator, and its CUDA generators if CUDA is initialized.
 
-    torch.manual_seed records each call with its traceback until CUDA is initialized: 2 ms per call, and the records are never freed.
+    torch.manual_seed is not used: until CUDA is initialized, it records each call with its traceback, which takes 2 ms per call and is
+    never freed.
     """
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's function has no types
@@ -186,13 +193,13 @@ def seed_torch(value: int) -> None:
 
 
 def derive_seed(*components: object) -> int:
-    """Return a hash of `components`, a number below 2^63."""
+    """Return a hash of `components` as a seed: an integer from 0 to 2^63 - 1."""
     text = "/".join(str(component) for component in components)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def set_collective_timeout(seconds: float | None, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Set how long a collective of `groups` may wait for a peer before it raises. None: 30 minutes."""
+    """Set how many seconds a collective of `groups` may wait for a peer before it raises an error. None: 30 minutes."""
     timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
     for group in groups:
         # torch has no public call for this; without it a stopped peer is detected only after 30 minutes.
@@ -210,8 +217,10 @@ def _init_process_group(runtime: Runtime) -> None:
 
 
 _last_process_group: list[object] = []
-"""The default process group that this process destroyed last, kept alive on purpose. gloo's destructor waits for a thread that may need
-a lock that Python holds at that moment: if DistributedDataParallel held the last reference, a script could hang when it frees its model.
+"""The default process group that this process destroyed last, kept alive on purpose.
+
+gloo's destructor waits for a thread that may need the GIL at that moment. If DistributedDataParallel held the last reference, a script
+could hang when it frees its model.
 """
 
 
@@ -222,12 +231,15 @@ def _destroy_process_group(already_initialized: bool) -> None:
 
 
 def _check_same_device_type(runtime: Runtime) -> None:
-    """Raise TrainingError if only some ranks have a GPU: ranks would wait for each other on different backends."""
+    """Raise TrainingError if some ranks have a GPU and others do not: they would wait for each other on different backends."""
     devices = collectives.all_gather_objects((runtime.device.type, runtime.node))
     if len({device_type for device_type, _ in devices}) > 1:
         rank, node = next((rank, node) for rank, (device_type, node) in enumerate(devices) if device_type == "cpu")
-        hint = "swarmtrain doctor CONFIG shows what each node's container sees; runner.swarm.gpu: none trains on CPUs everywhere"
-        error = TrainingError("sees no GPU, and other ranks of this run do", place=f"rank {rank} on {node}", hint=hint)
+        hint = (
+            "run swarmtrain doctor CONFIG to see the GPUs in each node's container, or set runner.swarm.gpu: none to train "
+            "on CPUs everywhere"
+        )
+        error = TrainingError("sees no GPU, but other ranks of this run do", place=f"rank {rank} on {node}", hint=hint)
         error.rank = rank
         raise error
 
@@ -253,9 +265,9 @@ def _select_device(local_rank: int) -> torch.device:
         local_rank = 0  # srun and mpirun may expose only its own GPU to each rank
     if local_rank >= torch.cuda.device_count():
         raise TrainingError(
-            f"has no GPU for its local rank {local_rank}: it shows {torch.cuda.device_count()}",
+            f"has no GPU for its local rank {local_rank}: the number of visible GPUs is {torch.cuda.device_count()}",
             place=f"node {os.environ.get('SWARMTRAIN_NODE', 'here')}",
-            hint="runner.hosts: give it as many slots as GPUs",
+            hint="set its slots in runner.hosts to its number of GPUs",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -271,7 +283,7 @@ def _configure_determinism(device: torch.device, mode: DeterminismMode) -> None:
 
 
 def _install_excepthook() -> None:
-    """Print an uncaught SwarmtrainError without a traceback; leave all other errors to the previous hook."""
+    """Install an exception hook that prints a SwarmtrainError without a traceback, and passes other errors to the previous hook."""
     previous_hook = sys.excepthook
 
     def print_error(error_class: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step, and one validation loss: what ranks exchange about their micro batches, and the results."""
+"""One optimizer step, and one evaluation on validation data: the collectives that both need, and their results."""
 
 from __future__ import annotations
 
@@ -21,42 +21,45 @@ from swarmtrain.trainer.runtime import Runtime
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The result of an evaluation on validation data, the same on every rank."""
+    """The result of evaluating the validation data; equal on every rank."""
 
     loss: float
-    """Mean over loss tokens, pairs or queries, in nats."""
+    """Validation loss: mean over loss tokens, preference pairs or contrastive queries, in nats."""
     accuracy: float | None
-    """See StepResult.accuracy."""
+    """Accuracy, defined as for StepResult.accuracy."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step, the same on every rank except for `sample_ids`."""
+    """The result of one optimizer step; equal on every rank except for `sample_ids`."""
 
     number: int
-    """The first is 1."""
+    """Number of the step; the first step is 1."""
     sample_ids: tuple[int, ...]
-    """Ids of the samples of this rank's replica."""
+    """Ids of the samples that this rank's replica processed."""
     loss_tokens: int
-    """Loss tokens of all replicas together."""
+    """Number of loss tokens, summed over all replicas."""
     loss: float
-    """Mean over loss tokens, pairs or queries, in nats."""
+    """Training loss: mean over loss tokens, preference pairs or contrastive queries, in nats."""
     accuracy: float | None
-    """The fraction of pairs, or of queries, whose correct answer is the most likely; None unless the loss is preference or contrastive."""
+    """Fraction of preference pairs that are ranked correctly, or of contrastive queries whose own answer is the most likely.
+
+    None for other losses.
+    """
     max_replica_loss: float
-    """The mean loss of the replica with the highest, in nats."""
+    """Mean loss of the replica whose mean loss is highest, in nats."""
     update: OptimizerUpdate
-    """What the optimizer did with the gradients."""
+    """Result of the optimizer's update: gradient norm, learning rates, loss scale."""
     stop_requested: bool
     """True if a stop was requested on any rank."""
     save_requested: bool = False
     """True if any rank requested a checkpoint."""
     non_finite_reason: str = ""
-    """What was NaN/Inf, if anything was: the step was skipped then."""
+    """Which values were NaN/Inf; the step was skipped then. Empty if all values were finite."""
 
     @property
     def is_skipped(self) -> bool:
-        """True if nothing was changed: gradients overflowed at the loss scale, or something was NaN/Inf."""
+        """True if the step changed no parameters: gradients overflowed at the loss scale, or the loss or a gradient was NaN/Inf."""
         return self.update.skipped
 
 
@@ -73,10 +76,11 @@ def train_step(
     timer: StepTimer | None = None,
     after_backward: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Run optimizer step `number` on the global batch that begins at `position`. `request_save`: this rank requests a checkpoint.
+    """Run optimizer step `number` on the global batch that begins at sample `position`, and return its result.
 
-    A step with a NaN/Inf loss or gradient changes nothing. `timer` is notified at the start of each phase, and `after_backward` is
-    called when the gradients are summed.
+    A step with a NaN/Inf loss or gradient changes no parameters. `stop`: this rank's stop flag. `request_save`: whether this rank
+    requests a checkpoint. `timer` is notified at the start of each phase. `after_backward` is called once the backward passes are
+    complete.
     """
     topology, mesh = runtime.config.topology, model.mesh
     timer = timer or StepTimer(runtime.device)
@@ -136,9 +140,9 @@ def train_step(
 
 @torch.no_grad()
 def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, stop: StopFlag | None) -> ValidationResult | None:
-    """Return the result of evaluating the first `eval_iterations` global batches of `data`.
+    """Evaluate the first `eval_iterations` global batches of `data`, and return the result.
 
-    None if `stop` is given and a stop was requested on any rank meanwhile.
+    Return None if `stop` is given and a stop was requested on any rank during the evaluation.
     """
     topology, mesh = runtime.config.topology, model.mesh
     loss, correct, loss_token_count = 0.0, 0.0, 0
@@ -164,7 +168,7 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
 
 
 def is_stop_requested(stop: StopFlag) -> bool:
-    """Return, on every rank alike, whether a stop was requested on any rank."""
+    """Return True on every rank if a stop was requested on any rank. Called by all ranks together."""
     return collectives.all_reduce_sum([stop.is_set])[0] > 0
 
 
@@ -174,21 +178,27 @@ def _get_accuracy(runtime: Runtime, correct_fraction: float) -> float | None:
 
 
 def _describe_non_finite(loss: float, update: OptimizerUpdate) -> str:
-    """Describe what of a step is NaN/Inf; empty if nothing is. All ranks return the same. Called by all ranks together."""
+    """Return a description of what is NaN/Inf in this step, loss or gradients; empty if both are finite.
+
+    Called by all ranks together.
+    """
     if math.isfinite(loss) and math.isfinite(update.gradient_norm):
         return ""
     return f"the loss is {loss:.4f}; {gradient_checks.describe_non_finite(update.non_finite_counts)}"
 
 
 def _reduce_over_ranks(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
-    """Return the sums of `values` over replicas, and which of `flags` are set on any rank."""
+    """Return the sums of `values` over replicas, and for each of `flags` whether it is set on any rank."""
     has_loss = model.mesh.has_loss  # tensor-parallel ranks have the same loss, and only the last pipeline stage has one
     sums = collectives.all_reduce_sum([*(value * has_loss for value in values), *flags])
     return sums[: len(values)], [flag > 0 for flag in sums[len(values) :]]
 
 
 def _build_replica_means(model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches, loss_sum: float) -> list[float]:
-    """Return one number per replica: this rank's mean loss, from its `loss_sum`, and zero for the others."""
+    """Return the mean loss of this rank's replica as a list with one entry per replica.
+
+    The entry of this rank's replica is computed from `loss_sum`; all other entries are 0, so that a sum over ranks gives all means.
+    """
     means = [0.0] * model.mesh.data_size
     if loss_token_count := sum(data.compute_loss_denominator(ids) for _, ids in micro_batches):
         means[model.mesh.data_rank] = loss_sum / loss_token_count

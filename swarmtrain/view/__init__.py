@@ -1,1 +1,1 @@
-"""Output for users: progress, a run's status, and the stream of its output. stdout is for data, stderr for messages."""
+"""Output for users: progress, status and logs of a run. Data goes to stdout, messages go to stderr."""

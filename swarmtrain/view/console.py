@@ -30,7 +30,7 @@ def has_color_support(stream: int = 2) -> bool:
 
 @contextmanager
 def show_progress(title: str, *, interrupt_hint: str = "") -> Iterator[ProgressReporter]:
-    """Yield a progress reporter for the operation `title`. On a terminal, the newest line spins until the next one.
+    """Yield a progress reporter for the operation `title`. On a terminal, the newest line has a spinner until the next line.
 
     `interrupt_hint` is printed if the user presses Ctrl-C meanwhile.
     """
@@ -65,7 +65,7 @@ def _show_spinner(title: str) -> Iterator[ProgressReporter]:
 
 
 def ask_confirmation(question: str) -> bool | None:
-    """Ask a yes/no question; an empty answer means no. Return None if there is no terminal to ask on."""
+    """Ask the user a yes/no question and return the answer; an empty answer means no. Return None if there is no terminal."""
     if not (os.isatty(0) and os.isatty(2)):
         return None
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201  # see print_message
@@ -73,13 +73,13 @@ def ask_confirmation(question: str) -> bool | None:
 
 
 def show_error(error: SwarmtrainError) -> None:
-    """Print `error: …` and `hint: …`; for a ConfigError, a pair for each problem."""
+    """Print `error: …` and `hint: …` for the error; for a ConfigError, a pair of lines for each problem."""
     for text, hint in error.messages_with_hints:
         _print_labeled(text, hint)
 
 
 def show_finding(finding: Finding) -> None:
-    """Print a finding of a launcher's check."""
+    """Print a finding of a launcher's check of the plan."""
     text = f"{finding.place}: {finding.message}"
     _print_labeled(text, finding.hint, label="error" if finding.fatal else "warning")
 

@@ -1,4 +1,4 @@
-"""What a deploy would change in a run that is up: each config key, file and node, and what the change requires."""
+"""Differences between a plan and the running run: each config key, file and node that a deploy would change, and the consequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_VALUE_LENGTH = 60
 
 
 def list_differences(plan: Plan, config: Config, cargo: Cargo, tasks: Sequence[TaskState], restart_count: int) -> list[str]:
-    """Return, one per line, how `plan` differs from the run that was deployed with `config` and `cargo`.
+    """Return the differences between `plan` and the run deployed with `config` and `cargo`, one per line.
 
     `restart_count` is the number of services that a change of the config or of a file restarts; 0 if none runs.
     """
@@ -56,7 +56,7 @@ def _iterate_changed_keys(plan: Plan, config: Config) -> Iterator[tuple[str, Any
 
 
 def _flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the leaves by their dotted keys; a list is a leaf."""
+    """Return the leaves of nested mappings by their dotted keys; a list counts as a leaf."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         leaves |= _flatten(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
@@ -79,7 +79,7 @@ def _iterate_changed_nodes(plan: Plan, tasks: Sequence[TaskState]) -> Iterator[s
     current_hosts = {task.node: task.host for task in tasks if task.node != RENDEZVOUS_SERVICE}
     for node in plan.nodes:
         if node.name not in current_hosts:
-            yield f"{node.name}: comes, on {node.host}"
+            yield f"{node.name}: added on {node.host}"
         elif current_hosts[node.name] not in ("", node.host):
             yield f"{node.name}: moves from {current_hosts[node.name]} to {node.host}"
     for name in sorted(current_hosts.keys() - {node.name for node in plan.nodes}):

@@ -1,4 +1,4 @@
-"""Format times and amounts for people, and parse what people type."""
+"""Format times and amounts as text, and parse times that the user types."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_age(now: float, then: float) -> str:
-    """Return `42 s ago`."""
+    """Return the age of `then` at `now` as text: `42 s ago`."""
     return f"{format_duration(now - then)} ago"
 
 
@@ -42,7 +42,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_memory_usage(used: float, limit: float) -> str:
-    """Return `1.2/4.0 GiB`."""
+    """Return memory usage and limit, both in bytes, as text: `1.2/4.0 GiB`."""
     return f"{used / _GIB:.1f}/{limit / _GIB:.1f} GiB"
 
 
@@ -56,5 +56,5 @@ def parse_time(text: str, now: float) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        hint = "--since 10m, --since 1h30m, or --since 2026-11-21T22:30:00; without a zone it is this machine's time"
-        raise SwarmtrainError(f"`{text}` is neither a length of time nor a time", place="--since", hint=hint) from None
+        hint = "use --since 10m, --since 1h30m, or --since 2026-11-21T22:30:00; a time without a zone is this machine's local time"
+        raise SwarmtrainError(f"`{text}` is neither a duration nor a point in time", place="--since", hint=hint) from None

@@ -1,4 +1,7 @@
-"""Events → the history of a run, line by line with times; and the list of known runs. Both format themselves as text."""
+"""History of a run, computed from its events: one line per event, with its time. Also the list of known runs.
+
+Both format themselves as text.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from swarmtrain.view.status import build_status, format_progress
 from swarmtrain.view.update_printer import format_event
 from swarmtrain.view.worlds import list_worlds
 
-_REQUEST_TEXTS = {"up": "brought up from here", "stop": "stopped from here", "down": "taken down from here"}
+_REQUEST_TEXTS = {"up": "deployed from this machine", "stop": "stopped from this machine", "down": "taken down from this machine"}
 
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """One thing that happened: its time (seconds since the epoch), its kind (see swarmtrain.protocol), a text, and the event's data."""
+    """Entry of a run's history: its time (seconds since the epoch), event kind (see swarmtrain.protocol), text, and the event's data."""
 
     time: float
     kind: str
@@ -34,7 +37,7 @@ class RunHistory:
     entries: tuple[HistoryEntry, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, for `--json`."""
+        """Return the history as a JSON-compatible dict, for `--json`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -61,7 +64,7 @@ class RunList:
     runs: tuple[RunSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, for `--json`."""
+        """Return the list of runs as a JSON-compatible dict, for `--json`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -77,7 +80,7 @@ class RunList:
 
 
 def build_history(run: str, events: Sequence[Event]) -> RunHistory:
-    """Return the history of `run`: all events except resource usage, and of successive progress events only the last one."""
+    """Return the history of `run`: all events except resource usage, and of successive progress events only the last."""
     worlds_by_time = {world.time: world for world in list_worlds(events)}
     entries: list[HistoryEntry] = []
     for event, next_event in zip(events, [*events[1:], None], strict=False):
@@ -97,7 +100,7 @@ def build_history(run: str, events: Sequence[Event]) -> RunHistory:
 
 
 def summarize_run(run: str, events: Sequence[Event], state: str | None, now: float) -> RunSummary:
-    """Return the list entry of a run. `state` is None for a run that is down; its last event then counts as its end."""
+    """Return the summary of a run. `state` is None for a run that is down; the time of its last event is then its end."""
     run_status = build_status(run, events, (), now)
     last_time = events[-1].time if events else None
     has_ended = run_status.ended is not None or state is None
@@ -108,12 +111,12 @@ def summarize_run(run: str, events: Sequence[Event], state: str | None, now: flo
 
 
 def build_run_list(summaries: Iterable[RunSummary]) -> RunList:
-    """Return the list of these runs, newest last."""
+    """Return the list of the runs in `summaries`, newest last."""
     return RunList(tuple(sorted(summaries, key=lambda each: (each.started or 0.0, each.run))))
 
 
 def _format_event(event: Event) -> str:
-    """Return an event as a line, including events that are not shown while a run is followed."""
+    """Return the event as a line of text, including events that are not printed while a run is followed."""
     data = event.data
     if event.kind == protocol.EVENT_COORDINATOR_STARTED:
         return "its coordinator is up"
@@ -123,12 +126,12 @@ def _format_event(event: Event) -> str:
         return _format_node_exit(data)
     if event.kind == protocol.EVENT_OPERATION:
         nodes = f", with {format_count(data['nodes'], 'node')}" if "nodes" in data else ""
-        code = f", the code being {data['code']}" if "code" in data else ""
+        code = f", code {data['code']}" if "code" in data else ""
         return f"{_REQUEST_TEXTS.get(str(data.get('operation')), str(data.get('operation')))}{nodes}{code}"
     return format_event(event) or ""
 
 
 def _format_node_exit(data: Mapping[str, Any]) -> str:
     code = data.get("exit_code")
-    description = {None: "fell silent", 0: "has ended", EXIT_PLANNED: "has exited, as requested"}.get(code, f"left with exit code {code}")
+    description = {None: "fell silent", 0: "has ended", EXIT_PLANNED: "has exited, as requested"}.get(code, f"exited with exit code {code}")
     return f"{data.get('node')} {description}"

@@ -1,4 +1,4 @@
-"""The output of a run's nodes as one stream: which lines are shown, and where they come from if the run is down."""
+"""Print the output of a run's nodes as one stream: selects the lines, and reads stored logs if the run is down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swarmtrain.view.update_printer import print_log_line
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Selects the lines that are shown; `tail` limits those of each node before `rank` and `pattern` select among them."""
+    """Filter of log lines. `tail` limits the lines of each node before `rank` and `pattern` select among them."""
 
     tail: int | None = None
     since: float | None = None
@@ -58,12 +58,12 @@ def _read_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iter
         if run is None or not history_store.has_logs(run):
             raise
         reason = f"{run} is down" if isinstance(error, RunNotFound) else str(error)
-        print_message(f"{reason}; this is what was kept of its output in {resolve_run_directory(run)}")
+        print_message(f"{reason}; showing its saved output from {resolve_run_directory(run)}")
         return _read_stored_lines(run, log_filter)
     nodes = [task.node for task in launcher.list_tasks(run_name) if task.node != RENDEZVOUS_SERVICE]
     if log_filter.node is not None and log_filter.node not in nodes:
         raise SwarmtrainError(
-            f"it has no such node; there is: {', '.join(nodes)}", place=f"run {run_name}", hint=f"swarmtrain status {run_name}"
+            f"unknown node; available nodes: {', '.join(nodes)}", place=f"run {run_name}", hint=f"swarmtrain status {run_name}"
         )
     return launcher.stream_logs(
         run_name, follow=follow, tail=log_filter.tail, since=log_filter.since, node=log_filter.node, report_progress=print_message

@@ -1,4 +1,4 @@
-"""The memory that a config needs: estimated by the trainer, formatted as a table."""
+"""Memory that a config needs per rank, estimated by the trainer and formatted as a table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from swarmtrain.launchers.common import trainer_subprocess
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _USABLE_FRACTION = 0.9
-"""The fraction of a device's memory that tensors can use: the rest is for CUDA and NCCL, and lost to fragmentation."""
+"""Usable fraction of a device's memory: CUDA and NCCL use the rest, or it is lost to fragmentation."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that each kind of rank needs, the device's memory, and alternatives that need less; in bytes."""
+    """Memory estimate in bytes: the memory that each kind of rank needs, the device's memory, and alternatives that need less."""
 
     world_size: int
     ranks: Sequence[Mapping[str, Any]]
@@ -28,16 +28,16 @@ class MemoryEstimate:
 
     @property
     def worst_rank(self) -> Mapping[str, Any]:
-        """The rank that needs the most memory."""
+        """Estimate of the rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: int(rank["peak"]))
 
     @property
     def fits(self) -> bool:
-        """True if the worst rank fits, or if the device's memory is unknown."""
+        """Whether the worst rank fits into the device's memory; True if the device's memory is unknown."""
         return self.device_memory is None or int(self.worst_rank["peak"]) <= _USABLE_FRACTION * self.device_memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, for `--json`."""
+        """Return the estimate as a JSON-compatible dict, for `--json`."""
         alternatives = [
             {**change, "fits": self.device_memory is None or change["peak"] <= _USABLE_FRACTION * self.device_memory}
             for change in self.alternatives
@@ -62,7 +62,7 @@ class MemoryEstimate:
         ]
         rows += [("peak of a step", *(_format_size(rank["peak"]) for rank in self.ranks))]
         rows += [("while it starts", *(_format_size(rank["startup_peak"]) for rank in self.ranks))]
-        lines = [f"memory of each rank, in a world of {self.world_size}", *_format_table(rows)]
+        lines = [f"memory of each rank, with a world size of {self.world_size}", *_format_table(rows)]
         return "\n".join([*lines, *self._format_fit()])
 
     def _format_fit(self) -> list[str]:
@@ -82,13 +82,13 @@ class MemoryEstimate:
             )
             for change in sorted(smaller, key=lambda change: int(change["peak"]))
         ]
-        return [*lines, "it would need", *_format_table(rows)] if rows else [*lines, "nothing that was tried needs less"]
+        return [*lines, "it would need", *_format_table(rows)] if rows else [*lines, "no setting that was tried needs less memory"]
 
 
 def estimate_memory(config: Config, ranks: int, device_memory: int | None) -> MemoryEstimate:
-    """Return the memory that `config` needs in a world of `ranks` ranks.
+    """Return the estimate of the memory that `config` needs in a world of `ranks` ranks.
 
-    Raises SwarmtrainError if torch is not installed here, or cannot make the estimate.
+    Raises SwarmtrainError if torch is not installed on this machine, or the trainer cannot estimate this config.
     """
     request = {
         "config": config.to_json(),
@@ -100,10 +100,10 @@ def estimate_memory(config: Config, ranks: int, device_memory: int | None) -> Me
 
 
 def parse_size(text: str, option: str = "--device-memory") -> int:
-    """Return the bytes of 80GiB, 80G or 512M, the value of `option`. Raises SwarmtrainError."""
+    """Return the size `text` (80GiB, 80G, 512M), the value of the option `option`, in bytes. Raises SwarmtrainError if it is invalid."""
     match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
-        raise SwarmtrainError(f"{text!r} is not a size", place=option, hint="write 80GiB or 512MiB")
+        raise SwarmtrainError(f"{text!r} is not a valid size", place=option, hint="use a size such as 80GiB or 512MiB")
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 

@@ -1,4 +1,4 @@
-"""Data on stdout: a value as text, or as JSON."""
+"""Print data on stdout, as text or as JSON."""
 
 from __future__ import annotations
 

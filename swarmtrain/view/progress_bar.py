@@ -1,4 +1,4 @@
-"""A run's progress as a bar on a terminal: the completed steps, the metrics, and the time left."""
+"""Progress bar of a run on a terminal: completed steps, metrics, and estimated time left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR_WIDTH = 40
 
 
 def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bool = False) -> RenderableType | None:
-    """Return the bar of a progress event's data, with step and metrics if `loss`; None if the data has no steps."""
+    """Return the progress bar for a progress event's data, with step and metrics if `loss`; None if the data have no steps."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -38,7 +38,7 @@ def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bo
 
 @contextmanager
 def show_progress_bar() -> Iterator[Callable[[Event], None]]:
-    """Show the newest progress as a bar below what the body prints, on a terminal; elsewhere do nothing.
+    """Show a progress bar of the newest progress event below the body's output, on a terminal; elsewhere do nothing.
 
     Yields the function that takes the progress events.
     """

@@ -1,4 +1,4 @@
-"""What is known of a run: what its launcher reports now, and the earlier events that were stored on this machine."""
+"""State of a run: what its launcher reports now, combined with the earlier events that were stored on this machine."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from swarmtrain.view.watch import watch_status
 from swarmtrain.view.why import LINES_BEFORE_SECONDS, FailureDiagnosis, diagnose_failure, find_first_failure
 
 _TAIL_LINES = 2000
-"""Lines of each node that are searched."""
+"""Number of last output lines of each node that are searched for the cause of a failure."""
 
 
 def load_status(launcher: Launcher, run: str) -> RunStatus:
-    """Return the status of a run. Raises RunNotFound."""
+    """Return the status of the run `run`. Raises RunNotFound if there is no such run."""
     return build_status(run, load_live_events(launcher, run), launcher.list_tasks(run), time.time())
 
 
 def load_live_events(launcher: Launcher, run: str) -> list[Event]:
-    """Return the events of a run that exists; those that its coordinator no longer has come from this machine's store.
+    """Return all events of an existing run; events that its coordinator no longer has are read from this machine's store.
 
-    Raises RunNotFound.
+    Raises RunNotFound if there is no such run.
     """
     reported = launcher.read_events(run)
     return history_store.merge_events(history_store.select_since_teardown(history_store.load_events(run)), reported)
 
 
 def show_live_status(launcher: Launcher, run: str) -> None:
-    """Show the status of a run, refreshed until the run has ended or is taken down."""
-    print_message(f"watching {run}; Ctrl-C ends that, the job continues")
+    """Show the status of a run, refreshed until the run has its outcome or is taken down."""
+    print_message(f"watching {run}; Ctrl-C stops watching, the job continues")
     if watch_status(RunStatusPoller(launcher, run).poll_status) is None:
         print_message(f"{run} was taken down\nhint: swarmtrain history {run}")
 
 
 class RunStatusPoller:
-    """Polls the status of a run; of the coordinator's log, only new events are read."""
+    """Polls the status of a run. Of the coordinator's log, only new events are read."""
 
     _OVERLAP_SECONDS = 60.0
 
@@ -51,7 +51,7 @@ class RunStatusPoller:
         self._events: list[Event] = []
 
     def poll_status(self) -> RunStatus:
-        """Return the status of the run. Raises RunNotFound."""
+        """Return the current status of the run. Raises RunNotFound if there is no such run."""
         since = self._events[-1].time - self._OVERLAP_SECONDS if self._events else None
         new_events = load_live_events(self._launcher, self._run) if since is None else self._launcher.read_events(self._run, since)
         self._events = history_store.merge_events(self._events, new_events)
@@ -59,7 +59,7 @@ class RunStatusPoller:
 
 
 def show_history(run: str | None, *, as_json: bool) -> None:
-    """Show the history of `run`, or the known runs if it is None. Raises RunNotFound."""
+    """Print the history of `run`; if it is None, the list of known runs. Raises RunNotFound if there is no such run."""
     if run is None:
         print_result(history.build_run_list(list_known_runs()), as_json=as_json)
         return
@@ -74,7 +74,7 @@ def show_history(run: str | None, *, as_json: bool) -> None:
 
 
 def show_diagnosis(run: str | None, *, as_json: bool) -> None:
-    """Show why a run failed, on one screen; also for a run that is down. Raises RunNotFound."""
+    """Print why a run failed, on one screen, even if the run is down. Raises RunNotFound if nothing is known of the run."""
     name, diagnosis = _diagnose_run(run)
     if diagnosis is None:
         print_message(f"nothing of {name} has failed\nhint: swarmtrain status {name}")
@@ -99,7 +99,10 @@ def _diagnose_run(run: str | None) -> tuple[str, FailureDiagnosis | None]:
 
 
 def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
-    """Return why an existing run failed, or had to restart its ranks; None if nothing has failed. Raises RunNotFound."""
+    """Return the diagnosis of an existing run that failed or restarted its ranks; None if nothing has failed.
+
+    Raises RunNotFound if there is no such run.
+    """
     events = load_live_events(launcher, run)
     first = find_first_failure(events)
     since = first.time - LINES_BEFORE_SECONDS if first else None
@@ -108,7 +111,7 @@ def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
 
 
 def list_known_runs() -> list[history.RunSummary]:
-    """Return the runs of all launchers that can be reached, and those with events stored on this machine."""
+    """Return a summary of each run of the launchers that can be reached, and of each run with events stored on this machine."""
     now = time.time()
     live_runs = {run: launcher for launcher, run in discover_runs()[1]}
     past_runs = {

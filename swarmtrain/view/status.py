@@ -1,4 +1,4 @@
-"""Events and task states → the status of a run, which formats itself as text."""
+"""Status of a run, computed from its events and task states. It formats itself as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarmtrain.view.formatting import format_age, format_count, format_duration
 from swarmtrain.view.worlds import NodeRestarts, QuarantinedNode, WorldInfo, count_restarts, find_quarantined_nodes, list_worlds
 
 _STALE_SECONDS = 120.0
-"""Seconds after which a node's usage is outdated."""
+"""Age in seconds after which a node's resource usage is outdated."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class RunStatus:
     state: str
     time: float
     started: float | None = None
-    """When its coordinator first started."""
+    """Time at which the run's coordinator first started."""
     ended: float | None = None
-    """When it got its outcome."""
+    """Time of the run's outcome."""
     reason: str = ""
     hint: str = ""
     exit_code: int | None = None
@@ -39,23 +39,23 @@ class RunStatus:
     validation: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     straggler: dict[str, Any] = field(default_factory=dict)
-    """The rank that the others of this world wait for; empty if there is none."""
+    """The straggler: the rank for which the other ranks of this world wait; empty if there is none."""
     failures: int = 0
     restarts: dict[str, NodeRestarts] = field(default_factory=dict)
-    """By node."""
+    """Restarts of each node, by node name."""
     quarantined: dict[str, QuarantinedNode] = field(default_factory=dict)
-    """By node: the nodes that are quarantined, since they failed repeatedly."""
+    """Nodes that are quarantined because they failed repeatedly, by node name."""
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By node: cpu of cpus, memory of memory_limit, gpus."""
+    """Resource usage by node name: cpu of cpus, memory of memory_limit, gpus."""
     tasks: tuple[TaskState, ...] = ()
 
     @property
     def seconds(self) -> float | None:
-        """How long it has been running, or ran."""
+        """Seconds that the run has been running, or ran until its outcome."""
         return None if self.started is None else (self.ended or self.time) - self.started
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, for `--json`."""
+        """Return the status as a JSON-compatible dict, for `--json`."""
         return {**asdict(self), "seconds": self.seconds}
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class RunStatus:
             ("slowest", self._format_straggler()),
             ("failures", f"{self.failures} so far" * (self.failures > 0)),
             *(
-                ("left out", f"{task.node}: {suggest_quarantine_remedy(self.run, task.host)}")
+                ("quarantined", f"{task.node}: {suggest_quarantine_remedy(self.run, task.host)}")
                 for task in self.tasks
                 if task.node in self.quarantined
             ),
@@ -116,14 +116,14 @@ class RunStatus:
         )
 
     def _build_rows(self) -> list[list[str]]:
-        """Return the table of nodes; columns that are empty except for their header are dropped."""
+        """Return the rows of the node table. Columns that are empty except for their header are dropped."""
         rows = [["NODE", "HOST", "STATE", "CPU", "MEMORY", "GPU", "GPU MEMORY", "RESTARTS", ""]]
         for task in self.tasks:
             usage, restarts = self.usage.get(task.node, {}) if task.state == "running" else {}, self.restarts.get(task.node)
             quarantine = self.quarantined.get(task.node)
             remark = (
                 task.reason
-                or (f"left out until {format_time(quarantine.until)[11:16]}: {quarantine.reason}" if quarantine else "")
+                or (f"quarantined until {format_time(quarantine.until)[11:16]}: {quarantine.reason}" if quarantine else "")
                 or (f"{restarts.reason}, {format_age(self.time, restarts.time)}" if restarts else "")
             )
             remark = "; ".join(filter(None, (remark, f"has {', '.join(task.gpus)}" if task.gpus else "")))
@@ -162,7 +162,7 @@ def build_status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], 
 
 
 def format_progress(data: Mapping[str, Any]) -> str:
-    """Return a progress event's data as a line: step, loss, speed and time left."""
+    """Return a progress event's data as a line of text: step, loss, speed and time left."""
     segments = [f"{data.get('step')}/{data['steps']}" if "steps" in data else f"{data.get('step')}"]
     if (loss := data.get("loss")) is not None:
         segments.append(f"loss {loss:.4f}")
@@ -174,9 +174,9 @@ def format_progress(data: Mapping[str, Any]) -> str:
 
 
 def suggest_quarantine_remedy(run: str, host: str) -> str:
-    """Return what can be done about a quarantined node."""
-    drain_hint = f"`docker node update --availability drain {host}` keeps a swarm off its machine; " if host else ""
-    return f"{drain_hint}`swarmtrain stop {run}`, then deploy, gives it a chance at once"
+    """Return the suggested remedy for the quarantined node of `run` on `host`, as text."""
+    drain_hint = f"`docker node update --availability drain {host}` keeps Swarm from scheduling on its machine; " if host else ""
+    return f"{drain_hint}`swarmtrain stop {run}`, then deploy, retries it immediately"
 
 
 def _collect_latest_events(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
@@ -195,7 +195,7 @@ def _collect_latest_events(events: Iterable[Event]) -> dict[str, dict[str, Any]]
 
 
 def _format_usage(usage: Mapping[str, Any]) -> list[str]:
-    """Return the cells CPU, MEMORY, GPU and GPU MEMORY of a node."""
+    """Return the table cells CPU, MEMORY, GPU and GPU MEMORY of a node."""
     if not usage:
         return ["", "", "", ""]
     gpus = usage.get("gpus") or []

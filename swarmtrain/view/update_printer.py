@@ -1,4 +1,4 @@
-"""The stream of updates that a launcher's `watch` yields, as lines: the ranks' output to stdout, events to stderr."""
+"""Print the updates of a launcher's `watch`: the ranks' output to stdout, events to stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NODE_COLORS = (36, 33, 32, 35, 34, 31)
 
 
 def follow_updates(updates: Iterable[RunUpdate]) -> RunOutcome | None:
-    """Print `updates` as they arrive, above a bar on a terminal, and return the outcome; None if the run disappears without one."""
+    """Print `updates` as they arrive, with a progress bar on a terminal. Return the outcome; None if the run disappears without one."""
     outcome = None
     printed_tasks: dict[str, str] = {}
     with show_progress_bar() as update_bar:
@@ -37,7 +37,7 @@ def follow_updates(updates: Iterable[RunUpdate]) -> RunOutcome | None:
 
 
 def print_log_line(line: LogLine) -> None:
-    """Print a line of output, prefixed with its node and rank."""
+    """Print a line of output with its node and rank as prefix."""
     prefix = f"{line.node} rank {line.rank}" if line.rank is not None else line.node
     if has_color_support(1):
         digits = "".join(char for char in line.node if char.isdigit())
@@ -46,7 +46,7 @@ def print_log_line(line: LogLine) -> None:
 
 
 def format_event(event: Event) -> str | None:
-    """Return an event as a line for users; None for events that the ranks' own output shows already."""
+    """Return an event as a line for users; None for events that the ranks' own output already shows."""
     template = _EVENT_FORMATTERS.get(event.kind)
     return template(event.data) if template else None
 
@@ -74,7 +74,7 @@ def _format_finished(data: dict[str, Any]) -> str:
 
 
 _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    protocol.EVENT_NODE_JOINED: lambda data: f"{data.get('node')} is here, at {data.get('address')} by {data.get('interface')}",
+    protocol.EVENT_NODE_JOINED: lambda data: f"{data.get('node')} joined, at {data.get('address')} by {data.get('interface')}",
     protocol.EVENT_WORLD_FORMED: lambda data: (
         f"a world of {format_count(data.get('world_size'), 'rank')} on {format_count(data.get('nodes'), 'node')} has formed"
     ),
@@ -86,9 +86,9 @@ _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
     protocol.EVENT_FAILURE: format_failure,
     protocol.EVENT_NOTE: lambda data: f"{data.get('node', 'trainer')}: {data.get('message')}",
     protocol.EVENT_NODE_QUARANTINED: lambda data: (
-        f"{data.get('node')} is left out for {format_duration(data.get('seconds', 0))}: {data.get('reason')}"
+        f"{data.get('node')} is quarantined for {format_duration(data.get('seconds', 0))}: {data.get('reason')}"
     ),
-    protocol.EVENT_NODE_RELEASED: lambda data: f"{data.get('node')} may train again: {data.get('reason')}",
+    protocol.EVENT_NODE_RELEASED: lambda data: f"{data.get('node')} is no longer quarantined: {data.get('reason')}",
     protocol.EVENT_STRAGGLER: lambda data: str(data.get("message")),
     protocol.EVENT_TRAINING_FINISHED: _format_finished,
     protocol.EVENT_OUTCOME: lambda data: f"{data.get('status')}: {data.get('reason')}",

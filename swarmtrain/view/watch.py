@@ -1,4 +1,4 @@
-"""A status that is refreshed periodically: one screen with a bar on a terminal, the changes one below the other elsewhere."""
+"""Display of a status that is refreshed periodically: on a terminal one screen with a progress bar, elsewhere one line per change."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STALE_SECONDS = 5.0
 
 
 class StatusRefresher(threading.Thread):
-    """Calls `load_status` every `interval` seconds, until it is closed or `load_status` raises something other than EngineError.
+    """Thread that calls `load_status` every `interval` seconds, until it is closed or `load_status` raises an unexpected error.
 
-    It is a thread, so that a hanging manager does not block the screen.
+    EngineError is expected: it only marks the status as outdated. It is a thread, so that a manager that hangs does not block the screen.
     """
 
     def __init__(self, load_status: Callable[[], RunStatus], interval: float = _REFRESH_SECONDS) -> None:
@@ -38,7 +38,7 @@ class StatusRefresher(threading.Thread):
         self._closing = threading.Event()
 
     def run(self) -> None:
-        """Refresh the status periodically."""
+        """Refresh the status periodically until closed."""
         while self.error is None and not self._closing.is_set():
             try:
                 self.latest_status = self._load_status()
@@ -55,17 +55,17 @@ class StatusRefresher(threading.Thread):
         self._closing.set()
 
     def render_screen(self) -> str:
-        """Return the text to show: the status and, if it is outdated, since when."""
+        """Return the text of the screen: the status and, if it is outdated, since when."""
         age = time.monotonic() - self.refreshed_at
         screen_text = str(self.latest_status) if self.latest_status else "no status yet"
         if self.connection_error is None and age < _STALE_SECONDS:
             return screen_text
         reason = f": {self.connection_error}" if self.connection_error else ""
-        return f"{screen_text}\n\nno newer status for {format_duration(age)}{reason}; asked again every {format_duration(self._interval)}"
+        return f"{screen_text}\n\nstatus not updated for {format_duration(age)}{reason}; retrying every {format_duration(self._interval)}"
 
 
 def watch_status(load_status: Callable[[], RunStatus], *, interval: float = _REFRESH_SECONDS) -> RunStatus | None:
-    """Show the status until the run has its outcome, and return it; None if the run is taken down meanwhile.
+    """Show the status until the run has its outcome, and return the last status; None if the run is taken down meanwhile.
 
     Raises SwarmtrainError if no status can be loaded at the beginning.
     """
@@ -99,7 +99,7 @@ ShowScreen = Callable[[str, RunStatus | None], None]
 
 @contextmanager
 def _open_screen() -> Iterator[ShowScreen]:
-    """Yield a function that replaces the text on the screen; without a terminal, it prints the text if it has changed."""
+    """Yield a function that replaces the text on the screen. Without a terminal, the function prints the text if it has changed."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.live import Live
@@ -119,7 +119,7 @@ def _open_screen() -> Iterator[ShowScreen]:
 
 
 def _render_with_bar(text: str, status: RunStatus | None) -> RenderableType:
-    """Return the text with a bar below its first line: the completed steps and the time left."""
+    """Return the text with a progress bar below its first line: completed steps and time left."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Events, task states and lines → why a run failed: which rank was first, the cause, what the others did, the fix. One screen."""
+"""Diagnosis of a failed run, computed from events, task states and output: the first rank to fail, the cause, the other ranks, the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarmtrain.view.status import format_progress, suggest_quarantine_remedy
 from swarmtrain.view.worlds import find_quarantined_nodes, format_failure, list_worlds
 
 LINES_BEFORE_SECONDS = 60.0
-"""Seconds before a failure in which the output may explain it."""
+"""Seconds before a failure whose output may explain the failure."""
 _LINES_AFTER_SECONDS = 2.0
 _MAX_LINES = 8
 _MAX_TRACEBACK_LINES = 16
@@ -25,7 +25,7 @@ _MAX_LINE_WIDTH = 160
 
 @dataclass(frozen=True)
 class PeerNode:
-    """What another node did when the first one failed: its last line before, and its own failure, if any."""
+    """Another node at the time of the first failure: its last output line before, and its own failure, if any."""
 
     node: str
     state: str
@@ -35,11 +35,11 @@ class PeerNode:
 
 @dataclass(frozen=True)
 class FailureDiagnosis:
-    """Why a run failed, or last had to restart its ranks. `time` is in seconds since the epoch."""
+    """Diagnosis of why a run failed, or last restarted its ranks. `time` is in seconds since the epoch."""
 
     run: str
     outcome: str
-    """The outcome that the coordinator reported; empty if the run continues."""
+    """Outcome that the coordinator reported; empty if the run continues."""
     node: str
     rank: int | None
     host: str
@@ -52,7 +52,7 @@ class FailureDiagnosis:
     meaning: str
     fix: str
     quarantine: str
-    """Until when the node is quarantined, and what can be done about it; empty if it is not."""
+    """Until when the node is quarantined, and the suggested remedy; empty if it is not quarantined."""
     traceback: str
     lines: tuple[str, ...]
     peers: tuple[PeerNode, ...]
@@ -62,7 +62,7 @@ class FailureDiagnosis:
         return f"{self.node} rank {self.rank}" if self.rank is not None else self.node
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, for `--json`."""
+        """Return the diagnosis as a JSON-compatible dict, for `--json`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class FailureDiagnosis:
 
 
 def find_first_failure(events: Sequence[Event]) -> Event | None:
-    """Return the first failure in the last world that had any: the first that is not collateral, if there is one."""
+    """Return the first failure event in the last world that had a failure. Failures that are not collateral take precedence."""
     failures_by_world: list[list[Event]] = [[]]
     for event in events:
         if event.kind == protocol.EVENT_WORLD_FORMED:
@@ -104,7 +104,7 @@ def find_first_failure(events: Sequence[Event]) -> Event | None:
 
 
 def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine]) -> FailureDiagnosis | None:
-    """Return why `run` failed; None if nothing has failed. `events` and `lines` are in chronological order."""
+    """Return the diagnosis of `run`; None if nothing has failed. `events` and `lines` are in chronological order."""
     first = find_first_failure(events) or _find_lost_node(events) or _find_failed_start(tasks, events)
     if first is None:
         return None
@@ -138,7 +138,7 @@ def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskStat
         signature=signature.name if signature else "",
         meaning=signature.meaning if signature else "",
         fix=_choose_fix(data, signature),
-        quarantine=f"{node} is left out until {format_time(quarantine.until)[11:16]}. {suggest_quarantine_remedy(run, host)}"
+        quarantine=f"{node} is quarantined until {format_time(quarantine.until)[11:16]}. {suggest_quarantine_remedy(run, host)}"
         if quarantine
         else "",
         traceback=str(data.get("traceback", "")),
@@ -148,16 +148,16 @@ def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskStat
 
 
 def _choose_fix(data: dict[str, Any], signature: FailureSignature | None) -> str:
-    """Return the next step: the process that failed may know it better than the table."""
+    """Return the suggested fix: the hint of the failed process if it has one, else that of the known failure mode."""
     return str(data.get("hint") or (signature.fix if signature else ""))
 
 
 def _format_exit(data: dict[str, Any]) -> str:
-    """Return how the process exited, as a number and in words."""
+    """Return the exit code or signal of the failed process, as a number and in words."""
     code = data.get("exit_code")
     if name := data.get("signal"):
         number = getattr(signal, str(name), None)
-        return f"killed by {name}{f', {128 + number} to a shell' if number else ''}"
+        return f"killed by {name}{f', {128 + number} as a shell exit code' if number else ''}"
     if not isinstance(code, int):
         return ""
     name = get_signal_name(code - 128) if code > 128 else ""
@@ -165,9 +165,9 @@ def _format_exit(data: dict[str, Any]) -> str:
 
 
 def _find_lost_node(events: Sequence[Event]) -> Event | None:
-    """Return a failure event for a run that ended without a reported failure.
+    """Return a failure event for a run that ended without a reported failure; None if the run is still up, or done.
 
-    It is that of the last node that fell silent, else the coordinator's own outcome. None if the run has not ended, or is done.
+    It is the event of the last node that fell silent, else the coordinator's outcome.
     """
     outcome = next((event for event in reversed(events) if event.kind == protocol.EVENT_OUTCOME), None)
     if outcome is None or outcome.data.get("status") == "done":
@@ -186,7 +186,7 @@ def _find_lost_node(events: Sequence[Event]) -> Event | None:
 
 
 def _find_failed_start(tasks: Sequence[TaskState], events: Sequence[Event]) -> Event | None:
-    """Return a failure event for a container that could not be started, or ended before a process in it could report why."""
+    """Return a failure event for a container that could not be started, or that ended before its processes could report a reason."""
     failed_tasks = [task for task in tasks if task.reason and task.state not in ("running", "complete", "stopped", "shutdown")]
     if not failed_tasks:
         return None
@@ -221,7 +221,7 @@ def _format_peer(peer: PeerNode) -> str:
 
 
 def _drop_traceback_lines(lines: Sequence[str], traceback: str) -> list[str]:
-    """Return the lines that are not part of the traceback, which is shown already."""
+    """Return the lines that are not part of the traceback, which is shown separately."""
     traceback_lines = {line.strip() for line in traceback.splitlines()}
     return [line for line in lines if line.strip() and line.strip() not in traceback_lines]
 

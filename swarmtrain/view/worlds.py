@@ -1,4 +1,4 @@
-"""Events → the worlds of a run: which nodes trained together from when, and why each new world was formed."""
+"""Worlds of a run, computed from its events: which nodes trained together from when, and why each new world formed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmtrain.protocol import EXIT_PLANNED, Event, is_collateral_failure
 
 @dataclass(frozen=True)
 class WorldInfo:
-    """One world. `number` counts from 1; `reason` is empty for the first."""
+    """One world of a run. `number` counts from 1; `reason` is why it formed, empty for the first."""
 
     number: int
     time: float
@@ -23,7 +23,7 @@ class WorldInfo:
 
 @dataclass(frozen=True)
 class NodeRestarts:
-    """Restarts of the ranks of a node: how many, and the time and reason of the last one."""
+    """Restarts of the ranks of one node: their number, and the time and reason of the last one."""
 
     count: int
     time: float
@@ -32,14 +32,14 @@ class NodeRestarts:
 
 @dataclass(frozen=True)
 class QuarantinedNode:
-    """A node that is quarantined, since it failed repeatedly. `until` is in seconds since the epoch."""
+    """Node that is quarantined because it failed repeatedly. `until` is in seconds since the epoch."""
 
     until: float
     reason: str
 
 
 def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
-    """Return the worlds that have formed, in order."""
+    """Return the worlds that have formed, in chronological order."""
     formed_worlds: list[WorldInfo] = []
     events_between: list[Event] = []
     previous_members: set[str] = set()
@@ -56,13 +56,13 @@ def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
 
 
 def explain_new_world(events_between: Sequence[Event]) -> str:
-    """Return which of the events since the last world is the reason for a new one; empty if none is."""
+    """Return the reason for a new world, from the events since the previous world; empty if none is known."""
     ranked = sorted(events_between, key=_rank_cause)
     return next((text for event in ranked if (text := describe_cause(event))), "")
 
 
 def describe_cause(event: Event) -> str:
-    """Return the reason that an event gives for restarting ranks; empty if it gives none."""
+    """Return the reason for restarting ranks that an event gives; empty if it gives none."""
     node = str(event.data.get("node", "a node"))
     if event.kind == protocol.EVENT_FAILURE:
         return format_failure(event.data)
@@ -71,28 +71,28 @@ def describe_cause(event: Event) -> str:
     if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
         return f"{node} was asked to stop"
     if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code"):
-        return f"{node} left with exit code {event.data['exit_code']}"
+        return f"{node} exited with exit code {event.data['exit_code']}"
     if event.kind == protocol.EVENT_COORDINATOR_STARTED:
         return "the coordinator was restarted"
     return f"{node} came" if event.kind in (protocol.EVENT_NODE_JOINED, protocol.EVENT_NODE_RELEASED) else ""
 
 
 def format_failure(data: Mapping[str, Any]) -> str:
-    """Return a failure's data as `node1 rank 3 failed: its reason`."""
+    """Return the data of a failure event as text: `node1 rank 3 failed: REASON`."""
     rank_label = f"{data.get('node')} rank {data['rank']}" if data.get("rank") is not None else f"{data.get('node')}"
     exit_text = data.get("signal") or f"exit code {data.get('exit_code')}"
     return f"{rank_label} failed: {data.get('error') or exit_text}"
 
 
 def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
-    """Return, by node, how often it caused ranks to restart, and the last reason."""
+    """Return by node name how often the node caused ranks to restart, and the last reason."""
     restarts_by_node: dict[str, NodeRestarts] = {}
     joined_nodes: set[str] = set()
     for event in events:
         node = str(event.data.get("node", ""))
         cause = ""
         if event.kind == protocol.EVENT_NODE_JOINED:
-            cause = "its container was started again" if node in joined_nodes else ""
+            cause = "its container was restarted" if node in joined_nodes else ""
             joined_nodes.add(node)
         elif event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
             joined_nodes.discard(node)  # a node that exited gracefully has not been restarted when it comes back
@@ -104,7 +104,7 @@ def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
 
 
 def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode]:
-    """Return the quarantined nodes, by name."""
+    """Return the nodes that are quarantined now, by name."""
     quarantined: dict[str, QuarantinedNode] = {}
     for event in events:
         if event.kind == protocol.EVENT_NODE_QUARANTINED:
@@ -119,7 +119,7 @@ def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode
 
 
 def _describe_new_members(previous_members: set[str], members: set[str]) -> str:
-    """Return which nodes are new in a world. A node may have joined before the previous world, but too late for it."""
+    """Return a text that names the new nodes of a world. A node may have joined before the previous world, but too late for it."""
     new = ", ".join(sorted(members - previous_members)) if previous_members else ""
     return f"{new} came" if new else ""
 
@@ -134,7 +134,7 @@ _CAUSE_KINDS = {
 
 
 def _rank_cause(event: Event) -> int:
-    """Return the rank of an event among the possible causes; the lowest is chosen."""
+    """Return the priority of an event among the possible causes of a new world; the lowest number wins."""
     if event.kind == protocol.EVENT_FAILURE:
         return 3 if is_collateral_failure(event.data) else 0
     if event.kind == protocol.EVENT_NODE_LEFT:

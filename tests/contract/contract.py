@@ -237,7 +237,7 @@ class Contract:
     def test_interrupted(self, target: LaunchTarget) -> None:
         ended = interrupt_at_line("bringing", "deploy", "contract.yml", "--name", "brief", cwd=target.project)
         assert (ended.code, "Traceback" in ended.err) == (130, False), ended.err
-        if "nothing of it is left" not in ended.err:
+        if "no part of the run remains" not in ended.err:
             assert "swarmtrain down brief removes it" in ended.err or "detached; brief continues" in ended.err, ended.err
             target("down", "brief")
         target("status", "brief", code=1)
@@ -264,7 +264,7 @@ class Contract:
     def test_no_such_run(self, target_with_run: LaunchTarget) -> None:
         for command in (["status"], ["logs"], ["scale", "--nodes", "2"], ["stop"], ["down"]):
             told = target_with_run(command[0], "never", *command[1:], code=1)
-            assert told.startswith("error: run never: there is no run of this name; there is: life")
+            assert told.startswith("error: run never: unknown run; existing runs: life")
 
     @feature("`plan` says what a deploy would change in a run that is up", gate=False)
     def test_a_plan_of_what_is_up(self, target_with_run: LaunchTarget) -> None:

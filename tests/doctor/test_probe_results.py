@@ -185,73 +185,73 @@ class ProbeCase:
 
 
 CASES = [
-    ProbeCase("probe", drop_node, "node1 on gpu-1: its probe reported nothing: pending: insufficient resources on 1 node"),
+    ProbeCase("probe", drop_node, "node1 on gpu-1: its probe did not report: pending: insufficient resources on 1 node"),
     ProbeCase("probe", lambda results: replace(results, failure_reason="no torch"), "run job: no torch"),
     ProbeCase("image", set_pulling, "image job:1@sha256:abc: 2 of 3 nodes have it. node1 on gpu-1: preparing"),
     ProbeCase("container", change_node(problems=["python cannot find torch"]), "node1 on gpu-1: python cannot find torch"),
     ProbeCase("clock", change_node(clock=-3.0), "its clock is 3.0 s behind the manager's", fatal=False),
     ProbeCase("names", change_node(names={"node0": 4.2, "node2": None}), "finds node0 after 4.2 s", fatal=False),
     ProbeCase("interface", change_node(interface=""), "no interface has the address 10.0.1.4"),
-    ProbeCase(
-        "interface", change_node(interfaces={"eth0": 1400}), "the largest packets differ: node0 1450, node1 1400, node2 1450", fatal=False
-    ),
+    ProbeCase("interface", change_node(interfaces={"eth0": 1400}), "the MTUs differ: node0 1450, node1 1400, node2 1450", fatal=False),
     ProbeCase("links", change_link(error="timed out", largest_packet=0), "link node1 on gpu-1 to node2 on gpu-2: timed out"),
-    ProbeCase("packets", change_link(error="data stops on its way: timed out", largest_packet=1280), "packets over 1280 bytes are lost"),
+    ProbeCase(
+        "packets", change_link(error="the data transfer stalled: timed out", largest_packet=1280), "packets over 1280 bytes are lost"
+    ),
     ProbeCase(
         "bandwidth",
         change_link(backward_bandwidth=1.25e6),
-        "carries 10 Mbit/s, where the faster half of the links has 8.0 Gbit/s",
+        "carries 10 Mbit/s, but the median of the faster half of the links is 8.0 Gbit/s",
         fatal=False,
     ),
-    ProbeCase("latency", change_link(round_trip=0.03), "answers after 30.0 ms, where the median is 0.20 ms", fatal=False),
+    ProbeCase("latency", change_link(round_trip=0.03), "answers after 30.0 ms, but the median is 0.20 ms", fatal=False),
     ProbeCase("shm", change_node(shm=64 << 20), "/dev/shm has 64 MiB for 2 ranks", fatal=False),
     ProbeCase("limits", change_node(limits={"nofile": 1024, "memlock": -1}), "processes may open 1024 files", fatal=False),
-    ProbeCase("limits", change_node(infiniband=["mlx5_0"]), "has mlx5_0, and processes may lock 8192 KiB", fatal=False),
+    ProbeCase("limits", change_node(infiniband=["mlx5_0"]), "has mlx5_0, but processes can lock only 8192 KiB", fatal=False),
     ProbeCase("disk-space", change_node(scratch=0), "/tmp has 0.0 GiB left", fatal=False),
     ProbeCase("disk-space", change_node(memory=GIB // 2), "has 0.5 GiB of memory left for 2 ranks", fatal=False),
     ProbeCase("disk-space", change_mount("/workspace/runs", free=GIB), "/workspace/runs has 1.0 GiB left", fatal=False),
-    ProbeCase("shared", change_mount("/workspace/runs", visible_nodes=["node1"]), "what node0, node2 wrote is not in it"),
+    ProbeCase("shared", change_mount("/workspace/runs", visible_nodes=["node1"]), "what node0, node2 wrote is missing"),
     ProbeCase(
         "shared", change_mount("/workspace/runs", writable=False, write_error="read-only file system"), "be written: read-only file system"
     ),
     ProbeCase(
         "shared",
         deny_mount("1234:100"),
-        "it belongs to 1234:100, and the ranks are 1000:1000",
+        "it belongs to 1234:100, and the ranks run as 1000:1000",
         hint="runner.docker_config.user: 1234:100; or",
     ),
     ProbeCase(
-        "shared", deny_mount("0:0"), "it belongs to 0:0, and the ranks are 1000:1000", hint="chown -R 1000:1000 /mnt/shared, on gpu-1"
+        "shared", deny_mount("0:0"), "it belongs to 0:0, and the ranks run as 1000:1000", hint="chown -R 1000:1000 /mnt/shared, on gpu-1"
     ),
-    ProbeCase("shared", change_plan(docker_config={"docker_container": "job:1"}), "lies in no mount"),
+    ProbeCase("shared", change_plan(docker_config={"docker_container": "job:1"}), "is not inside a mount"),
     ProbeCase(
         "shared",
         change_plan(shared=False),
-        "/workspace/runs is not a separate disk on node0, node1, node2: it has what others wrote",
+        "/workspace/runs is not a separate disk on node0, node1, node2: it contains files that other nodes wrote",
         hint="trainer.save_dir_shared: true",
     ),
     ProbeCase(
         "shared",
         change_plan(shared=False, docker_config={"docker_container": "job:1"}),
-        "lies in no mount",
-        hint="runner.docker_config.docker_mounts: [[checkpoints, /workspace/runs]]",
+        "is not inside a mount",
+        hint="set runner.docker_config.docker_mounts: [[checkpoints, /workspace/runs]]",
     ),
     ProbeCase(
         "data",
         change_mount("/data", entries=2, content_digest="def"),
-        "/data holds something else here: 2 entries, where the others have 3",
+        "/data has different content on this node: 2 entries, but the others have 3",
     ),
     ProbeCase("torch", change_collective(torch="2.12.0"), "torch differs: node0 2.13.0, node1 2.12.0, node2 2.13.0"),
     ProbeCase("devices", promise_gpus(devices=1), "node1 on gpu-1: torch sees 1 GPU of 2, for 2 ranks"),
     ProbeCase("devices", promise_gpus(gpus=[], devices=0), "node1 on gpu-1: torch sees 0 GPUs of 0, for 2 ranks"),
-    ProbeCase("devices", reserve_gpus(["GPU-1", "GPU-9"]), "Swarm gave it GPU-9, and its GPUs are GPU-1, GPU-1"),
-    ProbeCase("devices", reserve_gpus(["GPU-1"], ["GPU-1"], gpus=[]), "has 1 GPU, and its containers see none"),
-    ProbeCase("devices", reserve_gpus(["GPU-1"]), "Swarm gave it 1 GPU, and the container sees 2", fatal=False),
+    ProbeCase("devices", reserve_gpus(["GPU-1", "GPU-9"]), "Swarm assigned it GPU-9, but its GPUs are GPU-1, GPU-1"),
+    ProbeCase("devices", reserve_gpus(["GPU-1"], ["GPU-1"], gpus=[]), "has 1 GPU, but its containers see none"),
+    ProbeCase("devices", reserve_gpus(["GPU-1"]), "Swarm assigned it 1 GPU, but the container sees 2", fatal=False),
     ProbeCase(
         "driver", promise_gpus(gpus=[{**GPU, "driver": "550.9"}] * 2), "drivers differ: node0 570.1, node1 550.9, node2 570.1", fatal=False
     ),
     ProbeCase("driver", set_old_driver, "node1 on gpu-1: driver 535.9 is too old for CUDA 13.0, which torch is built for"),
-    ProbeCase("all-reduce", change_collective(error="timeout"), "no all-reduce: timeout"),
+    ProbeCase("all-reduce", change_collective(error="timeout"), "the all-reduce failed: timeout"),
 ]
 
 
@@ -299,7 +299,7 @@ def test_the_report_shows_findings_first_to_last_and_the_links_as_a_matrix() -> 
     assert rows[0][1:5] == ["gpu-0", "10.0.1.4", "eth0", "1450"]
     assert rows[4][-1] == "no"
     assert "all-reduce of 4 MiB on 3 nodes by gloo: 20.0 ms" in text
-    assert text.endswith("checks: 1 to fix before a run can work, 0 to know of")
+    assert text.endswith("checks: 1 to fix before the run can work, 0 to be aware of")
     values = DoctorReport(answers, results).to_dict()
     assert values["ok"] is False
     assert len(values["links"]) == 3

@@ -165,7 +165,7 @@ def test_the_same_exception_at_the_same_step_twice_in_a_row_is_a_bug() -> None:
     assert board.outcome is None
     board.post_failure("w3", "node0", 1, "ValueError: no room for 0x81aa, of 18", step=9)
     assert board.outcome is not None
-    assert board.outcome.reason.endswith("0x81aa, of 18; the same at the same step as the time before: no fault of a machine")
+    assert board.outcome.reason.endswith("0x81aa, of 18; same error at the same step as before: not a machine fault")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,9 @@ def test_a_flaky_node_is_named_once_an_hour_where_it_is_indispensable() -> None:
         board.post_failure(f"w{attempt}", "node0", 9, PEER)
     (note,) = board.list_events(EVENT_NOTE)
     assert note["node"] == "node1"
-    assert note["message"].startswith("node1 was the first to fail 5 times within an hour, more than twice as often as all others together")
+    assert note["message"].startswith(
+        "node1 was the first to fail 5 times within an hour, more than twice as often as all other nodes together"
+    )
     board.time += 3600
     for attempt in range(3):
         board.post_failure(f"later{attempt}", f"node{attempt + 1}", error="killed by SIGKILL", signal="SIGKILL")
@@ -254,7 +256,7 @@ def test_a_node_whose_machine_fails_repeatedly_is_quarantined_for_an_hour(three_
         {
             "node": "node2",
             "seconds": 3600.0,
-            "reason": "the first to fail 3 times within an hour, more than twice as often as all others together",
+            "reason": "the first to fail 3 times within an hour, more than twice as often as all other nodes together",
         }
     ]
     assert three_nodes.quarantined == {"node2"}
@@ -274,7 +276,7 @@ def test_a_node_whose_machine_fails_repeatedly_is_quarantined_for_an_hour(three_
     assert three_nodes.quarantined == {"node2"}
     three_nodes.send_heartbeats_for(10)
     assert not three_nodes.quarantined
-    assert three_nodes.list_events(EVENT_NODE_RELEASED) == [{"node": "node2", "reason": "its hour is over"}]
+    assert three_nodes.list_events(EVENT_NODE_RELEASED) == [{"node": "node2", "reason": "its quarantine is over"}]
     three_nodes.post_world("w5", *three_nodes.nodes)
     three_nodes.post_failure("w5", "node2", 4, "killed by SIGBUS", signal="SIGBUS")
     assert not three_nodes.quarantined, "what is an hour ago is forgiven"
@@ -286,7 +288,7 @@ def test_a_bad_machine_is_better_than_none(three_nodes: ThreeNodeHarness) -> Non
     three_nodes.nodes.remove("node1")
     three_nodes.send_heartbeats_for(NODE_LOST_SECONDS + 10)
     assert not three_nodes.quarantined
-    assert three_nodes.list_events(EVENT_NODE_RELEASED) == [{"node": "node2", "reason": "the others are fewer than min_nodes, 2"}]
+    assert three_nodes.list_events(EVENT_NODE_RELEASED) == [{"node": "node2", "reason": "the other nodes are fewer than min_nodes, 2"}]
     three_nodes.post_step(1)
     three_nodes.post_world("w3", "node0", "node2")
     three_nodes.post_failure("w3", "node2", 3, "killed by SIGKILL", signal="SIGKILL")
@@ -400,7 +402,7 @@ def test_an_agent_that_fails_belongs_to_the_world_of_its_round(harness: Coordina
 
 def test_a_permanent_failure_is_an_outcome_at_once(harness: CoordinatorHarness) -> None:
     harness.coordinator.post(Event(EVENT_FAILURE, {"node": "node1", "error": "no torch", "exit_code": 1, "permanent": True}))
-    assert harness.outcome == RunOutcome("failed", "node1: no torch; this does not get better by trying again", 1)
+    assert harness.outcome == RunOutcome("failed", "node1: no torch; retrying would not help", 1)
 
 
 def test_the_trainer_reports_when_it_is_done(harness: CoordinatorHarness) -> None:
@@ -432,23 +434,23 @@ def test_while_others_finish_no_new_round_is_started_for_a_spare(harness: Coordi
     [
         (
             lambda harness: harness.post_failure("w", "node1", 2),
-            "node1 rank 2: boom; node0 had finished by then, so this world cannot form again",
+            "node1 rank 2: boom; node0 had already finished, so this world cannot form again",
         ),
         (
             lambda harness: harness.coordinator.close_round("node1", "b-1"),
-            "node1 ended; node0 had finished by then, so this world cannot form again",
+            "node1 ended; node0 had already finished, so this world cannot form again",
         ),
         (
             lambda harness: harness.coordinator.register_node("node1"),
-            "node1 was lost; node0 had finished by then, so this world cannot form again",
+            "node1 was lost; node0 had already finished, so this world cannot form again",
         ),
         (
             lambda harness: harness.advance_time(NODE_LOST_SECONDS + 1),
-            "node1 was lost; node0 had finished by then, so this world cannot form again",
+            "node1 was lost; node0 had already finished, so this world cannot form again",
         ),
         (
             lambda harness: harness.coordinator.record_node_exit("node1", 1),
-            "node1 left with exit code 1; node0 had finished by then, so this world cannot form again",
+            "node1 exited with exit code 1; node0 had already finished, so this world cannot form again",
         ),
     ],
 )
@@ -497,7 +499,7 @@ def test_what_is_permanent_before_the_first_step_is_transient_afterwards(harness
     assert harness.outcome is None
     harness.post_failure("w2", error="no such module", permanent=True, hint="install it")
     assert harness.outcome
-    assert harness.outcome.reason == "node0 rank 0: no such module; this does not get better by trying again"
+    assert harness.outcome.reason == "node0 rank 0: no such module; retrying would not help"
     assert harness.list_events(EVENT_OUTCOME)[0]["hint"] == "install it"
 
 
@@ -518,8 +520,8 @@ def test_a_rank_is_answered_whether_its_reason_is_known(harness: CoordinatorHarn
     assert post("w1", 1, "boom") == Receipt(is_known=False, run_failed=False)
     assert post("w1", 2, "boom") == Receipt(is_known=True, run_failed=False)
     assert post("w1", 3, PEER + "9") == Receipt(is_known=True, run_failed=False), "a consequence"
-    assert post("w1", 4, "step 7 on rank 4: 1.5 GiB more were wanted") == Receipt(is_known=False, run_failed=False)
-    assert post("w1", 5, "step 7 on rank 5: 2 GiB more were wanted") == Receipt(is_known=True, run_failed=False), (
+    assert post("w1", 4, "step 7 on rank 4: 1.5 GiB more were requested") == Receipt(is_known=False, run_failed=False)
+    assert post("w1", 5, "step 7 on rank 5: 2 GiB more were requested") == Receipt(is_known=True, run_failed=False), (
         "the same, but for its numbers"
     )
     assert post("w2", 0, "boom") == Receipt(is_known=False, run_failed=False), "another world"

@@ -63,7 +63,7 @@ def test_a_missing_peer_is_reported() -> None:
     silent = LinkProber("127.0.0.2", port, MTU, bind="127.0.0.2")
     assert alone.wait_for_peers([silent.name], 10)[silent.name] is not None
     assert alone.measure_link("127.0.0.1", "127.0.0.2", 0.1).error == "127.0.0.2 cannot be reached from 127.0.0.1: timed out"
-    assert alone.measure_link("127.0.0.2", "127.0.0.1", 0.1).error == "127.0.0.2 did not call 127.0.0.1"
+    assert alone.measure_link("127.0.0.2", "127.0.0.1", 0.1).error == "127.0.0.2 did not connect to 127.0.0.1"
 
 
 def test_a_caller_that_says_nothing_holds_nobody_up() -> None:

@@ -93,7 +93,7 @@ def create_lab(environment: dict[str, str]) -> Iterator[Callable[[str], Lab]]:
         try:
             lab.check_prerequisites()
             if network.get_namespace(name, "bridge") in network.list_namespaces():
-                raise LabError("it runs already, and is not the tests' to touch", place=f"lab {name}", hint="swarmtrain lab down")
+                raise LabError("it is already running, and is not the tests' to touch", place=f"lab {name}", hint="swarmtrain lab down")
         except LabError as error:
             if os.environ.get("CI") == "true":
                 raise

@@ -77,7 +77,7 @@ class Shell:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGINT)
             if time.monotonic() > deadline:
-                raise PageError(f"not done after {_BLOCK_TIMEOUT_SECONDS:g} s; printed:\n{output}")
+                raise PageError(f"did not finish within {_BLOCK_TIMEOUT_SECONDS:g} s; printed:\n{output}")
             time.sleep(0.05)
 
 

@@ -145,7 +145,7 @@ def _flip_bit(checkpoint: Path) -> None:
 
 
 def _remove_manifest(checkpoint: Path) -> None:
-    """Leave what a file system without atomic rename may leave: the folder has its final name, but not all its files."""
+    """Leave what a file system without atomic rename may leave: the folder has its final name, but not all of its files."""
     (checkpoint / "manifest.json").unlink()
 
 

@@ -132,7 +132,9 @@ def test_a_slow_link(run_doctor: RunDoctor, lab: Lab) -> None:
 def test_save_dir_on_two_disks(run_doctor: RunDoctor, lab: Lab) -> None:
     with changed_node(lab, "node2", "mkdir -p -m 777 /mnt/other; mount --bind /mnt/other /mnt/shared", "umount /mnt/shared"):
         answers = run_doctor(expect_healthy=False)
-    assert any("/workspace/runs is another disk here: what node0, node1 wrote" in line for line in map_findings(answers)["shared"])
+    assert any(
+        "/workspace/runs is a different disk on this node: what node0, node1 wrote" in line for line in map_findings(answers)["shared"]
+    )
 
 
 @pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")

@@ -73,7 +73,7 @@ def test_added_code_is_one_layer_and_the_same_one_wherever_it_is_made(
     other.client.remove_image("elsewhere:lib")
 
 
-@pytest.mark.parametrize(("name", "why"), [("nowhere", "no such folder"), ("file", "is not a folder"), ("empty", "nothing in it")])
+@pytest.mark.parametrize(("name", "why"), [("nowhere", "does not exist"), ("file", "is not a folder"), ("empty", "is empty")])
 def test_what_cannot_be_added_is_named(engine: DockerEngine, stub_image: str, tmp_path: Path, name: str, why: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
@@ -107,12 +107,12 @@ def test_a_registry_in_the_swarm_keeps_its_images(engine: DockerEngine, registry
     address = swarm_nodes.get_node_address(engine.get(f"/nodes/{swarm_nodes.get_own_node_id(engine)}"))
     assert (standing.address, standing.host, standing.state) == (f"{address}:5055", "node0", "running")
     # The lab's engines trust the lab's own registry, but are not configured for this one.
-    assert standing.trust_problem == "it is not among its insecure-registries"
+    assert standing.trust_problem == "it is not listed in the engine's insecure-registries"
     assert standing.daemon_json_line == f'"insecure-registries": ["{address}:5055", "{REGISTRY_ADDRESS}"]'
     assert registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line) == standing
-    with pytest.raises(ImageError, match="it is up already"):
+    with pytest.raises(ImageError, match="it is already running"):
         registry.start_registry(engine, port=5056, image=registry_image, report_progress=print_line)
-    with pytest.raises(ImageError, match="no such node; there is: node0, node1, node2"):
+    with pytest.raises(ImageError, match="unknown node; available nodes: node0, node1, node2"):
         registry.start_registry(engine, node="node9", report_progress=print_line)
     registry.remove_registry(engine, volume=False, report_progress=print_line)
     assert engine.get(f"/volumes/{registry.SERVICE_NAME}")["Name"] == registry.SERVICE_NAME
@@ -130,7 +130,7 @@ def test_a_registry_that_cannot_start_prints_why_and_is_removed(engine: DockerEn
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
         assert listener.stdout is not None
         assert listener.stdout.readline() == "\n"
-        with pytest.raises(ImageError, match="something else has port 5055 of node0") as caught:
+        with pytest.raises(ImageError, match="another process uses port 5055 of node0") as caught:
             registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
         listener.communicate()
     assert caught.value.hint == "swarmtrain image registry up --port 5056"
@@ -146,7 +146,9 @@ def test_a_run_on_an_image_that_no_registry_has(
 ) -> None:
     engine.client.tag(stub_image, "no-registry/stand-in", "1")
     targets = {"node1": lab.get_docker_host("node1"), "nowhere": "unix:///nowhere.sock"}
-    with pytest.raises(ImageError, match=r"one engine does not have it:\n  nowhere \(unix:///nowhere.sock\): no engine answers") as caught:
+    with pytest.raises(
+        ImageError, match=r"one engine does not have it:\n  nowhere \(unix:///nowhere.sock\): no engine is reachable"
+    ) as caught:
         images.distribute_image(
             engine.client, "no-registry/stand-in:1", targets, lambda address: DockerEngine(address).client, report_progress=print_line
         )
@@ -171,7 +173,7 @@ def test_a_run_on_an_image_that_no_registry_has(
 
 def test_a_tag_of_spread_that_was_moved_is_refused(engine: DockerEngine, stub_image: str, base_image: str) -> None:
     engine.client.tag(base_image, "moved", "spread-0123456789ab")
-    with pytest.raises(ImageError, match="given to another image"):
+    with pytest.raises(ImageError, match="now refers to another image"):
         images.pin_image(engine, "moved:spread-0123456789ab")
     with pytest.raises(ImageError, match="this engine does not have it"):
         images.pin_image(engine, "moved:spread-ba9876543210")

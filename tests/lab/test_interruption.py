@@ -81,7 +81,7 @@ def test_the_same_command_completes_an_interrupted_change(project: Path, engine:
     assert run_swarmtrain("deploy", f"{RUN}.yml", "--detach", cwd=project).returncode == 0
     for ended in interrupt_at_each_event(CHANGES, "deploy", f"{RUN}.yml", "--detach", "--yes", "-o", "trainer.seed=7", cwd=project):
         if ended.is_interrupted:
-            assert "interrupted: the same command again makes the rest of the change" in ended.err
+            assert "interrupted: run the same command again to complete the change" in ended.err
             assert len(cluster_state.list_services(engine, RUN)) == 3
     assert run_swarmtrain("plan", f"{RUN}.yml", "-o", "trainer.seed=7", cwd=project).stderr.endswith("a deploy would change nothing\n")
 

@@ -231,7 +231,7 @@ def test_a_killed_node_is_gone_and_comes_back_with_its_data(lab: Lab, engine: Do
     assert list_node_states(engine)["node2"] == "ready"
     assert [volume["Name"] for volume in own.get("/volumes")["Volumes"]] == ["kept"]
     own.delete("/volumes/kept")
-    with pytest.raises(LabError, match="runs already"):
+    with pytest.raises(LabError, match="is already running"):
         lab.power_on("node2", report_progress=print_line)
 
 
@@ -282,7 +282,7 @@ def test_an_unknown_node_is_refused_with_the_known_ones(lab: Lab) -> None:
     for fault in (lab.power_off, lab.power_on, lab.cut_network, lab.restore_network):
         with pytest.raises(LabError, match="node0, node1, node2"):
             fault("node7", report_progress=print_line)
-    with pytest.raises(LabError, match="'fast' is not a rate"):
+    with pytest.raises(LabError, match="'fast' is not a valid rate"):
         lab.limit_network("node1", "fast", report_progress=print_line)
 
 
@@ -290,7 +290,7 @@ def test_up_next_to_a_live_lab_leaves_it_alone(lab: Lab) -> None:
     pids = [node.pid for node in lab.get_status()]
     said: list[str] = []
     Lab(lab.name).bring_up(3, components=LAB_PARTS, report_progress=said.append)
-    assert said == [f"lab {lab.name}: 3 of its 3 engines run already (node0, node1, node2); left as it is"]
+    assert said == [f"lab {lab.name}: 3 of its 3 engines run already (node0, node1, node2); left unchanged"]
     with pytest.raises(LabError, match="up already"):
         Lab(lab.name).bring_up(2, components=LAB_PARTS, report_progress=print_line)
     assert [node.pid for node in lab.get_status()] == pids
@@ -389,7 +389,7 @@ def test_a_lab_behind_ssh_and_with_a_slurm(create_lab: Callable[..., Lab]) -> No
 
 
 def test_what_machines_cannot_have_is_refused(create_lab: Callable[[str], Lab]) -> None:
-    with pytest.raises(LabError, match="'slrum' is nothing that machines can have; there is: swarm, docker, ssh, slurm"):
+    with pytest.raises(LabError, match="'slrum' is not a known component; available components: swarm, docker, ssh, slurm"):
         create_lab("wrong").bring_up(2, components=("ssh", "slrum"), report_progress=print_line)
 
 
@@ -403,7 +403,7 @@ def test_up_replaces_a_lab_whose_engines_are_dead(create_lab: Callable[[str], La
     wait_until("both are dead", lambda: [node.state for node in lab.get_status()] == ["dead", "dead"], 5)
     said: list[str] = []
     lab.bring_up(1, report_progress=said.append)
-    assert "all its engines are dead; removing it" in said[0]
+    assert "all its engines are dead; removing the lab" in said[0]
     assert [node.state for node in lab.get_status()] == ["up"]
     assert list(lab.shared_disk.iterdir()) == []
     lab.tear_down(report_progress=print_line)
@@ -419,7 +419,7 @@ def test_an_interrupted_up_removes_what_it_made(create_lab: Callable[[str], Lab]
     os.killpg(command.pid, signal.SIGINT)
     _, talk = command.communicate(timeout=30)
     assert command.returncode == 130, talk
-    assert "removing what was made" in talk
+    assert "removing the created objects" in talk
     assert find_traces(lab.name) == []
 
 

@@ -67,7 +67,7 @@ def test_two_deploys_at_once_end_in_the_last_one(
     told, fine = first.wait_for_end(), second.wait_for_end()
     assert fine is None, second.messages
     assert isinstance(told, StackError)
-    assert told.message.endswith("this command leaves everything alone")
+    assert told.message.endswith("this command changes nothing")
     assert "nothing is removed" in first.messages[-1]
     assert {(task.node, task.state) for task in launcher.list_tasks(RUN)} == {
         (node, "running") for node in ("node0", "node1", "node2", "rendezvous")
@@ -156,10 +156,10 @@ def test_what_docker_stack_rm_leaves_is_waited_for(
     assert launcher.list_runs() == []
     assert launcher.list_terminating_runs() == [RUN]
     for refused in (launcher.list_tasks, launcher.read_events, launcher.watch, launcher.load_deployment):
-        with pytest.raises(RunNotFound, match="it is going down"):
+        with pytest.raises(RunNotFound, match="is being removed"):
             refused(RUN)
     for refused in (lambda: launcher.stream_logs(RUN, follow=False), lambda: launcher.stop(RUN, print_line)):
-        with pytest.raises(RunNotFound, match="it is going down"):
+        with pytest.raises(RunNotFound, match="is being removed"):
             refused()
     said: list[str] = []
     launcher.deploy(plan_run(), said.append)
@@ -184,7 +184,7 @@ def test_what_docker_stack_rm_leaves_is_waited_for(
 @pytest.fixture
 def stale_lock(launcher: SwarmLauncher) -> Iterator[str]:
     """The lock of a command that was killed while it held it."""
-    stale_lock = run_lock.RunLock(launcher._engine, RUN, "brings it up")
+    stale_lock = run_lock.RunLock(launcher._engine, RUN, "is deploying it")
     stale_lock._wait_until_ours(DISCARD)
     yield stale_lock._name
     launcher._engine.delete(f"/configs/{stale_lock._name}")
@@ -220,12 +220,12 @@ def test_a_command_that_stalled_too_long_changes_nothing_more(engine: DockerEngi
         with other.holding(DISCARD):
             assert not asleep.is_ours()
             assert not asleep.reacquire()
-            with pytest.raises(StackError, match="has lost its turn"):
+            with pytest.raises(StackError, match="has lost the lock"):
                 asleep.check_held()
             assert "takes over meanwhile" in asleep.build_preempted_error().message
         assert not asleep.is_ours()
     alone = run_lock.RunLock(engine, RUN, "waits", SwarmTimeouts(lock_valid_seconds=0.0))
-    with alone.holding(DISCARD), pytest.raises(StackError, match="has lost its turn"):
+    with alone.holding(DISCARD), pytest.raises(StackError, match="has lost the lock"):
         alone.check_held()
-    with pytest.raises(StackError, match="somebody has changed it or taken it down meanwhile"):
+    with pytest.raises(StackError, match="another command has changed or removed it meanwhile"):
         asleep.allow_preemption()

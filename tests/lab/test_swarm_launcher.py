@@ -213,7 +213,7 @@ def test_a_failed_run_restarts_without_its_old_outcome(launcher: SwarmLauncher, 
         if isinstance(update, protocol.Event) and update.kind == protocol.EVENT_OUTCOME
     ] == ["no luck"]
     steps = launcher.plan_changes(plan)
-    assert {str(step).partition(": ")[2] for step in steps} == {"the run had failed (no luck) and starts again"}
+    assert {str(step).partition(": ")[2] for step in steps} == {"the run had failed (no luck) and is restarted"}
     launcher.deploy(plan, print_line)
     kinds = [event.kind for event in launcher.read_events(RUN)]
     assert kinds.count(protocol.EVENT_COORDINATOR_STARTED) == 2
@@ -278,7 +278,7 @@ def test_what_was_followed_is_there_when_the_run_is_down(
     assert last in (["saved"], ["saved", "saved"])
     show_history(RUN, as_json=False)
     shown = capsys.readouterr().out
-    assert [words in shown for words in ("its coordinator is up", "taken down from here")] == [True, True]
+    assert [words in shown for words in ("its coordinator is up", "taken down from this machine")] == [True, True]
 
 
 def expect_refusal(launcher: SwarmLauncher, plan: Plan, error_type: type[Exception], match: str) -> Exception:
@@ -331,7 +331,7 @@ def test_a_node_that_nobody_can_be_is_shown_with_swarms_reason(lab: Lab, launche
     said: list[str] = []
     SwarmLauncher(lab.get_docker_host("node0"), SwarmTimeouts(pending_seconds=2.0)).deploy(plan, said.append)
     reason = "no suitable node (scheduling constraints not satisfied on 3 nodes)"
-    assert said[-1] == f"left waiting: node1 on node1: pending, {reason}"
+    assert said[-1] == f"no longer waiting for: node1 on node1: pending, {reason}"
     assert launcher.list_tasks(RUN)[1] == TaskState("node1", "node1", "pending", reason)
 
 
@@ -345,7 +345,7 @@ def test_a_stack_of_somebody_else_is_never_touched(
     run_docker(lab, "stack", "deploy", "-c", str(tmp_path / "foreign.yml"), RUN)
     try:
         assert [finding.message for finding in launcher.check_plan(plan_run())] == [
-            "a stack of this name exists that is not a swarmtrain run"
+            "a stack of this name already exists and is not a swarmtrain run"
         ]
         expect_refusal(launcher, plan_run(), StackError, "not a swarmtrain run")
         with pytest.raises(RunNotFound):
@@ -358,7 +358,7 @@ def test_a_stack_of_somebody_else_is_never_touched(
 
 
 def test_a_worker_sends_to_a_manager(lab: Lab) -> None:
-    with pytest.raises(EngineError, match="worker of its swarm") as raised:
+    with pytest.raises(EngineError, match="swarm worker") as raised:
         SwarmLauncher(lab.get_docker_host("node1")).read_inventory()
     assert "docker node promote" in str(raised.value.hint)
 

@@ -64,4 +64,4 @@ def test_a_rank_stops_at_its_breakpoint(project: Path) -> None:
 def test_a_rank_that_is_not_there_is_refused(project: Path) -> None:
     done = run_deploy(project, "--attach", "3")
     assert done.returncode == 1
-    assert "error: --attach 3: there is no such rank; there are 0 to 2" in done.stderr
+    assert "error: --attach 3: unknown rank; valid ranks: 0 to 2" in done.stderr

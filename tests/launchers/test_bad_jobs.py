@@ -219,7 +219,7 @@ def test_tokens_in_the_middle(error_case: ErrorCase) -> None:
     write_tokens(error_case.project / "data" / "words", bytes(5 << 19) + b"\xc8" + bytes(5 << 19))
     error_case.add_replacement(r"rank \d", "rank 0")
     output = deploy_to_end(error_case, override=TWO_RANKS_OPTION)
-    assert (output.count("error: "), output.count("ends after another rank: ")) == (1, 1), output
+    assert (output.count("error: "), output.count("exits after another rank failed: ")) == (1, 1), output
 
 
 def test_data_on_some_nodes(error_case: ErrorCase) -> None:
@@ -300,7 +300,7 @@ def test_corrupt_checkpoints(error_case: ErrorCase) -> None:
     error_case("python training_code.py config.yml", code=0, line_pattern="skipped|resuming", allowed_changes=RUN_FILES)
     error_case.add_paragraph("If no checkpoint is complete, training starts from scratch:")
     error_case.run_setup("for step in runs/step-*; do echo '{' > $step/manifest.json; done")
-    error_case("python training_code.py config.yml", code=0, line_pattern="skipped|counts as empty|resuming", allowed_changes=RUN_FILES)
+    error_case("python training_code.py config.yml", code=0, line_pattern="skipped|treated as empty|resuming", allowed_changes=RUN_FILES)
 
 
 def test_nothing_to_load(error_case: ErrorCase) -> None:

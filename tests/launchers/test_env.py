@@ -124,17 +124,17 @@ def test_an_environment_is_made_verified_and_left_alone(user: EnvUser) -> None:
     for name in HOST_NAMES:
         write_tiny_wheel(user.get_package_folder(name), "1.0")
     out, errors = user.run_command(*user.write_requirements("1.0", "borrowed==1.0"))
-    assert [f"{name} has it after" in errors for name in HOST_NAMES] == [True] * 3, errors
+    assert [f"{name} has the environment after" in errors for name in HOST_NAMES] == [True] * 3, errors
     assert [line.split()[0] for line in out.splitlines() if line.split()[4:5] == ["ok"]] == list(HOST_NAMES), out
-    assert "gloo: a group of 3 has added up to 6" in out
-    assert f"for the config:\nrunner:\n  python: {user.path}/bin/python3" in out
+    assert "gloo: a group of 3 has all-reduced to 6" in out
+    assert f"add to the config:\nrunner:\n  python: {user.path}/bin/python3" in out
     assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["1.0"] * 3
     made = {name: (user.hosts.get_local_disk(name) / user.path.name).lstat() for name in HOST_NAMES}
     config = user.folder / "config.yml"
     config.write_text(config.read_text().replace("{runner_type", f"{{python: {user.path}/bin/python3, runner_type"))
     out, errors = user.run_command("--requirements", "list.txt", "--python", sys.executable)
-    assert [f"{name} has it already" in errors for name in HOST_NAMES] == [True] * 3, errors
-    assert f"the config has it: runner.python is {user.path}/bin/python3" in out
+    assert [f"{name} already has the environment" in errors for name in HOST_NAMES] == [True] * 3, errors
+    assert f"already in the config: runner.python is {user.path}/bin/python3" in out
     assert {name: (user.hosts.get_local_disk(name) / user.path.name).lstat() for name in HOST_NAMES} == made
 
 
@@ -145,14 +145,14 @@ def test_a_change_that_fails_on_one_host_leaves_what_it_has(user: EnvUser) -> No
         write_tiny_wheel(user.get_package_folder(name), "2.0")
     out, _ = user.run_command(*user.write_requirements("1.0"), code=1)
     assert out.count("cannot import torch") == 3
-    assert "gloo is not proved: no torch on gpu-0, gpu-1, gpu-2" in out
+    assert "gloo is not verified: no torch on gpu-0, gpu-1, gpu-2" in out
     assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["1.0"] * 3
     out, errors = user.run_command(*user.write_requirements("2.0"), code=1)
-    assert "gpu-1 has it not: pip cannot install the list" in errors
+    assert "gpu-1 does not have the environment: pip cannot install the list" in errors
     assert "error: host gpu-1: pip cannot install the list" in out
     assert "No matching distribution found for tiny==2.0" in out
-    assert "hint: what was there before is still used" in out
-    assert "gloo is not proved: nothing to try on gpu-1" in out
+    assert "hint: check the package index with pip config list on that host" in out
+    assert "gloo is not verified: no probe result on gpu-1" in out
     assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["2.0", "1.0", "2.0"]
 
 
@@ -185,7 +185,7 @@ def test_hosts_that_share_a_folder_make_one_environment_of_wheels_that_are_broug
     told = [command.communicate(timeout=240) for command in commands]
     assert [command.returncode for command in commands] == [1, 1], told  # torch is missing
     errors = "".join(each for _, each in told)
-    assert (errors.count("has it after"), errors.count("has it already")) == (1, 5), errors
+    assert (errors.count("has the environment after"), errors.count("already has the environment")) == (1, 5), errors
     assert {each["message"].split(": ")[1] for each in json.loads(told[0][0])["findings"]} == {"cannot import torch"}
     used = (user.folder / "shared").readlink().name
     assert sorted(path.name for path in (user.folder / "shared.made").iterdir()) == sorted([used, "lock"])
@@ -200,10 +200,10 @@ def test_what_is_there_is_verified_for_real_and_nothing_is_installed(user: EnvUs
     assert {name: facts["gpus"] for name, facts in found["hosts"].items()} == {name: [] for name in HOST_NAMES}
     assert found["verified"]["nccl"] in ("torch is built without nccl on gpu-0, gpu-1, gpu-2", "no GPU on gpu-0, gpu-1, gpu-2")
     out, _ = user.run_command("--check", "-o", python, "-o", "runner.interface=nowhere0", code=1)
-    assert "gloo is not proved: gpu-0: no interface nowhere0" in out
+    assert "gloo is not verified: gpu-0: no interface nowhere0" in out
     out, _ = user.run_command("--check", "-o", "runner.python=/usr/bin/python3", "-o", "runner.env={PYTHONPATH: /nowhere}", code=1)
     assert "error: host gpu-2: /usr/bin/python3: cannot import torch" in out
-    assert "gloo is not proved: no torch on gpu-0, gpu-1, gpu-2" in out
+    assert "gloo is not verified: no torch on gpu-0, gpu-1, gpu-2" in out
 
 
 def test_what_is_installed_here_is_a_list_of_pins(tmp_path: Path) -> None:

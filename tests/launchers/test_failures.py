@@ -112,7 +112,7 @@ ERROR_LINES = {
     "NCCL": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error (run with"
     " NCCL_DEBUG=INFO for details), NCCL version 2.28.9",
     "container killed": "task: non-zero exit (137)",
-    "node lost": "node1 was lost; node0 had finished by then, so this world cannot form again",
+    "node lost": "node1 was lost; node0 had already finished, so this world cannot form again",
 }
 # Reasons that a real Swarm gives for a task that does not run: the test in tests/lab that expects this message, and the message.
 LAB_CASES = {

@@ -173,7 +173,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     """Submitted, requeued, scaled, done, removed."""
     plan = plan_run()
     assert launcher.check_plan(plan) == []
-    assert [str(change) for change in launcher.plan_changes(plan)] == ["submit a job: is not there"]
+    assert [str(change) for change in launcher.plan_changes(plan)] == ["submit a job: does not exist"]
     launcher.deploy(plan, print)
     assert launcher.plan_changes(plan) == []
     assert launcher.load_deployment("demo") == (plan.config, plan.cargo)

@@ -146,9 +146,9 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     plan = plan_run(build_config(tmp_path, nodes=2))
     assert [finding for finding in launcher.check_plan(plan) if finding.fatal] == []
     assert [str(change) for change in launcher.plan_changes(plan)] == [
-        "start rendezvous on gpu-0: is not there",
-        "start node0 on gpu-0: is not there",
-        "start node1 on gpu-1: is not there",
+        "start rendezvous on gpu-0: does not exist",
+        "start node0 on gpu-0: does not exist",
+        "start node1 on gpu-1: does not exist",
     ]
     launcher.deploy(plan, print)
     assert launcher.plan_changes(plan) == []
@@ -296,7 +296,7 @@ def test_an_interrupted_deploy_leaves_nothing(interrupt_at: str, launcher: SshLa
         assert "detached" in errors or "swarmtrain down config removes it" in errors
         launcher.tear_down("config", print)
     else:
-        assert "nothing of it is left" in errors
+        assert "no part of the run remains" in errors
     assert {name: hosts.list_programs(name) for name in HOST_NAMES} == {name: [] for name in HOST_NAMES}
 
 
@@ -365,7 +365,7 @@ def test_a_container_that_is_being_made_when_a_deploy_is_interrupted_is_not_left
             time.sleep(0.05)
         deploy.send_signal(signal.SIGINT)
         _, errors = deploy.communicate(timeout=60)
-        assert (deploy.returncode, "nothing of it is left" in errors) == (130, True), errors
+        assert (deploy.returncode, "no part of the run remains" in errors) == (130, True), errors
         assert not list(engine.glob("demo-*"))
         time.sleep(SLOW_SECONDS + 0.5)
         assert not list(engine.glob("demo-*"))

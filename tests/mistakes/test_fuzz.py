@@ -82,7 +82,7 @@ class ConfigFuzzer:
         config = load_config(path, overrides)
         cluster = Inventory("the swarm", tuple(Machine(f"node{index}", resources={"NVIDIA-GPU": 2}) for index in range(5)))
         cargo = read_cargo(config, self.folder)
-        hosts = config.runner.hosts
+        hosts = config.runner.host_entries
         return make_plan(
             config, build_offline_inventory(hosts) if hosts else cluster, cargo, run=derive_run_name(path) if name is None else name
         )

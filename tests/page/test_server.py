@@ -214,7 +214,7 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: RunDataSource, 
         argv[-4:] = ["--port", str(taken.getsockname()[1])]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
-    assert "cannot listen there: Address already in use\nhint: --port 0 takes a free one" in done.stderr
+    assert "cannot listen on this address: Address already in use\nhint: use --port 0 to choose a free port" in done.stderr
 
 
 def test_the_report_of_a_run(demo: RunDataSource, tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_what_one_rank_cannot_write_is_logged_and_missing_at_the_end(tmp_path: P
     assert world.wait() == [1, 1], world.read_log()
     assert list_saved_steps(tmp_path) == [3]
     for step in (6, 9):
-        told = f"no checkpoint of step {step}: rank 1: config trainer.save_dir run: part-00001.bin: no space left on device"
-        assert f"{told}; training continues, the newest is of step 3" in world.read_log()
+        told = f"cannot save the checkpoint of step {step}: rank 1: config trainer.save_dir run: part-00001.bin: no space left on device"
+        assert f"{told}; training continues, the newest checkpoint is from step 3" in world.read_log()
     assert max(line["step"] for line in read_audit(tmp_path)) == 12
     assert world.read_log().count("CheckpointError: config trainer.save_dir run: part-00001.bin: no space left on device") == 2, (
         "on every rank"
@@ -115,6 +115,6 @@ def test_a_note_that_is_not_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     written = threading.Event()
     written.set()
     waiting = BackgroundTask(lambda: collect_completion_markers(tmp_path, range(2), written))
-    with pytest.raises(CheckpointError, match=r"part-00000\.json, written by another node, is not to be seen here"):
+    with pytest.raises(CheckpointError, match=r"part-00000\.json, written by another node, is not visible on this node"):
         waiting.result()
     assert waiting.has_failed

@@ -50,12 +50,12 @@ def test_missing_data_is_generated_and_removed(tmp_path: Path, config: dict[str,
     nowhere = merge_config(config, data={"data_prefixes": ["nowhere"], "validation_data_prefixes": []})
     table = run_bench(tmp_path, nowhere, "-o", "topology.micro_batch_size=1", "--steps", "2", launcher=[])
     rows = {line[:16].strip(): line[16:] for line in table.splitlines()}
-    assert rows["data"] == "made up: the config's is not here"
+    assert rows["data"] == "synthetic: the config's data is not on this machine"
     assert rows["step"].endswith(" ms")
     assert not list((tmp_path / "tmp").glob("swarmtrain-bench-*"))
     texts = {"trainer": {"contrastive_config": {}}, "transformer_architecture": {"embedding_head_config": {}}}
     others = {"positive_prefixes": ["nowhere"], "negative_prefixes": ["nowhere", "nowhere"]}
-    assert "made up" in run_bench(tmp_path, merge_config(nowhere, data=others, **texts), "--steps", "1", launcher=[])
+    assert "synthetic" in run_bench(tmp_path, merge_config(nowhere, data=others, **texts), "--steps", "1", launcher=[])
     said = run_bench(tmp_path, merge_config(nowhere, topology={"micro_batch_size": 0}), launcher=[], code=1)
     assert "micro_batch_size" in said
     assert "Traceback" not in said

@@ -79,10 +79,10 @@ def test_weights_by_documents(config: BlendedDatasetConfig, expected: list[int])
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"weights": (0.5, 0.0)}, "has 0.0 as number 1"),
-        ({"weights": (1.0,), "weight_by_num_documents": True}, "exclude each other"),
-        ({"weighted_sampler_alpha": 0.5}, "is a power of the number of documents"),
-        ({"ep_maximum": 5}, "is of weights by examples"),
+        ({"weights": (0.5, 0.0)}, "has 0.0 at index 1"),
+        ({"weights": (1.0,), "weight_by_num_documents": True}, "are mutually exclusive"),
+        ({"weighted_sampler_alpha": 0.5}, "has an effect only with weight_by_num_documents"),
+        ({"ep_maximum": 5}, "has an effect only with weight_examples_proportional"),
     ],
 )
 def test_weights_that_make_no_sense(values: dict[str, object], message: str) -> None:
@@ -144,7 +144,7 @@ def test_a_blended_run_is_the_same_in_every_world(tmp_path: Path, config: dict[s
     assert read_samples_by_step(tmp_path / "twice") == read_samples_by_step(tmp_path / "once")
     world = LocalWorld(tmp_path / "twice", merge_config(base, data={"blended_dataset": {"weights": [0.6, 0.4]}}), 1)
     assert world.wait() == [1]
-    assert "was trained on other data, or in another order" in world.read_log()
+    assert "was trained on different data, or in a different order" in world.read_log()
 
 
 def read_samples_by_step(folder: Path) -> dict[int, list[int]]:

@@ -104,7 +104,7 @@ def test_a_checkpoint_of_another_format_stops_the_run_and_stays(run_copy: Path, 
     path.write_text(json.dumps(values))
     world = LocalWorld(run_copy, merge_config(saving_config, trainer={"save_dir_shared": shared}), 2)
     assert all(code != 0 for code in world.wait())
-    assert "run/step-00000009: has format 1, and this version of swarmtrain reads format 2" in world.read_log()
+    assert "run/step-00000009: has format 1, but this version of swarmtrain reads format 2" in world.read_log()
     assert json.loads(path.read_text()) == values
 
 
@@ -149,8 +149,11 @@ def test_nothing_is_unpickled(run_copy: Path, saving_config: dict[str, Any]) -> 
 def test_another_model_is_refused(run_copy: Path, saving_config: dict[str, Any]) -> None:
     world = LocalWorld(run_copy, merge_config(saving_config, transformer_architecture={"hidden_size": 64}), 2)
     assert world.wait() == [1, 1]
-    assert "is of another model: model/blocks.0.attention.key.weight is (32, 32) there and (64, 64) here" in world.read_log()
-    assert "transformer_architecture.hidden_size is 32 there and 64 here" in world.read_log()
+    assert (
+        "belongs to a different model: model/blocks.0.attention.key.weight is (32, 32) in the checkpoint and (64, 64) here"
+        in world.read_log()
+    )
+    assert "transformer_architecture.hidden_size is 32 in the checkpoint and 64 here" in world.read_log()
     assert list_saved_steps(run_copy) == [3, 6, 9], "nothing was touched"
 
 
@@ -169,8 +172,8 @@ def test_parts_of_another_model_are_loaded_by_pattern(run_copy: Path, saving_con
     )
     world = LocalWorld(run_copy / "other", other, 2)
     assert world.wait() == [0, 0], world.read_log()
-    assert "17 of 26 parameters taken; start from scratch: blocks.2.attention.key.weight, " in world.read_log()
-    assert "embedding.weight; not taken: embedding.weight; 0 of 52 tensors of optimizer state taken" in world.read_log()
+    assert "17 of 26 parameters loaded; start from scratch: blocks.2.attention.key.weight, " in world.read_log()
+    assert "embedding.weight; not loaded: embedding.weight; 0 of 52 tensors of optimizer state loaded" in world.read_log()
     assert set(read_losses(run_copy / "other")) == {1}
 
 
@@ -182,7 +185,7 @@ def test_each_parameter_comes_from_the_first_that_has_it(run_copy: Path, saving_
     sources = [str(run_copy / "run"), str(run_copy / "deep" / "run")]
     world = LocalWorld(run_copy / "both", merge_config(deeper, trainer={"load_dir": sources, "load_context": False}), 1)
     assert world.wait() == [0], world.read_log()
-    assert "26 of 26 parameters taken; 52 of 52 tensors of optimizer state taken" in world.read_log()
+    assert "26 of 26 parameters loaded; 52 of 52 tensors of optimizer state loaded" in world.read_log()
     world = LocalWorld(run_copy / "typo", merge_config(deeper, trainer={"load_dir": [*sources, "runs/pretraned"]}), 1)
     assert world.wait() == [1]
     assert "config trainer.load_dir runs/pretraned: has no complete checkpoint" in world.read_log()
@@ -223,10 +226,14 @@ def test_what_is_taken(rules: LoadRules, model_shapes: dict[str, tuple[int, ...]
 @pytest.mark.parametrize(
     ("rules", "model_shapes", "message"),
     [
-        (LoadRules(allowed_missing=("b",)), {"model/a": (2,), "model/b": (9,)}, r"model/b is \(3,\) there and \(9,\) here; 1 differ"),
-        (LoadRules(allowed_unexpected=("a",)), {"model/a": (2,)}, r"model/b is \(3,\) there and missing here"),
+        (
+            LoadRules(allowed_missing=("b",)),
+            {"model/a": (2,), "model/b": (9,)},
+            r"model/b is \(3,\) in the checkpoint and \(9,\) here; 1 differ",
+        ),
+        (LoadRules(allowed_unexpected=("a",)), {"model/a": (2,)}, r"model/b is \(3,\) in the checkpoint and missing here"),
         (LoadRules(allowed_unexpected=("c",)), {**CHECKPOINT_SHAPES, "model/c": (1,)}, r"model/c is missing there"),
-        (LOAD_EVERYTHING, {"model/a": (2,), "model/b": (3,), "optimizer/v/a": (2,)}, "has another optimizer's state"),
+        (LOAD_EVERYTHING, {"model/a": (2,), "model/b": (3,), "optimizer/v/a": (2,)}, "has the state of a different optimizer"),
     ],
 )
 def test_what_fits_no_rule_is_refused(rules: LoadRules, model_shapes: dict[str, tuple[int, ...]], message: str) -> None:
@@ -238,7 +245,7 @@ def test_other_data_is_refused(run_copy: Path, saving_config: dict[str, Any]) ->
     other = merge_config(saving_config, data={"data_prefixes": saving_config["data"]["validation_data_prefixes"]})
     world = LocalWorld(run_copy, other, 1)
     assert world.wait() == [1]
-    assert "was trained on other data, or in another order; data.data_prefixes is " in world.read_log()
+    assert "was trained on different data, or in a different order; data.data_prefixes is " in world.read_log()
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -304,7 +311,7 @@ def test_a_disk_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(commit, "_VISIBILITY_TIMEOUT_SECONDS", 0.2)
     fence.claim_generation(tmp_path, 0)
     folder = commit.create_staging_folder(tmp_path, 3, 1)
-    with pytest.raises(CheckpointError, match=r"part-00000\.bin, written by another node, is not to be seen here"):
+    with pytest.raises(CheckpointError, match=r"part-00000\.bin, written by another node, is not visible on this node"):
         commit.commit_checkpoint(tmp_path, folder, build_manifest(generation=1, step=3))
 
 
@@ -347,8 +354,8 @@ def test_a_user_who_cannot_write_to_save_dir_sees_the_line_to_set(tmp_path: Path
     finally:
         os.seteuid(0)
         os.setegid(0)
-    assert f"permission denied; {tmp_path}/runs belongs to 1234:100, and the ranks are 9:9" in str(caught.value)
-    assert caught.value.hint == f"runner.docker_config.user: 1234:100; or chown -R 9:9 {tmp_path}/runs, or what is mounted there"
+    assert f"permission denied; {tmp_path}/runs belongs to 1234:100, and the ranks run as 9:9" in str(caught.value)
+    assert caught.value.hint == f"runner.docker_config.user: 1234:100; or chown -R 9:9 {tmp_path}/runs, or the folder that is mounted there"
 
 
 def test_resharded_state_is_the_same_state(run_copy: Path, saving_config: dict[str, Any]) -> None:

@@ -214,7 +214,7 @@ def test_a_language_model_is_tuned_to_embed(
         f"head.projections.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")
     }
     found = consolidated.find_checkpoint(single_rank_run / "run")
-    with pytest.raises(IncompatibleCheckpoint, match="has embedding_head_config of its own"):
+    with pytest.raises(IncompatibleCheckpoint, match="already has an embedding_head_config"):
         consolidated.open_base_weights(found.path, found.config.transformer_architecture, {})
 
 
@@ -294,7 +294,7 @@ def test_an_exported_model_makes_the_same_embeddings(base_config: dict[str, Any]
 @pytest.mark.usefixtures("_single_process")
 def test_a_model_is_for_one_of_the_two(base_config: dict[str, Any], single_rank_run: Path) -> None:
     model = model_source.open_model(single_rank_run / "run")
-    with pytest.raises(TrainingError, match="makes vectors of texts, and no text"), open_parallel_model(model):
+    with pytest.raises(TrainingError, match="is an embedding model, and does not generate text"), open_parallel_model(model):
         pass
     with (
         pytest.raises(TrainingError, match="has no embedding head"),
@@ -313,12 +313,12 @@ def test_incompatible_settings_are_refused(base_config: dict[str, Any]) -> None:
     refused("is set, and data.positive_prefixes is not", data={name: [] for name in base_config["data"] if "tive" in name})
     refused("is set, and transformer_architecture.embedding_head_config is not", transformer_architecture={"embedding_head_config": None})
     refused("is null, and data.positive_prefixes is set", trainer={"contrastive_config": None})
-    refused("are 3 for 1", data={"positive_prefixes": ["a", "b", "c"]})
-    refused("are 1 for each, and negative_prefixes 2", data={"validation_negative_prefixes": ["a"]})
-    refused("are missing, and there are negative_prefixes", data={"validation_negative_prefixes": []})
+    refused("has 3 entries for 1", data={"positive_prefixes": ["a", "b", "c"]})
+    refused("has 1 per data prefix, but negative_prefixes has 2", data={"validation_negative_prefixes": ["a"]})
+    refused("are missing, but there are negative_prefixes", data={"validation_negative_prefixes": []})
     refused("need positive_prefixes", data={"positive_prefixes": []})
-    refused("for two ways to learn", data={"rejected_prefixes": ["a"]})
-    refused("is made of all of a text", topology={"context_parallel_size": 2})
+    refused("different training objectives", data={"rejected_prefixes": ["a"]})
+    refused("is computed from the full text", topology={"context_parallel_size": 2})
     refused("generates text", trainer={"sampling_config": {"prompts": ["a"]}})
 
 

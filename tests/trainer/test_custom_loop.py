@@ -159,7 +159,7 @@ def test_random_augmentation_is_the_same_after_a_restart(shards_run: Path, tmp_p
 def test_an_empty_shard_is_reported(tmp_path: Path) -> None:
     world = LocalWorld(tmp_path, {}, 3, {"LENGTHS": "[2, 0, 1]"}, script="custom_shards")
     assert all(world.wait())
-    assert world.read_log().count("rank 1 has no batch, and others have") >= 3
+    assert world.read_log().count("rank 1 has no batch, but other ranks have") >= 3
 
 
 def test_the_manifest_of_its_checkpoint(undisturbed_run: Path) -> None:
@@ -269,7 +269,7 @@ def test_it_names_the_missing_line() -> None:
             collect_batches(trainer, [1, 2, 3], {"model": nn.Linear(1, 1)} if keep else {}, calls_save=calls_save, checks_stop=checks_stop)
 
     expect_missing_line(r"config trainer.save_dir: there is not a folder")
-    expect_missing_line(r"steps: nothing is kept", keep=False, save_dir="a")
+    expect_missing_line(r"steps: no state is registered for checkpointing", keep=False, save_dir="a")
     expect_missing_line(r"the loop lacks `run.save_if_due\(\)`$", calls_save=False, save_dir="b")
     expect_missing_line(r"the loop lacks `if run.stop_requested: run.save_and_exit\(\)`$", checks_stop=False, save_dir="c")
     expect_missing_line(r"lacks `run.save_if_due\(\)` and `if run.stop_requested", calls_save=False, checks_stop=False, save_dir="d")
@@ -280,8 +280,8 @@ def test_what_cannot_be_saved_or_sharded() -> None:
     expect_refusal("model has no state_dict", objects={"model": 3})
     expect_refusal("model/f.*cannot be kept: function", objects={"model": UnserializableState()})
     expect_refusal("WeightedRandomSampler", DataLoader([1, 2], sampler=WeightedRandomSampler([1, 1], 2)))  # type: ignore[arg-type]
-    expect_refusal("batch_sampler of its own", DataLoader([1, 2], batch_sampler=[[0, 1]]))  # type: ignore[arg-type]
-    expect_refusal("the data is at its end", iter([1, 2, 3]), epochs=2)
+    expect_refusal("custom batch_sampler", DataLoader([1, 2], batch_sampler=[[0, 1]]))  # type: ignore[arg-type]
+    expect_refusal("the data is exhausted", iter([1, 2, 3]), epochs=2)
 
 
 class UnserializableState:
@@ -302,11 +302,11 @@ def test_an_iterable_resumes_and_changes_are_logged(capsys: pytest.CaptureFixtur
 
     assert read(3) == [0, 2, 4]
     assert read(7, seed=2) == [6, 8, 0, 2]
-    assert "config.trainer.seed is 1 there and 2 here" in capsys.readouterr().out
+    assert "config.trainer.seed is 1 in the checkpoint and 2 here" in capsys.readouterr().out
     assert read(7) == []
-    with pytest.raises(IncompatibleCheckpoint, match="has model, and the script keeps another"):
+    with pytest.raises(IncompatibleCheckpoint, match="has model, but the script registers another"):
         read(8, another=nn.Linear(1, 1))
-    with pytest.raises(IncompatibleCheckpoint, match=r"model does not take it: (.|\n)*size mismatch"):
+    with pytest.raises(IncompatibleCheckpoint, match=r"model does not accept the saved state: (.|\n)*size mismatch"):
         read(8, model=nn.Linear(2, 1))
 
 
@@ -403,9 +403,9 @@ def test_objects_are_made_by_their_path() -> None:
     assert isinstance(swarmtrain.trainer.instantiate({**inner, "_target_": "builtins.dict"})["func"], nn.Linear)
     for values, match in [
         ({"_target_": "torch.nn.Liner"}, "instantiate torch.nn.Liner: torch.nn has no Liner"),
-        ({"_target_": "no.such.thing"}, "there is no such module"),
+        ({"_target_": "no.such.thing"}, "module not found"),
         ({"in_features": 2}, "has no _target_"),
-        ({"_target_": "torch.nn.Linear", "sizes": 2}, "does not take what it is given"),
+        ({"_target_": "torch.nn.Linear", "sizes": 2}, "does not accept its arguments"),
     ]:
         with pytest.raises(TrainingError, match=match):
             swarmtrain.trainer.instantiate(values)

@@ -71,7 +71,7 @@ def test_training_survives_its_disk(tmp_path: Path, small_disk: Path, config: di
     world.wait_until(lambda: newest() > stood)
 
     subprocess.run(["umount", "-l", str(tmp_path / "run")], check=True)
-    world.wait_until(lambda: count_log_lines("is not the folder that it was") >= 2)
+    world.wait_until(lambda: count_log_lines("is no longer the same folder") >= 2)
     assert list((tmp_path / "run").iterdir()) == [], "nothing is written beneath the mount"
     mount_disk(small_disk, tmp_path / "run")
     stood = newest()

@@ -121,7 +121,7 @@ def test_every_rank_reports_a_device_without_float8(tmp_path: Path, config: dict
     assert world.wait() == [1, 1]
     for rank in range(2):
         log = (tmp_path / f"rank-{rank}.log").read_text()
-        assert log.count("config transformer_architecture.fp8_config_mlp: needs a GPU that multiplies in float8") == 1
+        assert log.count("config transformer_architecture.fp8_config_mlp: needs a GPU that supports float8 matmuls") == 1
 
 
 def test_a_simulation_accounts_for_inputs_kept_in_eight_bits(config: dict[str, Any]) -> None:

@@ -135,18 +135,18 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "version": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 9, b"\2"), "has version 2"),
     "real numbers": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\7"), "type 7, which is not an integer type"),
     "other type": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\4"), "its type of numbers, int32, puts them"),
-    "header cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 20), "does not begin as Megatron's do"),
-    "index cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 60), "has 60 bytes, and 82 are what its header says"),
-    "tokens cut": (lambda a: _truncate_file(a.with_suffix(".bin"), 6), "its index does not fit its tokens"),
-    "half a token": (lambda a: _truncate_file(a.with_suffix(".bin"), 7), "ends within a number"),
+    "header cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 20), "does not begin with Megatron's header"),
+    "index cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 60), "has 60 bytes, and 82 are expected from its header"),
+    "tokens cut": (lambda a: _truncate_file(a.with_suffix(".bin"), 6), "its index does not match its tokens"),
+    "half a token": (lambda a: _truncate_file(a.with_suffix(".bin"), 7), "is truncated within a value"),
     "no tokens": (lambda a: _truncate_file(a.with_suffix(".bin"), 0), "a.bin is empty"),
     "document outside": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 74, b"\x09"), "documents that are not its 2 sequences"),
     "less than none": (
         lambda a: _overwrite_bytes(a.with_suffix(".idx"), 34, b"\xff\xff\xff\xff"),
-        "sequences that do not follow each other",
+        "sequences that are not contiguous",
     ),
     "two at once": (lambda a: a.with_suffix(".meta.json").write_text("{}"), "belongs to another .idx"),
-    "a token to divide by": (lambda a: None, "has an index of its own"),
+    "a token to divide by": (lambda a: None, "has its own index"),
 }
 
 
@@ -165,15 +165,19 @@ def test_corrupt_megatron_files(tmp_path: Path, name: str, use_mmap: bool) -> No
 @pytest.mark.parametrize(
     ("write", "format", "message"),
     [
-        (lambda a: write_nanogpt(a, [1, 2, 3]), TokenFileFormat.auto, "has no header that says what it is"),
-        (lambda a: write_llm_c(a, [1, 2, 3]), TokenFileFormat.nanogpt, "has the header of llm.c's"),
+        (lambda a: write_nanogpt(a, [1, 2, 3]), TokenFileFormat.auto, "has no header that identifies its format"),
+        (lambda a: write_llm_c(a, [1, 2, 3]), TokenFileFormat.nanogpt, "has the header of an llm.c file"),
         (lambda a: write_nanogpt(a, [1, 2, 3]), TokenFileFormat.llm_c, "ends within its header"),
-        (lambda a: write_nanogpt(a, [1] * 600), TokenFileFormat.llm_c, "begins with 65537 and 65537; llm.c's begin with 20240520 and 1"),
+        (
+            lambda a: write_nanogpt(a, [1] * 600),
+            TokenFileFormat.llm_c,
+            "begins with 65537 and 65537; llm.c files begin with 20240520 and 1",
+        ),
         (lambda a: write_llm_c(a, [1, 2, 3], version=2), TokenFileFormat.auto, "begins with 20240520 and 2"),
         (
             lambda a: (write_llm_c(a, [1, 2, 3]), _truncate_file(a.with_suffix(".bin"), 1028)),
             TokenFileFormat.auto,
-            "has 2 tokens, and its header says 3",
+            "has 2 tokens, but its header says 3",
         ),
         (lambda a: write_llm_c(a, []), TokenFileFormat.auto, "a.bin is empty"),
         (lambda a: write_nanogpt(a, [1, 2, 3]), TokenFileFormat.megatron, "a.idx: no such file"),
@@ -194,5 +198,5 @@ def test_documents_outside_the_tokens(tmp_path: Path, packing: Packing) -> None:
     index = np.fromfile(tmp_path / "a.idx", dtype=np.int64)
     index[2:4] = (900, -7)
     index.tofile(tmp_path / "a.idx")
-    with pytest.raises(TrainingError, match="document 1 is said to have -7 tokens from 900 on"):
+    with pytest.raises(TrainingError, match="document 1 is listed with -7 tokens from 900 on"):
         TokenDataset([tmp_path / "a"], SHAPE, 0, packing=packing).load(np.arange(4))

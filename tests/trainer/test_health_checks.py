@@ -52,7 +52,7 @@ def test_a_flipped_bit_is_found_before_it_is_saved(tmp_path: Path, config: dict[
     guarded = merge_config(config, trainer={"check_replicas_interval": 2, "save_interval": 2, "deterministic": "require"})
     world = LocalWorld(tmp_path, guarded, 3, script="flipped_bit")
     assert world.wait() == [1, 1, 1]
-    assert world.read_log().count("step 4: rank 1 on node0 has other numbers than rank 0 on node0, in model/norm.weight\n") == 3
+    assert world.read_log().count("step 4: rank 1 on node0 has different values than rank 0 on node0, in model/norm.weight\n") == 3
     assert list_saved_steps(tmp_path) == [2]
 
 

@@ -198,14 +198,14 @@ def test_models_that_cannot_generate_are_refused(
         replace(found, architecture=found.architecture.model_copy(update={"vocab_size": 64})).open_tokenizer(None)
     other = merge_config(trained_run[1], transformer_architecture={**GATED, "num_layers": 3})
     assert evaluate.main(build_evaluate_arguments(other, trained_run[0])) == EXIT_ERROR
-    assert "num_layers is 2 there and 3 here" in capsys.readouterr().err
+    assert "num_layers is 2 in the checkpoint and 3 here" in capsys.readouterr().err
     beside = merge_config(trained_run[1], transformer_architecture={"lora_config": {}})
     assert evaluate.main(build_evaluate_arguments(beside, trained_run[0])) == EXIT_ERROR
     assert "lora_config is None there" in capsys.readouterr().err
     broken = build_random_model("usual")
     with torch.no_grad():
         broken.norm.weight.fill_(torch.nan)
-    with pytest.raises(TrainingError, match="gives NaN or Inf"):
+    with pytest.raises(TrainingError, match="outputs NaN or Inf"):
         generate_completions(broken, PROMPTS)
 
 
@@ -266,7 +266,7 @@ def test_generated_samples_reach_every_sink(trained_run: tuple[Path, dict[str, A
     said = read_samples(tmp_path)
     assert sorted(said) == [4, 6]
     log = (tmp_path / "rank-0.log").read_text()
-    assert "step 6/6  says: 01\\n2" in log
+    assert "step 6/6  sample: 01\\n2" in log
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     read.Reload()
     assert read.Tags()["tensors"] == ["samples/0"]
@@ -282,7 +282,7 @@ def test_generated_samples_reach_every_sink(trained_run: tuple[Path, dict[str, A
 
 def test_what_cannot_be_generated_is_refused(trained_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     for number, (says, why) in enumerate(
-        [({"tokenizer": "none.json"}, "none.json"), ({"prompts": ["x" * 40]}, "has 40 tokens"), ({"prompts": [""]}, "holds nothing")]
+        [({"tokenizer": "none.json"}, "none.json"), ({"prompts": ["x" * 40]}, "has 40 tokens"), ({"prompts": [""]}, "is empty")]
     ):
         with pytest.raises(AssertionError, match=why):
             run_training(tmp_path / str(number), merge_config(trained_run[1], trainer={"sampling_config": {**SAMPLING_CONFIG, **says}}))

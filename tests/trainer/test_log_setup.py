@@ -78,6 +78,6 @@ def test_ranks_survive_the_way_to_the_node(log_ranks: str) -> None:
 
 def test_files_need_a_folder() -> None:
     for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
-        with pytest.raises(ValueError, match="has no folder to write to"):
+        with pytest.raises(ValueError, match="has no output directory"):
             Config.model_validate({"logger": {name: True}})
         Config.model_validate({"logger": {name: True}, "trainer": {"save_dir": "run"}}, strict=False)

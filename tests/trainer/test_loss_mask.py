@@ -205,7 +205,7 @@ INVALID_CHATS = {
         "message 1 is of assistant, and at the beginning comes system or user",
     ),
     "late system": (build_chat("user", "assistant", "system"), "message 3 is of system, and after assistant comes user or tool"),
-    "no answer": (build_chat("system", "user"), "ends with user, and not with the assistant's answer"),
+    "no answer": (build_chat("system", "user"), "ends with user, not with the assistant's answer"),
     "nothing": ({"messages": []}, "has no list of messages"),
     "a text": ({"messages": "hello"}, "has no list of messages"),
     "no content": ({"messages": [{"role": "user"}]}, "message 1 is not a role and a content"),
@@ -250,10 +250,10 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
         ("loss", "assistant says<|im_end|>"),
     ]
     for source, said in {
-        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "writes messages otherwise once others follow",
+        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "renders messages differently once others follow",
         "{{ raise_exception('only weather') }}": "the chat template: only weather",
         "{{ messages[0].a.b }}": "the chat template: ",
-        "{% for %}": "is not a template",
+        "{% for %}": "is not a valid template",
     }.items():
         (tmp_path / "own.jinja").write_text(source)
         with pytest.raises(TrainingError, match=said):
@@ -264,10 +264,10 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{}])
     plain = PrepareOptions(f"{tmp_path}/t", "bytes", workers=1)
     for changes, said in (
-        ({"prompt_key": "p"}, "go together"),
+        ({"prompt_key": "p"}, "must be used together"),
         ({"prompt_key": "p", "completion_key": "c", "chat": True}, "without --chat"),
         ({"chat": True, "append_eos": True}, "ends its messages itself"),
-        ({"chat_template": "a.jinja"}, "is for --chat"),
+        ({"chat_template": "a.jinja"}, "needs --chat"),
         ({"chat": True, "chat_template": f"{tmp_path}/none.jinja"}, "has no chat template"),
     ):
         with pytest.raises(TrainingError, match=said):

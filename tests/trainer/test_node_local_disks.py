@@ -132,7 +132,10 @@ def test_one_node_has_no_room_for_what_the_other_sends(tmp_path: Path, saving_co
         divided = merge_config(saving_config, topology={"data_parallel_type": "fsdp"}, trainer={"train_iterations": 7})
         world = LocalWorld(tmp_path, divided, 2, nodes="ab")
         assert world.wait() == [1, 1], "what cannot be saved at the end is an error"
-        told = "no checkpoint of step 3: rank 1: config trainer.save_dir run/b: part-00000.bin: no space left on device; training continues"
+        told = (
+            "cannot save the checkpoint of step 3: rank 1: config trainer.save_dir run/b: part-00000.bin: no space left on "
+            "device; training continues"
+        )
         assert told in world.read_log()
         assert max(read_recorded_losses(tmp_path)) == 7
         left = [path.name for path in (tmp_path / "run").glob("*/*step*")]
@@ -154,7 +157,7 @@ def test_one_folder_for_two_nodes_is_refused(tmp_path: Path, saving_config: dict
     (tmp_path / "run" / "b").symlink_to("a")
     world = LocalWorld(tmp_path, saving_config, 2, nodes="ab")
     assert world.wait() == [1, 1]
-    assert "save_dir run/a: is one folder for several of the nodes a, b" in world.read_log()
+    assert "save_dir run/a: is the same folder on several of the nodes a, b" in world.read_log()
 
 
 def test_parts_are_assigned_to_ranks_that_have_them() -> None:

@@ -32,14 +32,14 @@ def test_a_rank_without_memory_prints_what_to_change(
     assert world.wait() == [1], world.read_log()
     told = world.read_log().rpartition("TrainingError: ")[2]  # a rank of this pool prints all exceptions; the script only ours
     begins = "step 1 on rank 0" if allocation == "step" else "rank 0"
-    assert re.match(f"{begins}: can't allocate memory: 4.0 GiB more were wanted", told), world.read_log()
+    assert re.match(f"{begins}: can't allocate memory: 4.0 GiB more were requested", told), world.read_log()
     assert ("MiB of optimizer state" in told) == (allocation == "step"), told
 
 
 def test_a_gpu_without_memory_and_numpy_are_reported_alike() -> None:
     text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1 GiB is free. Process 1 …"
     with (
-        pytest.raises(TrainingError, match=r"CUDA out of memory. Tried to allocate 2.00 GiB; there were 4.0 MiB of parameters") as told,
+        pytest.raises(TrainingError, match=r"CUDA out of memory. Tried to allocate 2.00 GiB; allocated: 4.0 MiB of parameters") as told,
         out_of_memory.explaining_out_of_memory("step 1 on rank 0", lambda: {"parameters": [torch.zeros(2**20), None]}),
     ):
         raise torch.OutOfMemoryError(text)

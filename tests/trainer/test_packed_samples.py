@@ -41,7 +41,7 @@ def test_every_pair_within_a_document_comes_once(tmp_path_factory: pytest.TempPa
     shape = SHAPE.model_copy(update={"vocab_size": 1 << 16})
     pairs = [(int(token), int(token) + 1) for document in tokens for token in document[:-1]]
     if not pairs:
-        with pytest.raises(TrainingError, match="has no document of two tokens"):
+        with pytest.raises(TrainingError, match="has no document with at least two tokens"):
             TokenDataset([folder / "a"], shape, seed, packing=Packing.documents)
         return
     data = TokenDataset([folder / "a"], shape, seed, packing=Packing.documents)

@@ -191,13 +191,13 @@ def test_incompatible_settings_are_refused(base_run: tuple[Path, dict[str, Any]]
         with pytest.raises(ValidationError, match=match):
             Config.from_json(json.dumps(merge_config(base_run[1], **sections)))
 
-    refused("they go together", trainer={"preference_config": None})
-    refused("they go together", data={"rejected_prefixes": [], "validation_rejected_prefixes": []})
+    refused("set both or neither", trainer={"preference_config": None})
+    refused("set both or neither", data={"rejected_prefixes": [], "validation_rejected_prefixes": []})
     refused("adapter parameters to train", transformer_architecture={"lora_config": None}, trainer={"save_frozen_parameters": True})
-    refused("would change it", trainer={"finetunable_parameters": ["norm"]})
+    refused("would change", trainer={"finetunable_parameters": ["norm"]})
     refused("context_parallel_size", topology={"context_parallel_size": 2})
     refused("are missing", data={"validation_rejected_prefixes": []})
-    refused("are 2 for 1", data={"rejected_prefixes": ["a", "b"]})
+    refused("has 2 entries for 1", data={"rejected_prefixes": ["a", "b"]})
 
 
 @pytest.mark.usefixtures("_single_process")

@@ -37,7 +37,7 @@ def test_what_runs_where(tmp_path: Path, config: dict[str, Any], coordinator_add
     assert {"torch", "python", "swarmtrain"} <= report["versions"].keys()
     lines = (tmp_path / "rank-0.log").read_text().splitlines()
     assert lines[0].startswith(f"swarmtrain {report['versions']['swarmtrain']}, python ")
-    assert lines[1] == "ranks talk by gloo over lo"
+    assert lines[1] == "ranks communicate via gloo over lo"
     assert f"{report['ranks'][0]['host']}, ranks 0-1, 2 × " in lines[2]
     (event,) = filter_events(published_events, protocol.EVENT_RUN_REPORT)
     assert (event["ranks"], event["versions"]) == ("0-1", report["versions"])

@@ -103,4 +103,4 @@ def test_ranks_of_which_some_have_no_gpu_are_refused(config: dict[str, Any], tmp
     """Each device type has its own backend, which would wait for the ranks without that device."""
     world = LocalWorld(tmp_path, config, 2, {"SWARMTRAIN_NODE": "node7"}, script="mixed_devices")
     assert world.wait() == [1, 1]
-    assert world.read_log().count("TrainingError: rank 1 on node7: sees no GPU, and other ranks of this run do") == 2
+    assert world.read_log().count("TrainingError: rank 1 on node7: sees no GPU, but other ranks of this run do") == 2

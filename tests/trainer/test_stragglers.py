@@ -75,10 +75,10 @@ def test_it_is_reported_once_and_again_when_it_changes() -> None:
     assert not judge_all(*[slow, (replace(SLOWEST_RANK, rank=2),)] * 50), "by turns, so that it is chance"
     told = judge_all(*[slow] * 50, *[other] * 50, *[()] * 50, *[slow] * 50)
     assert [(each.straggler, each.message) for each in told] == [
-        (SLOWEST_RANK, "rank 3 on node1: the others wait, a step takes 30% longer, since computing is slower there"),
-        (*other, "rank 3 on node1: the others wait, a step takes 50% longer, since data is slow to come there"),
-        (None, "node1 keeps up with the others again"),
-        (SLOWEST_RANK, "rank 3 on node1: the others wait, a step takes 30% longer, since computing is slower there"),
+        (SLOWEST_RANK, "rank 3 on node1: other ranks wait, a step takes 30% longer, since computation is slower there"),
+        (*other, "rank 3 on node1: other ranks wait, a step takes 50% longer, since data loading is slower there"),
+        (None, "node1 is no longer a straggler"),
+        (SLOWEST_RANK, "rank 3 on node1: other ranks wait, a step takes 30% longer, since computation is slower there"),
     ]
     (node,) = judge_all(*[(SLOWEST_RANK, replace(SLOWEST_RANK, rank=2), replace(SLOWEST_RANK, rank=4, node="node2", slowdown=0.25))] * 50)
     assert node.message.startswith("ranks 2, 3 on node1: "), "once, and not of both nodes by turns"
@@ -151,5 +151,5 @@ def test_ranks_that_load_or_compute_more_slowly_are_named_and_even_ones_under_lo
     assert {key: list_stragglers()[1][key] for key in ("rank", "phase")} == {"rank": 2, "phase": "compute"}
     world.send_signal(0, signal.SIGTERM)
     world.wait()
-    assert "rank 1 on node7: the others wait, a step takes " in world.read_log()
+    assert "rank 1 on node7: other ranks wait, a step takes " in world.read_log()
     assert len(list_stragglers()) == 2

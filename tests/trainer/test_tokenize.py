@@ -158,23 +158,23 @@ def test_other_input_or_options_start_over(tmp_path: Path, capsys: pytest.Captur
     write_lines(tmp_path / "a.jsonl", [{"text": str(number), "other": "x"} for number in range(1, 52)])
     with pytest.raises(TrainingError, match="line 1: has no 'gone'"):
         pipeline.prepare_token_files(replace(asked, key="gone"), [name], min_shard_bytes=100)
-    assert "starts from scratch: not the same options and sources as in what was begun" in capsys.readouterr().err
+    assert "starting from scratch: not the same options and sources as in the interrupted job" in capsys.readouterr().err
     pipeline.prepare_token_files(asked, [name], min_shard_bytes=100)
-    assert "starts from scratch: not the same options as" in capsys.readouterr().err
+    assert "starting from scratch: not the same options as" in capsys.readouterr().err
     assert read_documents(tmp_path / "t") == [list(str(number).encode()) for number in range(1, 52)]
     pipeline.prepare_token_files(replace(asked, key="other"), [name], min_shard_bytes=100)
     assert read_documents(tmp_path / "t") == [[ord("x")]] * 51, "what this wrote, it may replace"
     capsys.readouterr()
     (tmp_path / "a.jsonl").touch()
     pipeline.prepare_token_files(replace(asked, key="other"), [name], min_shard_bytes=100)
-    assert "is there already" in capsys.readouterr().err, "another time is no other content"
+    assert "already exists" in capsys.readouterr().err, "another time is no other content"
 
 
 INVALID_LINES = {
     "{": "is not JSON",
     '{"other": 1}': "has no 'text'; it has 'other'",
-    '{"text": null}': "'text' is null, not a text",
-    '{"text": 3}': "'text' is int, not a text",
+    '{"text": null}': "'text' is null, not a string",
+    '{"text": 3}': "'text' is int, not a string",
     "[1]": "is not a JSON object",
     '{"text": "\\ud800"}': "has half of a character",
 }
@@ -223,20 +223,20 @@ def test_what_cannot_be_tokenized_is_reported(tmp_path: Path, tokenizer: Path) -
     (tmp_path / "own.bin").write_bytes(b"1")
     wrong: list[tuple[str, str, dict[str, Any]]] = [
         (f"{tmp_path}/none*", "no such file", {}),
-        (f"{tmp_path}/a.jsonl.gz", "is packed", {}),
+        (f"{tmp_path}/a.jsonl.gz", "is compressed", {}),
         (f"{tmp_path}/a.parquet", "has no column text", {}),
         (f"{tmp_path}/b.parquet", "is not a Parquet file", {}),
         (f"{tmp_path}/bad.txt", "bad.txt: is not UTF-8: invalid start byte at byte 1", {}),
-        (name, "there is not one document", {}),
-        (name, "were not prepared by this", {"prefix": f"{tmp_path}/own"}),
+        (name, "there is no document", {}),
+        (name, "were not written by this command", {"prefix": f"{tmp_path}/own"}),
         (name, "no such file", {"tokenizer": f"{tmp_path}/none.json"}),
-        (name, "is not a tokenizer.json", {"tokenizer": name}),
+        (name, "is not a valid tokenizer.json", {"tokenizer": name}),
         (name, "has no token '<no>'", {"tokenizer": str(tokenizer), "end_token": "<no>"}),
     ]
     for file, said, changes in wrong:
         with pytest.raises(TrainingError, match=said):
             pipeline.prepare_token_files(replace(PrepareOptions(f"{tmp_path}/t", "bytes", workers=1), **changes), [file])
-    with pytest.raises(TrainingError, match="is named twice"):
+    with pytest.raises(TrainingError, match="is listed twice"):
         pipeline.prepare_token_files(PrepareOptions(f"{tmp_path}/t", "bytes", workers=1), [name, name])
 
 
@@ -259,7 +259,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, tokenizer: Pa
     )
     size = meta["prepared"]["tokenizer"]["vocab_size"]
     assert TokenDataset([tmp_path / "t"], TransformerArchitectureConfig(sequence_length=2, vocab_size=size), 0)
-    with pytest.raises(DataError, match=rf"is {size - 1}, and .*tokenizer.json, which made the tokens of .*, has {size}"):
+    with pytest.raises(DataError, match=rf"is {size - 1}, and .*tokenizer.json, the tokenizer of .*, has {size}"):
         TokenDataset([tmp_path / "t"], TransformerArchitectureConfig(sequence_length=2, vocab_size=size - 1), 0)
 
 
@@ -308,7 +308,7 @@ def test_ctrl_c_and_again(tmp_path: Path) -> None:
     os.killpg(begun.pid, signal.SIGINT)
     _, said = begun.communicate(timeout=20)
     assert begun.returncode == 130, said
-    assert "interrupted: finished shards are kept; the same command resumes from here" in said
+    assert "interrupted: finished shards are kept; run the same command again to resume" in said
     assert "Traceback" not in said
     with pytest.raises(ProcessLookupError):
         os.killpg(begun.pid, 0)

@@ -217,7 +217,10 @@ def test_muon_is_for_the_matrices_of_blocks_and_groups_may_say_otherwise() -> No
     assert chosen(groups) == ["sgd", "sgd", "muon", "adamw", "adamw"]
     with pytest.raises(TrainingError) as caught:
         chosen([groups[0], {**groups[1], "method": "muon"}])
-    assert str(caught.value) == "config training_groups, group rest: blocks.0.mlp_norm.weight has 1 dimensions, and Muon is for matrices"
+    assert (
+        str(caught.value)
+        == "config training_groups, group rest: blocks.0.mlp_norm.weight has 1 dimensions, but Muon supports only matrices"
+    )
 
 
 def test_which_state_of_a_checkpoint_is_loaded() -> None:
@@ -230,7 +233,7 @@ def test_which_state_of_a_checkpoint_is_loaded() -> None:
     assert select_names_to_load({**model, **adam, **scale}, {**model, **adam}, "here") == [*model, *adam]
     muon = {"optimizer/muon_momentum/a": (2, 3), "optimizer/exp_avg/b": (4,), "optimizer/exp_avg_sq/b": (4,)}
     for found, wanted in ((adam, muon), (muon, adam)):
-        with pytest.raises(IncompatibleCheckpoint, match="has another optimizer's state: of a it has "):
+        with pytest.raises(IncompatibleCheckpoint, match="has the state of a different optimizer: for a it has "):
             select_names_to_load({**model, **found}, {**model, **wanted}, "here")
 
 
@@ -251,4 +254,4 @@ def test_muon_is_the_same_in_every_topology_and_over_checkpoints(tmp_path: Path,
     assert "optimizer/exp_avg/head.weight" in saved
     world = LocalWorld(tmp_path / "moved", merge_config(base, optimizer={"method": "adamw"}, trainer={"train_iterations": 13}), 1)
     assert world.wait() == [1]
-    assert "has another optimizer's state: of blocks.0.attention.key.weight it has muon_momentum, and" in world.read_log()
+    assert "has the state of a different optimizer: for blocks.0.attention.key.weight it has muon_momentum, and" in world.read_log()

@@ -114,7 +114,7 @@ def test_the_machine_is_described_without_its_name() -> None:
     assert socket.gethostname() not in text
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the program is made for Linux on x86_64")
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the program is built for Linux on x86_64")
 def test_the_idle_program_waits_for_a_signal(tmp_path: Path) -> None:
     path = tmp_path / "idle"
     path.write_bytes(build_idle_program())

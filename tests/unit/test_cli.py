@@ -51,4 +51,7 @@ def test_plan_as_json_is_data(project: Path) -> None:
 
 def test_a_device_of_no_size(project: Path) -> None:
     refused = run_swarmtrain("memory", "config.yml", "--device-memory", "much", cwd=project)
-    assert (refused.returncode, refused.stderr) == (1, "error: --device-memory: 'much' is not a size\nhint: write 80GiB or 512MiB\n")
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        "error: --device-memory: 'much' is not a valid size\nhint: use a size such as 80GiB or 512MiB\n",
+    )

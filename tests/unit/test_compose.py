@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from swarmtrain.config.loading import parse_config
+from swarmtrain.config.schema.host_entry import HostEntry
 from swarmtrain.errors import PlanError, StackError
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, make_plan
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml, write_stack
@@ -24,7 +25,7 @@ def build_demo_stack(*overrides: str, nodes: int | None = None, secrets: tuple[R
         "runner: {hosts: [a, b, c, d], nodes: 3, min_nodes: 1}\ntopology: {global_batch_size: 24, micro_batch_size: 2}", overrides
     )
     return render_stack(
-        make_plan(config, build_offline_inventory(config.runner.hosts or ()), Cargo((code,), secrets), run="demo", node_count=nodes)
+        make_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((code,), secrets), run="demo", node_count=nodes)
     )
 
 
@@ -127,7 +128,7 @@ def test_long_names_fit_into_swarms() -> None:
         "runner: {hosts: [a], secrets: {A_LONG_NAME_OF_A_SECRET: key}}\ntopology: {global_batch_size: 1, micro_batch_size: 1}"
     )
     cargo = Cargo((CODE,), (RunFile.from_content("A_LONG_NAME_OF_A_SECRET", b"x"),))
-    found = render_stack(make_plan(config, build_offline_inventory(["a"]), cargo, run=run)).document
+    found = render_stack(make_plan(config, build_offline_inventory([HostEntry.parse("a")]), cargo, run=run)).document
     longest = max(len(f"{run}_{key}") for part in ("configs", "secrets") for key in found[part])
     assert (longest, len(found["configs"]), len(found["secrets"])) == (64, 2, 1)
 
@@ -224,7 +225,7 @@ def test_a_managers_address_that_the_config_names(address: str, pin: str, bind: 
 
 
 def test_without_a_managers_address_there_is_no_plan_on_the_host_network() -> None:
-    with pytest.raises(PlanError, match="no manager's address is known"):
+    with pytest.raises(PlanError, match="no manager address is known"):
         build_host_network_stack(machines=MACHINES[:1])
 
 
@@ -269,7 +270,7 @@ def test_writing_removes_files_of_an_earlier_version_and_nothing_else(tmp_path: 
 
 
 def test_a_file_over_swarms_limit_is_refused() -> None:
-    with pytest.raises(StackError, match=r"training_code\.py: 1000 KiB, where Swarm takes less than 1000 KiB"):
+    with pytest.raises(StackError, match=r"training_code\.py: 1000 KiB, but Swarm accepts less than 1000 KiB"):
         build_demo_stack(code=RunFile.from_content("training_code.py", b"#" * 1024_000))
 
 
@@ -277,7 +278,7 @@ def test_a_thousand_nodes_have_names_of_their_own() -> None:
     config = parse_config(
         f"runner: {{hosts: {[f'h{index}' for index in range(1000)]}}}\ntopology: {{global_batch_size: 1000, micro_batch_size: 1}}"
     )
-    found = render_stack(make_plan(config, build_offline_inventory(config.runner.hosts or ()), Cargo((CODE,)), run="demo"))
+    found = render_stack(make_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((CODE,)), run="demo"))
     assert len(found.document["services"]) == 1001
 
 
@@ -295,4 +296,4 @@ def plan_host_network(hosts: str) -> Plan:
     config = parse_config(
         "runner: {swarm: {network: host}, master_addr: 10.0.0.9}\ntopology: {global_batch_size: 2, micro_batch_size: 1}", [hosts]
     )
-    return make_plan(config, build_offline_inventory(config.runner.hosts or ()), Cargo((CODE,)), run="demo")
+    return make_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((CODE,)), run="demo")

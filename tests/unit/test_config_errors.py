@@ -43,7 +43,7 @@ def test_a_key_that_resembles_none_lists_the_known_keys() -> None:
     (problem,) = list_problems("data: {zzz: 1}")
     known = ", ".join(sorted(DataConfig.model_fields))
     assert known.startswith("blended_dataset, data_prefixes, ")
-    assert problem == f"config data.zzz (line 1): unknown key | known here: {known}"
+    assert problem == f"config data.zzz (line 1): unknown key | known keys: {known}"
 
 
 def test_an_item_of_a_list_is_named_by_its_index() -> None:
@@ -54,7 +54,10 @@ def test_an_item_of_a_list_is_named_by_its_index() -> None:
 
 def test_a_run_that_saves_nothing_cannot_roll_back() -> None:
     (problem,) = list_problems("trainer: {non_finite: roll_back}")
-    assert problem == ("config trainer.non_finite (line 1): there is nothing to go back to: save_dir is null | trainer.save_dir: runs/mine")
+    assert problem == (
+        "config trainer.non_finite (line 1): cannot roll back without checkpoints: save_dir is null | set trainer.save_dir, such as "
+        "runs/mine"
+    )
 
 
 def test_a_duplicate_key_is_refused() -> None:
@@ -71,12 +74,12 @@ def test_a_quoted_number_is_not_a_number_and_a_bare_word_is_not_a_string() -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "config: is not YAML: did not find expected node content"),
+        ("a: [", "config: is not valid YAML: did not find expected node content"),
         ("- 1", "config: must be a mapping of keys such as runner and trainer, not a list"),
         ("just words", "config: must be a mapping"),
-        ("a: !!python/object/apply:os.system [true]", "config: is not YAML: could not determine a constructor for the tag"),
-        ("a: &x [*x]", "config: is not YAML: nested too deeply"),
-        ("a: " + "[" * 2000 + "]" * 2000, "config: is not YAML: nested too deeply"),
+        ("a: !!python/object/apply:os.system [true]", "config: is not valid YAML: could not determine a constructor for the tag"),
+        ("a: &x [*x]", "config: is not valid YAML: nested too deeply"),
+        ("a: " + "[" * 2000 + "]" * 2000, "config: is not valid YAML: nested too deeply"),
     ],
 )
 def test_an_invalid_config_is_refused_with_a_reason(text: str, message: str) -> None:
@@ -108,7 +111,7 @@ def test_overrides_change_values_lists_and_missing_sections() -> None:
 def test_overrides_are_reported_like_the_rest() -> None:
     assert list_problems("trainer: {seed: 1}", "nonsense", "trainer.seed.x=1", "trainer.sed=1", "training_groups.0.x=1") == [
         "config: override 'nonsense' is not of the form key.path=value | -o trainer.train_iterations=100",
-        "config trainer.seed.x: override goes nowhere: trainer.seed is 1, which holds no keys",
+        "config trainer.seed.x: override cannot be applied: trainer.seed is 1, which has no keys",
         "config training_groups: must be a list, not a mapping",
         "config trainer.sed: unknown key; did you mean seed?",
     ]
@@ -118,47 +121,47 @@ def test_overrides_are_reported_like_the_rest() -> None:
     ("topology", "problem"),
     [
         ({"global_batch_size": 10, "micro_batch_size": 3}, "topology.global_batch_size: 10 is not a multiple of micro_batch_size 3"),
-        ({"global_batch_size": 10}, "topology: give two of"),
+        ({"global_batch_size": 10}, "topology: set two of"),
         ({"micro_batch_size": 1, "gradient_accumulation_steps": 2}, "topology.gradient_accumulation_steps: needs data_parallel_size"),
         (
             {"pipe_parallel_size": 4, "global_batch_size": 6, "micro_batch_size": 2},
-            "topology.global_batch_size: 3 micro batches a step are fewer than pipe_parallel_size 4",
+            "topology.global_batch_size: 3 micro batches per step are fewer than pipe_parallel_size 4",
         ),
         (
             {"pipe_parallel_size": 2, "pipe_stages_per_rank": 2, "global_batch_size": 6, "micro_batch_size": 2},
-            "topology.global_batch_size: 3 micro batches a step do not divide into rounds of pipe_parallel_size 2",
+            "topology.global_batch_size: 3 micro batches per step are not a multiple of pipe_parallel_size 2",
         ),
         (
             {"pipe_stages_per_rank": 2, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_stages_per_rank: 2 needs a pipe_parallel_size over 1",
+            "topology.pipe_stages_per_rank: 2 requires pipe_parallel_size > 1",
         ),
         (
             {"pipe_parallel_size": 5, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_parallel_size: 5 stages are more than transformer_architecture.num_layers 4",
+            "topology.pipe_parallel_size: 5 stages exceed transformer_architecture.num_layers 4",
         ),
         (
             {"pipe_parallel_size": 2, "pipe_stages_per_rank": 3, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_parallel_size: 2 x 3 = 6 stages are more than transformer_architecture.num_layers 4",
+            "topology.pipe_parallel_size: 2 x 3 = 6 stages exceed transformer_architecture.num_layers 4",
         ),
         (
             {"pipe_parallel_size": 2, "pipe_partition_overwrite": [0], "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_partition_overwrite: names 1 first layer, and there are 2 stages",
+            "topology.pipe_partition_overwrite: names 1 first layer, but there are 2 stages",
         ),
         (
             {"pipe_parallel_size": 2, "pipe_partition_overwrite": [1, 2], "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_partition_overwrite: begins with layer 1: the first stage's first layer is 0",
+            "topology.pipe_partition_overwrite: begins with layer 1: the first stage must start with layer 0",
         ),
         (
             {"pipe_parallel_size": 3, "pipe_partition_overwrite": [0, 2, 2], "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_partition_overwrite: [0, 2, 2] does not rise: each stage begins after the one before",
+            "topology.pipe_partition_overwrite: [0, 2, 2] is not increasing: each stage must start after the previous one",
         ),
         (
             {"pipe_parallel_size": 2, "pipe_partition_overwrite": [0, 4], "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.pipe_partition_overwrite: begins a stage with layer 4: the last of 4 is 3",
+            "topology.pipe_partition_overwrite: starts a stage with layer 4: the last layer of 4 is 3",
         ),
         (
             {"activation_checkpointing_type": "every_pipe_stage", "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.activation_checkpointing_type: every_pipe_stage needs a pipe_parallel_size over 1",
+            "topology.activation_checkpointing_type: every_pipe_stage requires pipe_parallel_size > 1",
         ),
         (
             {"context_parallel_size": 4, "world_size": 6, "global_batch_size": 8, "micro_batch_size": 1},
@@ -166,11 +169,11 @@ def test_overrides_are_reported_like_the_rest() -> None:
         ),
         (
             {"cpu_offload": True, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.cpu_offload: is for fsdp and hsdp, and data_parallel_type is ddp",
+            "topology.cpu_offload: requires fsdp or hsdp, but data_parallel_type is ddp",
         ),
         (
             {"reduce_every_micro_batch": True, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.reduce_every_micro_batch: is for fsdp and hsdp, and data_parallel_type is ddp",
+            "topology.reduce_every_micro_batch: requires fsdp or hsdp, but data_parallel_type is ddp",
         ),
         (
             {
@@ -180,7 +183,7 @@ def test_overrides_are_reported_like_the_rest() -> None:
                 "global_batch_size": 8,
                 "micro_batch_size": 1,
             },
-            "topology.reduce_every_micro_batch: is not for a pipeline, which sums gradients once a step",
+            "topology.reduce_every_micro_batch: does not support pipeline parallelism, which reduces gradients once per step",
         ),
         (
             {"world_size": 6, "pipe_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},
@@ -199,7 +202,10 @@ def test_overrides_are_reported_like_the_rest() -> None:
             "topology.global_batch_size: 9 is not micro_batch_size x",
         ),
         ({"data_parallel_type": "hsdp", "global_batch_size": 8, "micro_batch_size": 1}, "topology.data_parallel_type: hsdp needs"),
-        ({"data_parallel_shard_size": 2, "global_batch_size": 8, "micro_batch_size": 1}, "topology.data_parallel_shard_size: is for hsdp"),
+        (
+            {"data_parallel_shard_size": 2, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.data_parallel_shard_size: requires hsdp",
+        ),
         (
             {
                 "data_parallel_type": "hsdp",
@@ -223,19 +229,19 @@ def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
     [
         ({"hidden_size": 120}, "hidden_size: 120 is not a multiple of float8's 16 | 112 or 128 would fit"),
         ({"hidden_size": 48}, "hidden_size: 48 is not a multiple of float8's 16 x topology.model_parallel_size = 32 | 32 or 64 would fit"),
-        ({"mlp_factor": 1.1}, "mlp_factor: makes a width of 140, which is not a multiple of float8's 16 | leave fp8_config_mlp out, or"),
+        ({"mlp_factor": 1.1}, "mlp_factor: gives a width of 140, which is not a multiple of float8's 16 | leave fp8_config_mlp out, or"),
         (
             {"fp8_config_attention": {}, "hidden_size": 96, "attention_num_kv_heads": 1},
-            "attention_num_kv_heads: makes a width of 24, which is not a multiple of float8's 16 | leave fp8_config_attention out, or",
+            "attention_num_kv_heads: gives a width of 24, which is not a multiple of float8's 16 | leave fp8_config_attention out, or",
         ),
         ({"sequence_length": 24}, "sequence_length: 24 is not a multiple of float8's 16 | 16 or 32 would fit"),
-        ({"precision": "float16"}, "precision: float16 is not what float8 products come in, and fp8_config_mlp asks for them | bfloat16"),
-        ({"fp8_config_mlp": {"scaling": "rowwise"}}, "fp8_config_mlp.scaling: rowwise products come in bfloat16 alone | precision: b"),
+        ({"precision": "float16"}, "precision: float16 does not support float8 products, which fp8_config_mlp enables | bfloat16"),
+        ({"fp8_config_mlp": {"scaling": "rowwise"}}, "fp8_config_mlp.scaling: rowwise scaling supports only bfloat16 | set precision to b"),
         (
             {"fp8_config_mlp": {"dtypes_forward": {"left_dtype": "e5m2", "right_dtype": "e5m2"}}},
-            "fp8_config_mlp.dtypes_forward.right_dtype: no device multiplies two matrices of e5m2 | e4m3 for one of them",
+            "fp8_config_mlp.dtypes_forward.right_dtype: no device can multiply two e5m2 matrices | choose e4m3 for one operand",
         ),
-        ({"fp8_config_mlp": None, "fp8_emulate": True}, "fp8_emulate: is for float8 products, and no fp8_config_… asks for them"),
+        ({"fp8_config_mlp": None, "fp8_emulate": True}, "fp8_emulate: has an effect only on float8 products, but no fp8_config_… is set"),
     ],
 )
 def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -> None:
@@ -251,45 +257,48 @@ def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -
     [
         ("{hosts: [a, a]}", "runner.hosts: names a more than once"),
         ("{hosts: [a], nodes: 2}", "runner.nodes: 2, but hosts lists only 1"),
-        ("{hosts: ['a slots=0,2']}", "runner.hosts: 'a slots=0,2' names GPUs, and swarm.gpu is none"),
+        ("{hosts: ['a slots=0,2']}", "runner.hosts: 'a slots=0,2' lists GPUs, but swarm.gpu is none"),
         (
             "{hosts: ['a slots=0,2'], swarm: {gpu: reserve}}",
-            "runner.hosts: 'a slots=0,2' names GPUs, and swarm.gpu is reserve",
+            "runner.hosts: 'a slots=0,2' lists GPUs, but swarm.gpu is reserve",
         ),
-        ("{hosts: ['a slots=2,2']}", "runner.hosts.0: 2 is named more than once"),
+        ("{hosts: ['a slots=2,2']}", "runner.hosts.0: 2 is listed more than once"),
         ("{swarm: {gpu_ids: [0, x], gpu: visible}}", "runner.swarm.gpu_ids: 'x' is not a GPU"),
-        ("{swarm: {gpu_ids: [0]}}", "runner.swarm.gpu_ids: are shown when gpu is visible, and it is none"),
+        ("{swarm: {gpu_ids: [0]}}", "runner.swarm.gpu_ids: have an effect only with gpu: visible, but gpu is none"),
         ("{hosts: [a slots=2], swarm: {gpu_ids: [0], gpu: visible}}", "runner.hosts: 'a slots=2' has more slots than the 1 GPUs"),
         (
             "{default_gpu_count: 2, swarm: {gpu_ids: [0], gpu: visible}}",
-            "runner.default_gpu_count: 2 slots, and swarm.gpu_ids",
+            "runner.default_gpu_count: 2 slots, but swarm.gpu_ids",
         ),
-        ("{hosts: ['a slots=x']}", "runner.hosts.0: 'a slots=x' is not a host"),
-        ("{hosts: ['a address=-/-']}", "runner.hosts.0: 'a address=-/-' is not a host"),
-        ("{hosts: ['a address=a-ib']}", "runner.hosts: address= is for swarm.network: host"),
-        ("{hosts: ['a address=a-ib', b], swarm: {network: host}}", "runner.hosts: 'b' has no address=, and others have"),
+        ("{hosts: ['a slots=x']}", "runner.hosts.0: 'a slots=x' is not a valid host"),
+        ("{hosts: ['a address=-/-']}", "runner.hosts.0: 'a address=-/-' is not a valid host"),
+        ("{hosts: ['a address=a-ib']}", "runner.hosts: address= requires swarm.network: host"),
+        ("{hosts: ['a address=a-ib', b], swarm: {network: host}}", "runner.hosts: 'b' has no address=, but other hosts do"),
         (
             "{hosts: ['a address=a-ib'], interface: ib0, swarm: {network: host}}",
-            "runner.interface: the addresses in hosts say already",
+            "runner.interface: conflicts with the addresses in hosts",
         ),
         ("{nodes: 2, min_nodes: 3}", "runner.min_nodes: min_nodes <= nodes <= max_nodes does not hold: 3 <= 2 <= 2"),
         ("{nodes: 5, max_nodes: 3}", "runner.max_nodes: min_nodes <= nodes <= max_nodes does not hold: 5 <= 5 <= 3"),
         ("{docker_config: {docker_mounts: [./x, /y]}}", "runner.docker_config.docker_mounts: ./x: a mount's source"),
         ("{docker_config: {docker_mounts: [/x, /y, /z]}}", "runner.docker_config.docker_mounts: a flat list must have an even length"),
-        ("{docker_config: {volumes: {data: {}}}}", "runner.docker_config.volumes: data is mounted nowhere"),
+        ("{docker_config: {volumes: {data: {}}}}", "runner.docker_config.volumes: data is not mounted anywhere"),
         ("{docker_config: {volumes: {data: {size: 3}}}}", "runner.docker_config.volumes.data.size: "),
-        ("{docker_config: {volumes: {data: {kind: nfs}}}}", "runner.docker_config.volumes: data: kind: Docker's local driver knows"),
-        ("{docker_config: {volumes: {data: {type: nfs}}}}", "runner.docker_config.volumes: data: NFS wants the server in o"),
-        ("{docker_config: {cache_dir: cache}}", "runner.docker_config.cache_dir: cache: a folder in the container must be absolute"),
-        ("{docker_config: {user: me}}", "runner.docker_config.user: 'me' is not a user"),
-        ("{docker_config: {memory: 3 apples}}", "runner.docker_config.memory: give a number of bytes"),
-        ("{env: {SWARMTRAIN_RUN: x}}", "runner.env: SWARMTRAIN_RUN: names that begin with SWARMTRAIN_ are swarmtrain's own"),
-        ("{env: {a-b: x}}", "runner.env: 'a-b' is not a variable name"),
-        ("{swarm: {network: bridge}}", "runner.swarm.network: bridge: name an overlay network, or host"),
-        ("{swarm: {network: host, internal: true}}", "runner.swarm.network: mtu, encrypted and internal belong to the network"),
-        ("{master_addr: gpu-1}", "runner.master_addr: is for swarm.network: host"),
+        (
+            "{docker_config: {volumes: {data: {kind: nfs}}}}",
+            "runner.docker_config.volumes: data: kind: Docker's local driver supports only",
+        ),
+        ("{docker_config: {volumes: {data: {type: nfs}}}}", "runner.docker_config.volumes: data: NFS needs the server in o"),
+        ("{docker_config: {cache_dir: cache}}", "runner.docker_config.cache_dir: cache: must be an absolute path in the container"),
+        ("{docker_config: {user: me}}", "runner.docker_config.user: 'me' is not a numeric user"),
+        ("{docker_config: {memory: 3 apples}}", "runner.docker_config.memory: must be a number of bytes"),
+        ("{env: {SWARMTRAIN_RUN: x}}", "runner.env: SWARMTRAIN_RUN: names that begin with SWARMTRAIN_ are reserved"),
+        ("{env: {a-b: x}}", "runner.env: 'a-b' is not a valid variable name"),
+        ("{swarm: {network: bridge}}", "runner.swarm.network: bridge: use the name of an overlay network, or host"),
+        ("{swarm: {network: host, internal: true}}", "runner.swarm.network: mtu, encrypted and internal apply only to a network"),
+        ("{master_addr: gpu-1}", "runner.master_addr: requires swarm.network: host"),
         ("{interface: 10.1.0.0/40}", "runner.interface: '10.1.0.0/40' is not a subnet"),
-        ("{interface: two words}", "runner.interface: 'two words' is not an interface"),
+        ("{interface: two words}", "runner.interface: 'two words' is not a network interface"),
         ("{numa: near}", "runner.numa: must be 'node', 'socket', 'exclusive' or 'core-complex'"),
         ("{nccl: {socket_nthreads: 16, nsocks_perthread: 16}}", "runner.nccl.nsocks_perthread: socket_nthreads x nsocks_perthread is 256"),
         ("{nccl: {net_gdr_level: FAR}}", "runner.nccl.net_gdr_level: "),

@@ -47,7 +47,7 @@ def test_root_and_nobody_are_left_to_the_image(tmp_path: Path, owner: int) -> No
     os.chown(tmp_path, owner, owner)
     user, why = get_resolved_user(build_mount_config(tmp_path))
     assert user is None
-    assert why.startswith(f"user: the image's, for {tmp_path} here is ")
+    assert why.startswith(f"user: the image's default, because {tmp_path} here is ")
 
 
 @ROOT_ONLY
@@ -63,7 +63,7 @@ def test_nothing_is_resolved_where_it_is_set_or_elsewhere(owned_folder: Path) ->
 @ROOT_ONLY
 def test_a_run_that_is_up_keeps_what_it_has(owned_folder: Path) -> None:
     here, up = build_mount_config(owned_folder), build_mount_config(owned_folder, "runs/first", "runner.docker_config.user='7:7'")
-    assert get_resolved_user(here, up) == ("7:7", "user: 7:7, as the run that is up has it")
+    assert get_resolved_user(here, up) == ("7:7", "user: 7:7, as in the run that is already deployed")
     assert get_resolved_user(here, here) == (None, "")
     assert get_resolved_user(here, build_mount_config("/elsewhere", "runs/first", "runner.docker_config.user='7:7'"))[0] == "1234:100"
 

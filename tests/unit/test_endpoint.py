@@ -69,7 +69,7 @@ def test_ssh_carries_the_socket(address: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("address", ["ssh://", "ssh://gpu:many"])
 def test_invalid_addresses(address: str) -> None:
-    with pytest.raises(EngineError, match="is not an address of an engine"):
+    with pytest.raises(EngineError, match="is not a valid engine address"):
         build_ssh_argv(address, Path("S"))
 
 
@@ -82,7 +82,7 @@ def test_a_password_is_refused_and_not_repeated() -> None:
 def test_a_socket_path_that_is_too_long_for_a_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing folder for temporary files is reported like a full one."""
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    with pytest.raises(EngineError, match="no folder for its tunnel can be made: no such file") as refused:
+    with pytest.raises(EngineError, match="cannot create a folder for its SSH tunnel: no such file") as refused:
         open_tunnel("ssh://gpu-1")
     assert refused.value.hint == "export TMPDIR=FOLDER"
 
@@ -92,5 +92,5 @@ def test_a_context_of_another_shape_names_no_engine(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     for text in ("[]", '{"Endpoints": null}', '{"Endpoints": {"docker": []}}', '{"Endpoints": {"docker": {"Host": 7}}}'):
         (folder / "meta.json").write_text(text)
-        with pytest.raises(EngineError, match="names no Docker engine"):
+        with pytest.raises(EngineError, match="does not specify a Docker engine"):
             find_endpoint({"DOCKER_CONFIG": str(tmp_path), "DOCKER_CONTEXT": "odd"})

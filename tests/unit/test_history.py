@@ -53,7 +53,7 @@ def store_events(events: list[Event], *, run: str = "demo") -> None:
 def test_the_history_of_a_run_has_times_and_reasons() -> None:
     assert str(build_history("demo", FIRST_EVENTS)).splitlines() == [
         "1970-01-01 00:01:40  its coordinator is up",
-        "1970-01-01 00:01:41  node0 is here, at 10.0.0.3 by eth0",
+        "1970-01-01 00:01:41  node0 joined, at 10.0.0.3 by eth0",
         "1970-01-01 00:01:42  world 1: a world of 2 ranks on 2 nodes has formed",
         "1970-01-01 00:01:44  step 2/9",
         "1970-01-01 00:01:45  node1 has exited, as requested",
@@ -109,7 +109,7 @@ def test_the_output_of_a_run_that_is_down_is_what_was_stored(isolated_state: Pat
     print_logs("demo", LogFilter(), follow=False)
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"node{number % 2} rank {number % 2} | step {number}" for number in range(6)]
-    assert err == f"no engine answers; this is what was kept of its output in {history_store.resolve_run_directory('demo')}\n".replace(
+    assert err == f"no engine is reachable; showing its saved output from {history_store.resolve_run_directory('demo')}\n".replace(
         "no engine", f"Docker engine at unix://{isolated_state.parent}/docker.sock: no engine"
     )
     since = next(history_store.load_log_lines("demo")).time

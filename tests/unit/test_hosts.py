@@ -66,10 +66,10 @@ def test_files_and_prefixes_become_part_of_the_config(tmp_path: Path) -> None:
     ("runner", "file", "problem"),
     [
         ({"hostsfile": "nowhere"}, "", r"runner.hostsfile: .*nowhere: no such file"),
-        ({"hostsfile": "file"}, "gpu 1\n", r"runner.hosts.0: 'gpu 1' is not a host"),
+        ({"hostsfile": "file"}, "gpu 1\n", r"runner.hosts.0: 'gpu 1' is not a valid host"),
         ({"hostsfile": "file"}, "a\na\n", r"runner.hosts: names a more than once"),
-        ({"env_file": "file"}, "SECRET words\n", r"runner.env_file: 'SECRET words': a line is NAME=VALUE"),
-        ({"env_file": "file"}, "SWARMTRAIN_RUN=x\n", r"runner.env.*swarmtrain's own"),
+        ({"env_file": "file"}, "SECRET words\n", r"runner.env_file: 'SECRET words': expected NAME=VALUE"),
+        ({"env_file": "file"}, "SWARMTRAIN_RUN=x\n", r"runner.env.*SWARMTRAIN_ are reserved"),
     ],
 )
 def test_errors_in_such_files_are_reported(runner: dict[str, str], file: str, problem: str, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_errors_in_such_files_are_reported(runner: dict[str, str], file: str, pr
 
 
 def test_hosts_are_listed_in_one_place() -> None:
-    with pytest.raises(ValueError, match="hosts are listed in the config too"):
+    with pytest.raises(ValueError, match="cannot be combined with hosts in the config"):
         build_ssh_config(hosts=["a"], hostsfile="hosts")
 
 
@@ -93,7 +93,7 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     docker["volumes"] = {"nas": {"type": "nfs", "o": "addr=nas,rw", "device": ":/export"}}
     given = build_ssh_config(runner_type="ssh_docker", hosts=["a slots=0,2", "b slots=1"], env={"TOLD": "quietly"}, docker_config=docker)
     cargo = Cargo((RunFile.from_content("training_code.py", b""),), (RunFile.from_content("TOKEN", b"hush"),))
-    plan = make_plan(given, build_offline_inventory(given.runner.hosts or ()), cargo, run="demo")
+    plan = make_plan(given, build_offline_inventory(given.runner.host_entries), cargo, run="demo")
     record = SshRunRecord({"a": "python3", "b": "python3"}, {"node0": "a", "node1": "b"}, "10.0.0.1", 20000, 20001, "/", 90.0)
     there = {name: HostContext(PurePosixPath("/state/demo"), "/", gpus, "1000:1000") for name, gpus in (("a", 4), ("b", 0))}
     found = {spec.name: spec for some in build_process_specs(plan, record, there).values() for spec in some}
@@ -119,6 +119,6 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     assert not [word for word in found[RENDEZVOUS_SERVICE].prepare_command if word.startswith("/state")]
     privileged = given.runner.docker_config.model_copy(update={"privileged": True})
     runner = given.runner.model_copy(update={"docker_config": privileged})
-    plan = make_plan(given.model_copy(update={"runner": runner}), build_offline_inventory(given.runner.hosts or ()), cargo, run="demo")
+    plan = make_plan(given.model_copy(update={"runner": runner}), build_offline_inventory(given.runner.host_entries), cargo, run="demo")
     assert "--privileged" in build_process_specs(plan, record, there)["b"][0].prepare_command
     assert "--privileged" not in node.prepare_command

@@ -132,16 +132,16 @@ def test_a_json_and_its_hostfile() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds nothing"),
-        ("\n  \n", "holds nothing"),
-        ("{}\n", "holds nothing"),
+        ("", "is empty"),
+        ("\n  \n", "is empty"),
+        ("{}\n", "is empty"),
         ("just words\n", 'is not a known format: it contains "just words"'),
         ("- a\n- b\n", "is not a known format: it contains a list"),
         ("replicaCount: 3\nimage: x\n", "is not a known format; its keys are image, replicaCount"),
-        ("runner: {runner_type: swarm}\n", "is a swarmtrain config already"),
+        ("runner: {runner_type: swarm}\n", "is already a swarmtrain config"),
         ("#!/bin/bash\necho hello\n", "starts neither torchrun nor python"),
         ("#!/bin/bash\nA=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "torchrun train.py $A\n", "starts neither torchrun nor python"),
-        ("services: {db: {image: postgres}}\n", "none of them trains"),
+        ("services: {db: {image: postgres}}\n", "no service starts training"),
         ("runner: [\n", "is neither YAML nor JSON"),
         ("topology: {a: 1}\ntopology: {b: 1}\n", "appears twice"),
     ],
@@ -154,7 +154,7 @@ def test_unrecognized_formats_are_refused(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("form", [form for form in importers.SourceFormat if form is not importers.SourceFormat.sbatch])
 def test_an_empty_mapping_is_refused_in_every_format(form: importers.SourceFormat) -> None:
-    with pytest.raises(SwarmtrainError, match="holds nothing"):
+    with pytest.raises(SwarmtrainError, match="is empty"):
         importers.import_text("{}", "file", source_format=form)
 
 
@@ -200,13 +200,13 @@ print(json.dumps([call(*argv) for argv in (
     assert (written[0], written[1]) == (0, "")
     assert written[2].endswith("wrote config.yml\nnext: swarmtrain plan config.yml\n")
     assert again[0] == 1
-    assert "config.yml: exists already\nhint: --force overwrites it" in again[2]
+    assert "config.yml: exists already\nhint: use --force to overwrite it" in again[2]
     assert forced[0] == 0
     assert yaml.safe_load(as_json[1])["config"] == yaml.safe_load((tmp_path / "config.yml").read_text())
     assert (binary[0], "is not text" in binary[2]) == (1, True)
-    assert (huge[0], "1.5 MB; at most 1 MB are read" in huge[2]) == (1, True)
+    assert (huge[0], "1.5 MB; the limit is 1 MB" in huge[2]) == (1, True)
     assert (none[0], "no such file" in none[2]) == (1, True)
-    assert (unknown[0], "there are scaling, accelerate, deepspeed, sbatch, compose" in unknown[2]) == (1, True)
+    assert (unknown[0], "available formats: scaling, accelerate, deepspeed, sbatch, compose" in unknown[2]) == (1, True)
 
 
 def iterate_leaves(values: Any, key: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -262,4 +262,4 @@ def test_scaling_writes_nothing_to_tensorboard_without_a_folder(folder: str, *, 
     text = f"version: .unknown.\nlogger:\n  use_tensorboard: true\n{folder}transformer_architecture: {{hidden_size: 64}}\n"
     result = importers.import_text(text, "config.yml", source_format=importers.SourceFormat.scaling)
     assert parse_config(result.to_yaml()).logger.use_tensorboard == used
-    assert ("logger.log_dir says where to" in str(result.format_report())) != used
+    assert ("set logger.log_dir; without it" in str(result.format_report())) != used

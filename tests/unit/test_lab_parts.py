@@ -39,7 +39,7 @@ def test_addresses_do_not_collide() -> None:
 
 @pytest.mark.parametrize("name", ["", "Lab", "a/b", "..", "-a", "a" * 31, "a b", "ü"])
 def test_names_that_cannot_be_part_of_a_path_are_refused(name: str) -> None:
-    with pytest.raises(LabError, match="cannot name a lab"):
+    with pytest.raises(LabError, match="is not a valid lab name"):
         Lab(name)
 
 
@@ -59,7 +59,7 @@ def test_rates() -> None:
     assert network.parse_rate("1gbit") == 1e9
     assert network.parse_rate("2.5mbit") == 2.5e6
     for wrong in ("1", "gbit", "1 gbit", "1GB", "0mbit", "-1mbit"):
-        with pytest.raises(LabError, match="is not a rate"):
+        with pytest.raises(LabError, match="is not a valid rate"):
             network.parse_rate(wrong)
 
 
@@ -104,13 +104,13 @@ def test_a_user_who_is_not_root_gets_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_engine_directory_without_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(LabError, match="no program dockerd"):
+    with pytest.raises(LabError, match="does not contain dockerd"):
         prerequisites.check_machine(tmp_path, ["swarm"])
 
 
 def test_a_lab_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
-    with pytest.raises(LabError, match="no such lab; there is none"):
+    with pytest.raises(LabError, match="no such lab; this machine has no labs"):
         Lab("nowhere").build_environment()
 
 
@@ -122,7 +122,7 @@ def test_the_environment_of_a_command_on_a_node(tmp_path: Path, monkeypatch: pyt
     cores = str(len(os.sched_getaffinity(0)))
     expected = {"HOME": "/root", "DOCKER_HOST": "unix:///var/run/docker.sock", "SWARMTRAIN_CORES": cores}
     assert Lab("lab").build_node_environment("node0", here) == expected
-    with pytest.raises(LabError, match="no such node"):
+    with pytest.raises(LabError, match="unknown node"):
         Lab("lab").build_node_environment("node1", here)
 
 

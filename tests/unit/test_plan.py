@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.config.loading import parse_config
+from swarmtrain.config.schema.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo
 
@@ -64,7 +65,7 @@ def test_hosts_have_names_of_their_own_on_the_network_that_ranks_use() -> None:
         ("b", 2, "b-ib", "b-ib"),
         ("a", 1, "10.1.0.1", "10.1.0.1"),
     ]
-    assert made.nodes[0].cause == "place 1 in hosts; slots as hosts says; ranks talk by b-ib"
+    assert made.nodes[0].cause == "place 1 in hosts; slots from hosts; ranks communicate via b-ib"
     assert made.coordinator_machine == Machine("a", id="1", address="10.1.0.1", is_manager=True)
     local = plan_demo(machines, "runner.hosts=[b address=b-ib]", "runner.runner_type=local")
     assert local.nodes[0].rank_interface == "", "it is all one machine"
@@ -93,25 +94,28 @@ def test_ids_pin_by_id() -> None:
         plan_demo(build_inventory(machine, Machine("a", id="other")), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint
         == f"node.id=={NODE_ID}"
     )
-    assert plan_demo(build_offline_inventory([NODE_ID]), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint == f"node.id=={NODE_ID}"
+    assert (
+        plan_demo(build_offline_inventory([HostEntry.parse(NODE_ID)]), f"runner.hosts=[{NODE_ID}]").nodes[0].constraint
+        == f"node.id=={NODE_ID}"
+    )
 
 
 def test_two_machines_of_one_name_are_distinguished_by_id_or_refused() -> None:
     twins = build_inventory(Machine("a", id="1"), Machine("a", id="2"))
     assert [node.constraint for node in plan_demo(twins, "runner.nodes=2").nodes] == ["node.id==1", "node.id==2"]
-    assert get_refusal(twins, "runner.hosts=[a]") == "config runner.hosts: a: 2 nodes have this host name, with the ids 1, 2"
+    assert get_refusal(twins, "runner.hosts=[a]") == "config runner.hosts: a: 2 nodes have this host name; their IDs: 1, 2"
 
 
 def test_a_node_named_twice_is_refused() -> None:
     machine = Machine("a", id=NODE_ID)
-    assert get_refusal(build_inventory(machine), f"runner.hosts=[a, {NODE_ID}]").startswith("config runner.hosts: names one node twice")
+    assert get_refusal(build_inventory(machine), f"runner.hosts=[a, {NODE_ID}]").startswith("config runner.hosts: lists one node twice")
 
 
 def test_labels_choose_nodes() -> None:
     inventory = build_inventory(Machine("a", labels={"gpu": "old"}), Machine("b", labels={"gpu": "new", "x": "y"}))
     assert [node.host for node in plan_demo(inventory, "runner.swarm.labels={gpu: new}").nodes] == ["b"]
     assert get_refusal(inventory, "runner.swarm.labels={gpu: new}", "runner.nodes=2") == (
-        "config runner.nodes: 2 nodes wanted, but the swarm has 1 that can be used (a lacks the labels)"
+        "config runner.nodes: 2 nodes requested, but the swarm has 1 that can be used (a lacks the labels)"
     )
 
 
@@ -123,7 +127,7 @@ def test_slots_follow_the_gpus_where_gpus_are_used() -> None:
 
 
 def test_what_the_cluster_cannot_hold_is_refused() -> None:
-    assert get_refusal(THREE_MACHINES, "runner.hosts=[d]") == "config runner.hosts: d: there is no such node on the swarm; it has: a, b, c"
+    assert get_refusal(THREE_MACHINES, "runner.hosts=[d]") == "config runner.hosts: d: unknown node on the swarm; available nodes: a, b, c"
     assert get_refusal(build_inventory(Machine("a", unavailable_reason="down")), "runner.hosts=[a]") == "node a: the node is down"
     assert "a is drained" in get_refusal(build_inventory(Machine("a", unavailable_reason="drained")))
     assert get_refusal(THREE_MACHINES, "runner.nodes=3", "topology.model_parallel_size=2").startswith(
@@ -144,7 +148,7 @@ def test_scaling_overrides_the_number_of_nodes() -> None:
 
 @pytest.mark.parametrize("run", ["", "Upper", "a_b", "-a", "a" * 47])
 def test_a_run_name_must_be_valid_in_a_host_name(run: str) -> None:
-    with pytest.raises(PlanError, match="must be lower-case letters"):
+    with pytest.raises(PlanError, match="must consist of lower-case letters"):
         make_plan(parse_config("{}"), THREE_MACHINES, Cargo(()), run=run)
 
 

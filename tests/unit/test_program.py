@@ -17,7 +17,7 @@ def test_a_full_disk_behind_the_output_is_reported(argv: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*PROGRAM, *argv], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "error: standard output: no space left on device\nhint: df -h shows which disk is full\n"
+    assert done.stderr == "error: standard output: no space left on device\nhint: run df -h to see which disk is full\n"
 
 
 def test_a_closed_pipe_is_not_reported() -> None:

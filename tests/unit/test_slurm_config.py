@@ -20,9 +20,9 @@ def build_slurm_config(**runner: object) -> Config:
     ("runner", "reason"),
     [
         ({"hosts": ["a slots=2", "b slots=4"]}, "Slurm gives every node of a job the same"),
-        ({"slurm": {"options": ["exclusive"]}}, "is not an option of sbatch"),
+        ({"slurm": {"options": ["exclusive"]}}, "is not an sbatch option"),
         ({"slurm": {"partition": "gpu\n#SBATCH --uid=0"}}, "one line of printable characters"),
-        ({"slurm": {"account": "two words"}}, "has a space in it"),
+        ({"slurm": {"account": "two words"}}, "must not contain a space"),
         ({"slurm": {"prelude": ["module load\nrm"]}}, "one line of printable characters"),
     ],
 )

@@ -74,15 +74,15 @@ def test_a_quarantined_node_is_shown_until_it_may_train_again(monkeypatch: pytes
     tasks = [TASKS[0], TaskState("node1", "b", "running")]
     found = build_status("demo", [*TRAINING, out, smaller], tasks, 190.0)
     assert str(found).splitlines()[5:] == [
-        "  left out    node1: `docker node update --availability drain b` keeps a swarm off its machine; "
-        "`swarmtrain stop demo`, then deploy, gives it a chance at once",
+        "  quarantined node1: `docker node update --availability drain b` keeps Swarm from scheduling on its machine; "
+        "`swarmtrain stop demo`, then deploy, retries it immediately",
         "  NODE   HOST  STATE    RESTARTS",
         "  node0  a     running",
-        "  node1  b     running  1         left out until 01:01: the first to fail 3 times",
+        "  node1  b     running  1         quarantined until 01:01: the first to fail 3 times",
     ]
     assert found.to_dict()["quarantined"] == {"node1": {"until": 3713.0, "reason": "the first to fail 3 times"}}
     for back in (
-        Event(protocol.EVENT_NODE_RELEASED, {"node": "node1", "reason": "its hour is over"}, 140.0),
+        Event(protocol.EVENT_NODE_RELEASED, {"node": "node1", "reason": "its quarantine is over"}, 140.0),
         Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": EXIT_PLANNED}, 140.0),
         Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 140.0),
     ):
@@ -90,13 +90,13 @@ def test_a_quarantined_node_is_shown_until_it_may_train_again(monkeypatch: pytes
 
 
 def test_the_rank_that_others_wait_for_is_shown_as_long_as_its_world_lives() -> None:
-    message = "rank 1 on node1: the others wait, a step takes 31% longer, since computing is slower there"
+    message = "rank 1 on node1: other ranks wait, a step takes 31% longer, since computation is slower there"
     slow = Event(protocol.EVENT_STRAGGLER, {"rank": 1, "node": "node1", "slowdown": 0.31, "phase": "compute", "message": message}, 120.0)
     tasks = [TASKS[0], TaskState("node1", "b", "running")]
     found = build_status("demo", [*TRAINING, slow], tasks, 180.0)
     assert f"  slowest     {message} (b), since 1 min 00 s\n" in str(found)
     assert found.to_dict()["straggler"]["rank"] == 1
-    keeps_up = Event(protocol.EVENT_STRAGGLER, {"rank": None, "message": "node1 keeps up with the others again"}, 150.0)
+    keeps_up = Event(protocol.EVENT_STRAGGLER, {"rank": None, "message": "node1 is no longer a straggler"}, 150.0)
     for over in (keeps_up, TRAINING[1], Event(protocol.EVENT_OUTCOME, {"status": "done", "reason": "it is", "exit_code": 0}, 160.0)):
         assert not build_status("demo", [*TRAINING, slow, over], tasks, 180.0).straggler
 
@@ -203,5 +203,5 @@ def test_durations() -> None:
 def test_points_in_time() -> None:
     assert [parse_time(text, 10_000.0) for text in ("10s", "10m", "1h30m", "0.5h")] == [9990.0, 9400.0, 4600.0, 8200.0]
     assert parse_time("2026-11-21T22:30:00+00:00", 0.0) == 1795300200.0
-    with pytest.raises(SwarmtrainError, match="neither a length of time nor a time"):
+    with pytest.raises(SwarmtrainError, match="neither a duration nor a point in time"):
         parse_time("yesterday", 0.0)

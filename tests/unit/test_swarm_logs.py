@@ -115,5 +115,5 @@ def test_an_engine_that_is_not_there_is_named_with_the_next_step(address: str) -
     with pytest.raises(EngineError) as raised:
         DockerEngine(address)
     assert raised.value.place == f"Docker engine at {address}"
-    assert raised.value.message == "no engine answers"
+    assert raised.value.message == "no engine is reachable"
     assert "systemctl start docker" in str(raised.value.hint)

@@ -62,12 +62,12 @@ def test_a_first_deploy_makes_everything_what_services_need_first() -> None:
     steps = format_steps(reconcile(build_desired_specs(), build_empty_state()))
     config, code = (name for name in build_desired_specs().configs)
     assert steps == [
-        f"create config {config}: is not there",
-        f"create config {code}: is not there",
-        "create network run_training: is not there",
-        "create service run_node0: is not there",
-        "create service run_node1: is not there",
-        "create service run_rendezvous: is not there",
+        f"create config {config}: does not exist",
+        f"create config {code}: does not exist",
+        "create network run_training: does not exist",
+        "create service run_node0: does not exist",
+        "create service run_node1: does not exist",
+        "create service run_rendezvous: does not exist",
     ]
 
 
@@ -77,7 +77,7 @@ def test_what_is_equal_already_needs_no_step() -> None:
 
 def test_scaling_up_only_adds() -> None:
     assert format_steps(reconcile(build_desired_specs(nodes=4), build_stored_state(build_desired_specs(nodes=3)))) == [
-        "create service run_node3: is not there"
+        "create service run_node3: does not exist"
     ]
 
 
@@ -99,12 +99,12 @@ def test_edited_code_is_a_new_config_and_the_old_one_goes_last() -> None:
     steps = format_steps(reconcile(build_desired_specs(script=b"train_better()"), build_stored_state(build_desired_specs())))
     old = next(name for name in build_desired_specs().configs if "training_code" in name)
     new = next(name for name in build_desired_specs(script=b"train_better()").configs if "training_code" in name)
-    assert steps[0] == f"create config {new}: is not there"
+    assert steps[0] == f"create config {new}: does not exist"
     assert steps[1].startswith("update service run_node0: Configs ")
     assert old in steps[1]
     assert new in steps[1]
     assert steps[2].startswith("update service run_node1: Configs ")
-    assert steps[3:] == [f"remove config {old}: nothing uses it any more"]
+    assert steps[3:] == [f"remove config {old}: is no longer used"]
 
 
 def test_a_moved_tag_restarts_everything() -> None:
@@ -131,7 +131,7 @@ def test_a_stopped_run_is_restarted() -> None:
 
 def test_a_failed_run_is_restarted_as_a_whole() -> None:
     steps = reconcile(build_desired_specs(), build_stored_state(build_desired_specs()), EndedRun(failed=True, why="out of memory"))
-    cause = "the run had failed (out of memory) and starts again"
+    cause = "the run had failed (out of memory) and is restarted"
     assert format_steps(steps) == [f"update service run_{name}: {cause}" for name in ("node0", "node1", "rendezvous")]
     assert [step.spec["TaskTemplate"]["ForceUpdate"] for step in steps if step.spec] == [3, 3, 3]
 
@@ -140,8 +140,8 @@ def test_a_finished_run_is_left_alone_until_something_changes() -> None:
     ended = EndedRun(failed=False, why="all steps done")
     assert reconcile(build_desired_specs(), build_stored_state(build_desired_specs()), ended) == []
     steps = format_steps(reconcile(build_desired_specs(nodes=3), build_stored_state(build_desired_specs()), ended))
-    assert steps[-1] == "update service run_rendezvous: the run had ended (all steps done) and starts again"
-    assert "create service run_node2: is not there" in steps
+    assert steps[-1] == "update service run_rendezvous: the run had ended (all steps done) and is restarted"
+    assert "create service run_node2: does not exist" in steps
 
 
 def test_a_network_is_never_changed_in_place() -> None:

@@ -176,5 +176,5 @@ def test_an_invalid_duration_is_refused(text: str) -> None:
 
 
 def test_an_invalid_size_is_refused() -> None:
-    with pytest.raises(StackError, match="is not a size"):
+    with pytest.raises(StackError, match="is not a valid size"):
         parse_size_bytes("many")

@@ -56,17 +56,17 @@ def test_each_change_is_shown_and_so_is_that_the_manager_is_away(capsys: pytest.
         "run demo: training for 30 s",
         "run demo: done after 1 min 00 s, all steps",
     ]
-    away = [screen for screen in screens if screen.startswith("no newer")]
-    assert [screen.partition(": ")[2] for screen in away] == ["the manager at tcp://a: does not answer; asked again every 0 s"]
+    away = [screen for screen in screens if screen.startswith("status not updated for")]
+    assert [screen.partition(": ")[2] for screen in away] == ["the manager at tcp://a: does not answer; retrying every 0 s"]
 
 
 def test_a_run_that_is_taken_down_meanwhile_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch_status(build_poll(build_running_status(), RunNotFound("there is no run of this name")), interval=0.1) is None
+    assert watch_status(build_poll(build_running_status(), RunNotFound("unknown run")), interval=0.1) is None
     assert capsys.readouterr().out.startswith("run demo: training")
 
 
 def test_where_there_is_nothing_to_show_the_reason_is_printed() -> None:
-    for error in (LOST, RunNotFound("there is no run of this name")):
+    for error in (LOST, RunNotFound("unknown run")):
         with pytest.raises(type(error), match=error.message):
             watch_status(build_poll(error), interval=0.1)
 

@@ -48,7 +48,7 @@ def test_one_screen_shows_which_rank_failed_first_and_why_and_what_to_do() -> No
         "  error   OSError: [Errno 28] No space left on device",
         "  exit    exit code 1",
         "  means   a disk is full",
-        "  fix     df -h on that node; fewer checkpoints: trainer.keep_checkpoints",
+        "  fix     run df -h on that node; lower trainer.keep_checkpoints to keep fewer checkpoints",
         "  traceback:",
         *(f"    {line}" for line in TRACE.splitlines()),
         "  last lines of node1 rank 3:",
@@ -78,8 +78,8 @@ def test_a_quarantined_node_is_reported_with_what_to_do() -> None:
     out = Event(protocol.EVENT_NODE_QUARANTINED, {"node": "node1", "seconds": 3600.0, "reason": "again and again"}, 1001.0)
     found = diagnose_failure("demo", [*EVENTS[:-1], out], TASKS, LINES)
     assert found is not None
-    remedy = "`docker node update --availability drain b` keeps a swarm off its machine"
-    assert found.quarantine.startswith(f"node1 is left out until 01:16. {remedy}; `swarmtrain stop demo`, then deploy")
+    remedy = "`docker node update --availability drain b` keeps Swarm from scheduling on its machine"
+    assert found.quarantine.startswith(f"node1 is quarantined until 01:16. {remedy}; `swarmtrain stop demo`, then deploy")
     assert f"  now     {found.quarantine}\n" in str(found)
     over = diagnose_failure("demo", [*EVENTS[:-1], out, EVENTS[-1]], TASKS, LINES)
     assert over is not None
@@ -90,7 +90,7 @@ def test_a_quarantined_node_is_reported_with_what_to_do() -> None:
     ("data", "message"),
     [
         ({"exit_code": 137}, "exit code 137, which is SIGKILL"),
-        ({"signal": "SIGKILL"}, "killed by SIGKILL, 137 to a shell"),
+        ({"signal": "SIGKILL"}, "killed by SIGKILL, 137 as a shell exit code"),
         ({"signal": "signal 34"}, "killed by signal 34"),
         ({"exit_code": 5}, "exit code 5"),
         ({"exit_code": 200}, "exit code 200"),

@@ -12,12 +12,15 @@ from pydantic_core import PydanticCustomError, PydanticSerializationError
 
 
 class Section(BaseModel):
-    """A section of the config. Validation is strict: a quoted number is an error, not a number."""
+    """Base class of a config section. Validation is strict: a quoted number is an error, and is not converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Same as pydantic's, but Ctrl-C works: pydantic replaces every exception in a serializer, including KeyboardInterrupt."""
+        """Return the section as a dict, as pydantic's model_dump does, but let Ctrl-C through.
+
+        pydantic replaces every exception in a serializer, including KeyboardInterrupt.
+        """
         try:
             return super().model_dump(**options)
         except PydanticSerializationError as error:
@@ -27,12 +30,12 @@ class Section(BaseModel):
 
 
 def build_field_error(name: str, message: str, hint: str = "") -> PydanticCustomError:
-    """Return the error that a section's validator raises about its field `name`, so that the report points at the field's line."""
+    """Return the validation error that a section raises about its field `name`, so that the report shows the line of this field."""
     return PydanticCustomError("wrong_field", "{message}", {"message": message, "name": name, "hint": hint})
 
 
 def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> int:
-    """Return `value` / `divisor`. Raises the error about the field `name` if `value` is not a multiple of `divisor`."""
+    """Return `value` / `divisor`. Raises a validation error about the field `name` if `value` is not a multiple of `divisor`."""
     if value % divisor:
         next_multiple = (value // divisor + 1) * divisor
         suggestion = f"{next_multiple - divisor} or {next_multiple}" if next_multiple > divisor else str(next_multiple)
@@ -41,7 +44,7 @@ def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> in
 
 
 def format_duplicates(names: Iterable[str]) -> str:
-    """Return the `names` that occur more than once, sorted, as text."""
+    """Return the names that occur more than once in `names`, sorted and joined as text."""
     return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
 
 
@@ -55,4 +58,4 @@ def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 RegexPatterns = Annotated[tuple[str, ...], AfterValidator(_check_patterns)]
-"""Regular expressions, checked to compile."""
+"""Tuple of regular expressions; validation compiles each of them."""

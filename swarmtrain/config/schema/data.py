@@ -28,7 +28,7 @@ class TokenFileFormat(StrEnum):
 
 
 class BlendedDatasetConfig(Section):
-    """How several token files are blended. If none of the three kinds of weights is set, the files form one dataset."""
+    """Weights with which several token files are blended. If none of the three kinds of weights is set, the files form one dataset."""
 
     weights: tuple[float, ...] | None = Field(
         None,
@@ -55,7 +55,7 @@ class BlendedDatasetConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether files are blended by weight."""
+        """Whether token files are blended by weight."""
         return self.weights is not None or self.weight_by_num_documents or self.weight_examples_proportional
 
     @model_validator(mode="after")
@@ -63,22 +63,27 @@ class BlendedDatasetConfig(Section):
         for position, weight in enumerate(self.weights or ()):
             if not 1e-9 <= weight <= 1e9:
                 raise build_field_error(
-                    "weights", f"has {weight} as number {position}", "weights are positive; leave out the prefix that should not be read"
+                    "weights", f"has {weight} at index {position}", "use positive weights; remove a prefix that should not be read"
                 )
         if (self.weights is not None) + self.weight_by_num_documents + self.weight_examples_proportional > 1:
             raise build_field_error(
-                "weights", "weights, weight_by_num_documents and weight_examples_proportional exclude each other", "keep one"
+                "weights", "weights, weight_by_num_documents and weight_examples_proportional are mutually exclusive", "keep one"
             )
         if self.weighted_sampler_alpha != 1 and not self.weight_by_num_documents:
-            raise build_field_error("weighted_sampler_alpha", "is a power of the number of documents", "add weight_by_num_documents: true")
+            raise build_field_error(
+                "weighted_sampler_alpha", "has an effect only with weight_by_num_documents", "add weight_by_num_documents: true"
+            )
         if (self.ep_maximum is not None or self.ep_temperature != 1) and not self.weight_examples_proportional:
             name = "ep_temperature" if self.ep_maximum is None else "ep_maximum"
-            raise build_field_error(name, "is of weights by examples", "add weight_examples_proportional: true")
+            raise build_field_error(name, "has an effect only with weight_examples_proportional", "add weight_examples_proportional: true")
         return self
 
 
 class DataConfig(Section):
-    """Memory-mapped token files. Prefix P stands for P.bin (tokens), P.idx (documents) and P.meta.json; other formats have fewer files."""
+    """Training and validation data: memory-mapped token files. A prefix P means P.bin (tokens), P.idx (documents) and P.meta.json.
+
+    Other formats have fewer files.
+    """
 
     data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the training token files.")
     validation_data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the validation token files. They are never blended.")
@@ -136,20 +141,24 @@ class DataConfig(Section):
         weights = self.blended_dataset.weights
         if weights is not None and len(weights) != len(self.data_prefixes):
             raise build_field_error(
-                "blended_dataset", f"has {len(weights)} weights for {len(self.data_prefixes)} data_prefixes", "give each prefix its own"
+                "blended_dataset", f"has {len(weights)} weights for {len(self.data_prefixes)} data_prefixes", "give one weight per prefix"
             )
         if self.blended_dataset.enabled and len(self.data_prefixes) > MAX_BLENDED_FILES:
             raise build_field_error(
-                "blended_dataset", f"{len(self.data_prefixes)} data_prefixes are more than can be blended: {MAX_BLENDED_FILES}"
+                "blended_dataset", f"{len(self.data_prefixes)} data_prefixes exceed the blending limit of {MAX_BLENDED_FILES}"
             )
         if self.validation_fraction and self.validation_data_prefixes:
-            raise build_field_error("validation_fraction", "is not used where there are validation_data_prefixes", "keep one of them")
+            raise build_field_error("validation_fraction", "is not used if validation_data_prefixes is set", "keep one of them")
         return self
 
     @model_validator(mode="after")
     def _check_companion_prefixes(self) -> DataConfig:
         if self.rejected_prefixes and self.positive_prefixes:
-            raise build_field_error("positive_prefixes", "excludes rejected_prefixes: they are for two ways to learn", "keep one of them")
+            raise build_field_error(
+                "positive_prefixes",
+                "cannot be combined with rejected_prefixes: they belong to different training objectives",
+                "keep one of them",
+            )
         if self.negative_prefixes and not self.positive_prefixes:
             raise build_field_error("negative_prefixes", "need positive_prefixes")
         for kind in _COMPANION_KINDS:
@@ -160,18 +169,22 @@ class DataConfig(Section):
                     not data_count or companion_count % data_count or (companion_count > data_count and kind != "negative")
                 ):
                     raise build_field_error(
-                        f"{name}{kind}_prefixes", f"are {companion_count} for {data_count} {name}data_prefixes", "give each its own"
+                        f"{name}{kind}_prefixes",
+                        f"has {companion_count} entries for {data_count} {name}data_prefixes",
+                        "list the same number for each data prefix",
                     )
                 ratios.append(companion_count // data_count if data_count else 0)
             if self.validation_data_prefixes and ratios[0] != ratios[1]:
-                reason = f"are {ratios[1]} for each, and {kind}_prefixes {ratios[0]}" if ratios[1] else "are missing, and there are"
+                reason = (
+                    f"has {ratios[1]} per data prefix, but {kind}_prefixes has {ratios[0]}" if ratios[1] else "are missing, but there are"
+                )
                 raise build_field_error(f"validation_{kind}_prefixes", reason if ratios[1] else f"{reason} {kind}_prefixes")
         return self
 
     def collect_companion_prefixes(self, *, validation: bool = False) -> tuple[tuple[Path, ...], ...]:
-        """Return the prefixes of the other rows of each sample, for training or validation data.
+        """Return the file prefixes of the companion rows of each sample (rejected, positive, negative), for training or validation data.
 
-        Each inner tuple is as long as the data prefixes and index-aligned with them. The order is rejected, positive, negative.
+        There is one tuple per kind of row, in this order, aligned by index with the data prefixes.
         """
         if validation:
             count = len(self.validation_data_prefixes)
@@ -183,7 +196,7 @@ class DataConfig(Section):
 
     @property
     def rows_per_sample(self) -> int:
-        """Rows of a sample: texts that are processed together."""
+        """Number of rows (texts) per sample, which are processed together."""
         return 1 + len(self.collect_companion_prefixes())
 
 

@@ -32,7 +32,7 @@ class FP8MatmulConfig(Section):
     @model_validator(mode="after")
     def _check_kernel_exists(self) -> FP8MatmulConfig:
         if self.left_dtype is self.right_dtype is FP8DType.e5m2:
-            raise build_field_error("right_dtype", "no device multiplies two matrices of e5m2", "e4m3 for one of them")
+            raise build_field_error("right_dtype", "no device can multiply two e5m2 matrices", "choose e4m3 for one operand")
         return self
 
 

@@ -15,7 +15,7 @@ _INTERVAL_PATTERN = re.compile(r"(\d{1,9}) +(steps|epochs|minutes|hours|step|epo
 
 @dataclass(frozen=True)
 class Interval:
-    """A parsed interval. At most one field is not None."""
+    """A parsed interval of the config: in steps, epochs or seconds. At most one field is not None."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -23,7 +23,7 @@ class Interval:
 
 
 def parse_interval(value: int | str | None) -> Interval:
-    """Return the interval that `value` denotes; an empty one for None and for `auto`."""
+    """Return the interval that the config value `value` denotes. None and `auto` give an interval without any field."""
     if isinstance(value, int):
         return Interval(steps=value)
     match = _INTERVAL_PATTERN.fullmatch(value or "")
@@ -41,7 +41,7 @@ def _check_interval(value: Any) -> Any:
         value if type(value) is int else int(match[1]) if isinstance(value, str) and (match := _INTERVAL_PATTERN.fullmatch(value)) else 0
     )
     if count < 1:
-        raise ValueError("must be a number of steps, auto, or as `10 minutes`, `2 hours`, `1 epoch`")
+        raise ValueError("must be a number of steps, auto, or an interval such as `10 minutes`, `2 hours`, `1 epoch`")
     return value
 
 

@@ -50,8 +50,8 @@ class LearningRateSchedulerConfig(Section):
     def _check_decay_steps(self) -> LearningRateSchedulerConfig:
         style = self.learning_rate_decay_style
         if self.learning_rate_decay_steps is not None and style is not DecayStyle.warmup_stable_decay:
-            hint = "learning_rate_decay_iters is where its decay ends" if style is not DecayStyle.constant else ""
+            hint = "set learning_rate_decay_iters to choose where the decay ends" if style is not DecayStyle.constant else ""
             raise build_field_error(
-                "learning_rate_decay_steps", f"is for warmup_stable_decay, not for learning_rate_decay_style {style}", hint
+                "learning_rate_decay_steps", f"applies to learning_rate_decay_style warmup_stable_decay, not to {style}", hint
             )
         return self

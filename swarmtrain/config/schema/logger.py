@@ -31,7 +31,7 @@ class LogColor(StrEnum):
 
 
 class LogRanks(Section):
-    """A selection of ranks: those that meet all conditions. A list of numbers is read as `ranks`."""
+    """Selection of ranks that log: a rank must meet all conditions. A plain list of numbers is read as `ranks`."""
 
     ranks: tuple[int, ...] | None = Field(None, description="Global rank numbers. null: any.")
     pipe_parallel_rank: int | None = Field(None, ge=0, description="Pipeline-parallel rank. null: any.")

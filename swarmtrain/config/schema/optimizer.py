@@ -71,6 +71,6 @@ class OptimizerConfig(Section):
         if self.state_precision is StatePrecision.bfloat16:
             for name in ("beta1", "beta2", "momentum"):
                 if getattr(self, name) > _MAX_BFLOAT16_DECAY:
-                    reason = f"{getattr(self, name):g} is too slow a mean for the 8 bits of state_precision: bfloat16"
-                    raise build_field_error(name, reason, f"at most {_MAX_BFLOAT16_DECAY}, or state_precision: float32")
+                    reason = f"{getattr(self, name):g} is too close to 1 for state_precision: bfloat16, which has 8 significant bits"
+                    raise build_field_error(name, reason, f"set at most {_MAX_BFLOAT16_DECAY}, or state_precision: float32")
         return self

@@ -1,4 +1,4 @@
-"""`runner`: where the job runs and what it starts. Has the settings of every launcher."""
+"""`runner`: where the job runs and what it starts, with the settings of every launcher."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from swarmtrain.config.schema import validators
+from swarmtrain.config.schema import host_entry, validators
 from swarmtrain.config.schema.base import Section, build_field_error, format_duplicates
+from swarmtrain.config.schema.host_entry import HostEntry
 from swarmtrain.config.schema.slurm import SlurmConfig
-from swarmtrain.config.schema.validators import HOST_NETWORK, parse_host_name
+from swarmtrain.config.schema.validators import HOST_NETWORK
 
 _SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MAX_NODES = 10_000
@@ -26,15 +27,18 @@ def _parse_size(value: Any) -> Any:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
     if match is None:
-        raise ValueError("give a number of bytes, or a size such as 512m or 16g")
+        raise ValueError("must be a number of bytes, or a size such as 512m or 16g")
     size = float(match[1]) * _SIZE_UNITS[match[2]]
     if size > _MAX_SIZE_BYTES:
-        raise ValueError("is more than any machine has")
+        raise ValueError("exceeds what any machine has")
     return int(size)
 
 
 def _parse_mount_pairs(value: Any) -> Any:
-    """Read a flat list of even length as consecutive pairs, as shown in Scaling's guide."""
+    """Convert a flat list (source, target, source, target …), the notation in Scaling's guide, to a tuple of pairs.
+
+    A list of pairs is also converted; other values are returned unchanged. Raises ValueError for a flat list of odd length.
+    """
     if not isinstance(value, list):
         return value
     if value and all(isinstance(item, str) for item in value):
@@ -45,7 +49,7 @@ def _parse_mount_pairs(value: Any) -> Any:
 
 
 def _stringify_numbers(value: Any) -> Any:
-    """Read numbers in a list as text: a GPU is named by number or UUID."""
+    """Return the list with numbers converted to text: a GPU is named by number or by UUID."""
     return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
 
 
@@ -60,14 +64,17 @@ ImageReference = Annotated[str, AfterValidator(validators.check_image_reference)
 NetworkName = Annotated[str, AfterValidator(validators.check_network_name)]
 NetworkInterface = Annotated[str, AfterValidator(validators.check_interface)]
 NodeLabels = Annotated[dict[str, str], AfterValidator(validators.check_node_labels)]
-HostEntry = Annotated[str, AfterValidator(validators.check_host_entry)]
-HostEntries = Annotated[tuple[HostEntry, ...], BeforeValidator(validators.expand_host_ranges)]
-GpuIds = Annotated[tuple[str, ...], BeforeValidator(_stringify_numbers), AfterValidator(validators.check_gpu_ids)]
+HostText = Annotated[str, AfterValidator(host_entry.check_host_entry)]
+HostTexts = Annotated[tuple[HostText, ...], BeforeValidator(host_entry.expand_host_ranges)]
+GpuIds = Annotated[tuple[str, ...], BeforeValidator(_stringify_numbers), AfterValidator(host_entry.check_gpu_ids)]
 EnvironmentVariables = Annotated[dict[str, str], AfterValidator(validators.check_variable_names)]
 
 
 class RunnerType(StrEnum):
-    """The launchers. `pdsh` and `pdsh_docker`, as in Scaling's configs, are aliases of `ssh` and `ssh_docker`: pdsh itself is never run."""
+    """Type of launcher.
+
+    `pdsh` and `pdsh_docker`, as in Scaling's configs, are aliases of `ssh` and `ssh_docker`: pdsh itself is never run.
+    """
 
     swarm = "swarm"
     docker = "docker"
@@ -93,7 +100,7 @@ class GpuMode(StrEnum):
 
 
 class NcclDebug(StrEnum):
-    """NCCL log levels."""
+    """Log levels of NCCL (NCCL_DEBUG)."""
 
     version = "VERSION"
     warn = "WARN"
@@ -102,7 +109,7 @@ class NcclDebug(StrEnum):
 
 
 class NumaBinding(StrEnum):
-    """Which cores a rank is bound to, by its GPU."""
+    """NUMA binding: which CPU cores a rank is bound to, by its GPU."""
 
     node = "node"
     socket = "socket"
@@ -110,11 +117,11 @@ class NumaBinding(StrEnum):
     core_complex = "core-complex"
 
 
-_GPU_MODE_NOTES = {GpuMode.none: "", GpuMode.visible: "", GpuMode.reserve: ": Swarm gives out whichever are free"}
+_GPU_MODE_NOTES = {GpuMode.none: "", GpuMode.visible: "", GpuMode.reserve: ": Swarm assigns any free GPUs"}
 
 
 class DockerConfig(Section):
-    """The container that each node runs."""
+    """Settings of the container in which each node runs."""
 
     docker_container: ImageReference = Field("registry.lab:5000/swarmtrain:latest", description="Image reference, including the registry.")
     docker_mounts: Mounts = Field(
@@ -150,13 +157,13 @@ class DockerConfig(Section):
     def _check_volumes_mounted(self) -> DockerConfig:
         mounted = {source for source, _ in self.docker_mounts}
         if unused := sorted(self.volumes.keys() - mounted):
-            example = f"docker_mounts: [[{unused[0]}, /data]]"
-            raise build_field_error("volumes", f"{', '.join(unused)} is mounted nowhere", example)
+            example = f"mount it, such as docker_mounts: [[{unused[0]}, /data]]"
+            raise build_field_error("volumes", f"{', '.join(unused)} is not mounted anywhere", example)
         return self
 
     @property
     def cache_variables(self) -> dict[str, str]:
-        """Environment variables that point programs at cache_dir."""
+        """Environment variables that point libraries at the folder cache_dir."""
         if self.cache_dir is None:
             return {}
         folders = {"HF_HOME": "huggingface", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -202,7 +209,7 @@ class NcclConfig(Section):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The settings that are not null, as environment variables."""
+        """The NCCL settings that are not null, as environment variables."""
         values = {
             "NCCL_DEBUG": self.debug,
             "NCCL_IB_DISABLE": self.ib_disable,
@@ -225,7 +232,7 @@ class NcclConfig(Section):
     def _check_socket_count(self) -> NcclConfig:
         if (sockets := (self.socket_nthreads or 1) * (self.nsocks_perthread or 1)) > _MAX_SOCKETS:
             raise build_field_error(
-                "nsocks_perthread", f"socket_nthreads x nsocks_perthread is {sockets}, and NCCL takes at most {_MAX_SOCKETS}"
+                "nsocks_perthread", f"socket_nthreads x nsocks_perthread is {sockets}, but NCCL supports at most {_MAX_SOCKETS}"
             )
         return self
 
@@ -263,7 +270,8 @@ class SwarmConfig(Section):
     def _check_network_options(self) -> SwarmConfig:
         if self.network and (self.mtu or self.encrypted or self.internal):
             raise build_field_error(
-                "network", "mtu, encrypted and internal belong to the network that the stack makes; an existing one keeps its own"
+                "network",
+                "mtu, encrypted and internal apply only to a network created by the stack; an existing network keeps its own settings",
             )
         return self
 
@@ -275,20 +283,20 @@ class SwarmConfig(Section):
     def _check_gpu_ids(self) -> SwarmConfig:
         if self.gpu_ids and self.gpu is not GpuMode.visible:
             raise build_field_error(
-                "gpu_ids", f"are shown when gpu is visible, and it is {self.gpu}{_GPU_MODE_NOTES[self.gpu]}", "gpu: visible"
+                "gpu_ids", f"have an effect only with gpu: visible, but gpu is {self.gpu}{_GPU_MODE_NOTES[self.gpu]}", "gpu: visible"
             )
         return self
 
 
 class RunnerConfig(Section):
-    """Where the job runs and what it starts."""
+    """Where the job runs and what it starts: launcher, hosts, nodes, script and environment."""
 
     runner_type: RunnerType = Field(
         RunnerType.swarm,
         description="swarm: a Docker Swarm. docker: one Docker engine without Swarm. local: this machine without Docker. "
         "ssh: Python on hosts over SSH. ssh_docker: containers on hosts over SSH. slurm: one Slurm job.",
     )
-    hosts: HostEntries | None = Field(
+    hosts: HostTexts | None = Field(
         None,
         description="Host names or node ids, optionally with slots: 'gpu-1 slots=4', or 'gpu-2 slots=0,2' for these "
         "GPUs. With swarm.network: host also optionally with the host's address on the ranks' network: "
@@ -324,7 +332,7 @@ class RunnerConfig(Section):
     default_gpu_count: int | None = Field(
         None,
         ge=1,
-        le=validators.MAX_SLOTS,
+        le=host_entry.MAX_SLOTS,
         description="Slots (ranks) of hosts without slots=. null: the host's GPU count as reported by the cluster, else 1.",
     )
     script: Path = Field(Path("training_code.py"), description="Script that torchrun starts in every slot.")
@@ -336,7 +344,7 @@ class RunnerConfig(Section):
         description="Secrets: name to file. Ranks find the path of the file in the variable NAME_FILE; the secret itself "
         "is never in a variable.",
     )
-    master_addr: HostEntry | None = Field(
+    master_addr: HostText | None = Field(
         None,
         description="With swarm.network: host, the address or name of the manager that runs the coordinator; over SSH, "
         "that of the first host. null: the first manager's address in the swarm; the first host's own "
@@ -374,42 +382,45 @@ class RunnerConfig(Section):
     swarm: SwarmConfig = Field(SwarmConfig(), description="Settings of the Docker Swarm launcher.")
     slurm: SlurmConfig = Field(SlurmConfig(), description="Settings of the Slurm launcher.")
 
+    @property
+    def host_entries(self) -> tuple[HostEntry, ...]:
+        """The parsed entries of `hosts`; empty if no hosts are configured."""
+        return tuple(map(HostEntry.parse, self.hosts or ()))
+
     @model_validator(mode="after")
     def _check_slots_have_gpus(self) -> RunnerConfig:
         mode, visible_gpu_count = self.swarm.gpu, len(self.swarm.gpu_ids)
-        for host in self.hosts or ():
-            if validators.parse_host_gpus(host) and mode is not GpuMode.visible and self.runner_type is RunnerType.swarm:
-                reason = f"{host!r} names GPUs, and swarm.gpu is {mode}{_GPU_MODE_NOTES[mode]}"
-                raise build_field_error(
-                    "hosts", reason, f"swarm.gpu: visible, or '{parse_host_name(host)} slots={validators.parse_host_slots(host)}'"
-                )
-            if visible_gpu_count and not validators.parse_host_gpus(host) and (validators.parse_host_slots(host) or 0) > visible_gpu_count:
-                raise build_field_error("hosts", f"{host!r} has more slots than the {visible_gpu_count} GPUs of swarm.gpu_ids")
+        for host in self.host_entries:
+            if host.gpus and mode is not GpuMode.visible and self.runner_type is RunnerType.swarm:
+                reason = f"{host.text!r} lists GPUs, but swarm.gpu is {mode}{_GPU_MODE_NOTES[mode]}"
+                raise build_field_error("hosts", reason, f"set swarm.gpu to visible, or use '{host.name} slots={host.slots}'")
+            if visible_gpu_count and not host.gpus and (host.slots or 0) > visible_gpu_count:
+                raise build_field_error("hosts", f"{host.text!r} has more slots than the {visible_gpu_count} GPUs of swarm.gpu_ids")
         if visible_gpu_count and (self.default_gpu_count or 0) > visible_gpu_count:
             raise build_field_error(
-                "default_gpu_count", f"{self.default_gpu_count} slots, and swarm.gpu_ids names {visible_gpu_count} GPUs"
+                "default_gpu_count", f"{self.default_gpu_count} slots, but swarm.gpu_ids lists only {visible_gpu_count} GPUs"
             )
         return self
 
     @model_validator(mode="after")
     def _check_slurm_slots(self) -> RunnerConfig:
-        if self.runner_type is RunnerType.slurm and len({validators.parse_host_slots(host) for host in self.hosts or ()}) > 1:
+        if self.runner_type is RunnerType.slurm and len({host.slots for host in self.host_entries}) > 1:
             raise build_field_error(
-                "hosts", "have different slots, and Slurm gives every node of a job the same", "leave slots out, or make them equal"
+                "hosts", "have different slot counts, but Slurm gives every node of a job the same number", "omit slots, or make them equal"
             )
         return self
 
     @model_validator(mode="after")
     def _check_node_counts(self) -> RunnerConfig:
         if self.hosts is not None:
-            hosts = [parse_host_name(host) for host in self.hosts]
+            hosts = [host.name for host in self.host_entries]
             if not hosts:
-                raise build_field_error("hosts", "is empty: list at least one, or write null for the cluster's own nodes")
+                raise build_field_error("hosts", "is empty: list at least one host, or write null to use the cluster's nodes")
             if duplicates := format_duplicates(hosts):
                 raise build_field_error(
                     "hosts",
                     f"names {duplicates} more than once: one service runs on each node",
-                    "several ranks on one host are its slots: 'gpu-1 slots=2'",
+                    "to run several ranks on one host, set its slots: 'gpu-1 slots=2'",
                 )
             if self.nodes is not None and self.nodes > len(hosts):
                 raise build_field_error(
@@ -424,49 +435,51 @@ class RunnerConfig(Section):
 
     @model_validator(mode="after")
     def _check_host_addresses(self) -> RunnerConfig:
-        hosts_without_address = [host for host in self.hosts or () if not validators.parse_host_address(host)]
+        hosts_without_address = [host.text for host in self.host_entries if not host.address]
         if self.runner_type is not RunnerType.swarm or len(hosts_without_address) == len(self.hosts or ()):
             return self
         if not self.swarm.is_on_host_network:
             raise build_field_error(
-                "hosts", "address= is for swarm.network: host; containers in an overlay network have addresses of its own"
+                "hosts", "address= requires swarm.network: host; in an overlay network, containers have their own addresses"
             )
         if hosts_without_address:
             raise build_field_error(
                 "hosts",
-                f"{hosts_without_address[0]!r} has no address=, and others have: ranks would meet on two networks",
-                "give one to each",
+                f"{hosts_without_address[0]!r} has no address=, but other hosts do: ranks would use two different networks",
+                "set address= for every host",
             )
         if self.interface:
             raise build_field_error(
-                "interface", "the addresses in hosts say already by which interface ranks talk", "leave one of the two out"
+                "interface", "conflicts with the addresses in hosts, which already determine the interface", "remove one of the two"
             )
         return self
 
     @model_validator(mode="after")
     def _check_master_address(self) -> RunnerConfig:
         if self.master_addr and not (self.is_on_host_network or self.swarm.is_on_host_network):
-            raise build_field_error("master_addr", "is for swarm.network: host; in a network of containers the coordinator has a name")
+            raise build_field_error(
+                "master_addr", "requires swarm.network: host; in an overlay network, ranks find the coordinator by name"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_hosts_listed_once(self) -> RunnerConfig:
         if self.hosts is not None and self.hostsfile is not None:
-            raise build_field_error("hostsfile", "hosts are listed in the config too", "keep one of the two")
+            raise build_field_error("hostsfile", "cannot be combined with hosts in the config", "keep one of the two")
         return self
 
     @property
     def is_on_host_network(self) -> bool:
-        """Whether nodes use their machines' own network and ports."""
+        """Whether the nodes use the host network of their machines instead of a container network."""
         return self.swarm.is_on_host_network if self.runner_type is RunnerType.swarm else self.runner_type in SSH_RUNNER_TYPES
 
     @property
     def restarts_per_hour(self) -> int:
-        """max_restarts_per_hour, or its default."""
+        """Maximum number of restarts per hour: max_restarts_per_hour, or its default."""
         return max(_DEFAULT_RESTARTS_PER_HOUR, self.max_restarts) if self.max_restarts_per_hour is None else self.max_restarts_per_hour
 
     @property
     def node_range(self) -> tuple[int, int, int]:
-        """min_nodes, nodes and max_nodes, or their defaults."""
+        """(min_nodes, nodes, max_nodes), with defaults filled in."""
         nodes = self.nodes or (len(self.hosts) if self.hosts else self.min_nodes or 1)
         return self.min_nodes or nodes, nodes, self.max_nodes or nodes

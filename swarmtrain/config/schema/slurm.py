@@ -1,4 +1,4 @@
-"""`runner.slurm`: settings of the Slurm launcher. Names and values are those of sbatch, which validates them itself."""
+"""`runner.slurm`: settings of the Slurm launcher. Names and values are those of sbatch, which validates the values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from swarmtrain.config.schema import validators
 from swarmtrain.config.schema.base import Section
+from swarmtrain.config.schema.host_entry import MAX_SLOTS
 
 _MAX_SIGNAL_SECONDS = 65535  # the limit of sbatch
 
@@ -16,7 +17,7 @@ _MAX_SIGNAL_SECONDS = 65535  # the limit of sbatch
 def _check_options(options: tuple[str, ...]) -> tuple[str, ...]:
     for option in options:
         if not option.startswith("-"):
-            raise ValueError(f"{option!r} is not an option of sbatch: write it as --name=value")
+            raise ValueError(f"{option!r} is not an sbatch option: write it as --name=value")
     return tuple(_check_line(option) for option in options)
 
 
@@ -28,7 +29,7 @@ def _check_line(text: str) -> str:
 
 def _check_word(text: str) -> str:
     if " " in _check_line(text):
-        raise ValueError(f"{text!r} has a space in it")
+        raise ValueError(f"{text!r} must not contain a space")
     return text
 
 
@@ -57,7 +58,7 @@ class ApptainerConfig(Section):
 
 
 class SlurmConfig(Section):
-    """Settings of the Slurm launcher. null leaves a value to Slurm."""
+    """Settings of the Slurm launcher. null leaves a setting to Slurm's default."""
 
     account: SingleWord | None = Field(None, description="sbatch --account: account that the job is charged to.")
     partition: SingleWord | None = Field(None, description="sbatch --partition: partition that the job is queued in.")
@@ -68,7 +69,7 @@ class SlurmConfig(Section):
         "and resumes automatically.",
     )
     gres: SingleWord | None = Field(None, description="sbatch --gres per node, as gpu:a100:4. Its GPU count is also the number of slots.")
-    gpus_per_node: int | None = Field(None, ge=1, le=validators.MAX_SLOTS, description="sbatch --gpus-per-node. Also the number of slots.")
+    gpus_per_node: int | None = Field(None, ge=1, le=MAX_SLOTS, description="sbatch --gpus-per-node. Also the number of slots.")
     cpus_per_node: int | None = Field(None, ge=1, le=65536, description="CPUs per node (sbatch --cpus-per-task of the node's only task).")
     memory: SingleWord | None = Field(None, description="sbatch --mem: memory per node, as 64G. 0: all.")
     constraint: SingleWord | None = Field(None, description="sbatch --constraint: required node features.")

@@ -10,7 +10,7 @@ from swarmtrain.config.schema.base import Section
 
 
 class TensorKind(StrEnum):
-    """Kinds of tensors in a model."""
+    """Kinds of tensors that are recorded: weights, activations, gradients."""
 
     weights = "weights"
     activations = "activations"

@@ -1,4 +1,4 @@
-"""`topology`: how ranks and batches are divided, and what follows from it once a world has formed.
+"""`topology`: parallelism and batch sizes, and the quantities that are derived from them when a world forms.
 
 Global batch, micro batch, tensor- and pipeline-parallel size are fixed by the config. World size, data-parallel size and
 gradient accumulation belong to a *world*: they are derived when one forms, and again when it changes.
@@ -21,7 +21,7 @@ class PipePartitionMethod(StrEnum):
 
 
 class DataParallelType(StrEnum):
-    """Data parallelism: what replicas shard and what they replicate."""
+    """Data parallelism: which part of the model state replicas shard, and which they replicate."""
 
     ddp = "ddp"
     fsdp = "fsdp"
@@ -130,23 +130,23 @@ class TopologyConfig(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in one optimizer step."""
+        """Number of samples in one optimizer step (the global batch size)."""
         return self.global_batch_size or 1
 
     @property
     def samples_per_micro_batch(self) -> int:
-        """Samples in one forward pass."""
+        """Number of samples in one forward pass of one replica (the micro batch size)."""
         return self.micro_batch_size or 1
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Micro batches in one optimizer step, all replicas together."""
+        """Number of micro batches in one optimizer step, over all replicas."""
         return self.samples_per_step // self.samples_per_micro_batch
 
     def compute_data_parallel_size(self, world_size: int) -> int:
-        """Return the number of replicas in a world of `world_size` ranks.
+        """Return the data-parallel size, which is the number of replicas, of a world of `world_size` ranks.
 
-        Raises ValueError if the world is not a whole number of replicas, or contradicts the sizes in the config.
+        Raises ValueError if `world_size` is not a multiple of the ranks per replica, or contradicts the sizes in the config.
         """
         context, replica = self.context_parallel_size, self.ranks_per_replica
         name, product = ("", "") if context == 1 else (" x context_parallel_size", f" x {context}")
@@ -159,28 +159,29 @@ class TopologyConfig(Section):
         return replicas
 
     def compute_shard_size(self, replicas: int, *, zero: bool) -> int:
-        """Return the number of ranks that shard one copy of the model state, given the number of `replicas`.
+        """Return the number of ranks that shard one copy of the model state if there are `replicas` replicas.
 
-        Ranks that share a sequence (context parallel) shard it, too. `zero`: the optimizer state of ddp is sharded (optimizer.zero).
+        Context-parallel ranks shard it, too. `zero`: the optimizer state of ddp is sharded (optimizer.zero).
         """
         is_sharded = zero or self.data_parallel_type is DataParallelType.fsdp
         return self.data_parallel_shard_size or (replicas * self.context_parallel_size if is_sharded else 1)
 
     def compute_rank_coordinates(self, rank: int, world_size: int) -> dict[str, int]:
-        """Return the coordinates of `rank` in a world of this size: pipeline stage (pipe), replica (data) and tensor-parallel rank (model).
+        """Return the coordinates of `rank` in a world of `world_size` ranks: pipeline stage (pipe), replica (data), tensor-parallel rank
+        (model).
 
-        Neighboring ranks first share layers, then a sequence; then come the replicas of a stage, then the stages. In a world
-        that does not fit the topology, the coordinates are approximate.
+        Neighboring ranks first form a tensor-parallel group, then a context-parallel group; then come the replicas of a stage, then the
+        stages. In a world that does not fit the topology, the coordinates are approximate.
         """
         ranks_per_stage = max(1, world_size // self.pipeline_parallel_size)
         data_rank = rank % ranks_per_stage // self.tensor_parallel_size // self.context_parallel_size
         return {"pipe": rank // ranks_per_stage, "data": data_rank, "model": rank % self.tensor_parallel_size}
 
     def assign_micro_batches(self, world_size: int) -> tuple[int, ...]:
-        """Return the number of micro batches of each replica in one step, largest first; they add up to the global batch.
+        """Return the number of micro batches of each replica in one step, in descending order; their sum gives the global batch.
 
-        The numbers differ by at most one; a replica may get none if there are more replicas than micro batches.
-        Raises ValueError as `compute_data_parallel_size` does.
+        The numbers differ by at most one. If there are more replicas than micro batches, some replicas get none. Raises ValueError if
+        `compute_data_parallel_size` does.
         """
         replicas = self.compute_data_parallel_size(world_size)
         base_count, remainder = divmod(self.micro_batches_per_step, replicas)
@@ -209,58 +210,64 @@ def _derive_parallel_sizes(
 
 
 def _check_pipeline(topology: TopologyConfig) -> None:
-    """Refuse batches and settings that do not fit the pipeline.
+    """Raise a validation error if the batch sizes or settings do not fit the pipeline.
 
-    No world could fill a pipeline for which the global batch is too small. A single replica's micro batches may be too few:
-    see config.pipeline_layout.count_scheduled_micro_batches.
+    A global batch with fewer micro batches than the pipeline needs is an error, since no world could fill the pipeline. The micro batches
+    of a single replica may be too few: see config.pipeline_layout.count_scheduled_micro_batches.
     """
     ranks, count = topology.pipeline_parallel_size, topology.micro_batches_per_step
     if topology.pipe_stages_per_rank == 1 and count < ranks:
-        hint = f"{ranks * topology.samples_per_micro_batch} would fit, or a smaller micro_batch_size"
-        raise build_field_error("global_batch_size", f"{count} micro batches a step are fewer than pipe_parallel_size {ranks}", hint)
+        hint = f"{ranks * topology.samples_per_micro_batch} would fit; otherwise reduce micro_batch_size"
+        raise build_field_error("global_batch_size", f"{count} micro batches per step are fewer than pipe_parallel_size {ranks}", hint)
     if topology.activation_checkpointing_type is ActivationCheckpointing.every_pipe_stage and ranks == 1:
         raise build_field_error(
-            "activation_checkpointing_type", "every_pipe_stage needs a pipe_parallel_size over 1", "every_layer saves memory without"
+            "activation_checkpointing_type",
+            "every_pipe_stage requires pipe_parallel_size > 1",
+            "use every_layer, which works without a pipeline",
         )
     if topology.pipe_stages_per_rank > 1 and ranks == 1:
         raise build_field_error(
-            "pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} needs a pipe_parallel_size over 1", "1 is for no pipeline"
+            "pipe_stages_per_rank", f"{topology.pipe_stages_per_rank} requires pipe_parallel_size > 1", "set it to 1 without a pipeline"
         )
     if topology.pipe_stages_per_rank > 1 and count % ranks:
         hint = f"{(count // ranks + 1) * ranks * topology.samples_per_micro_batch} would fit"
         raise build_field_error(
-            "global_batch_size", f"{count} micro batches a step do not divide into rounds of pipe_parallel_size {ranks}", hint
+            "global_batch_size", f"{count} micro batches per step are not a multiple of pipe_parallel_size {ranks}", hint
         )
 
 
 def _check_shards(topology: TopologyConfig) -> None:
     kind, shard, data = topology.data_parallel_type, topology.data_parallel_shard_size, topology.data_parallel_size
     if kind is DataParallelType.hsdp and shard is None:
-        raise build_field_error("data_parallel_type", "hsdp needs data_parallel_shard_size", "as many as a node has GPUs is usual")
+        raise build_field_error(
+            "data_parallel_type", "hsdp needs data_parallel_shard_size", "set it, usually to the number of GPUs per node"
+        )
     if kind is not DataParallelType.hsdp and shard is not None:
-        raise build_field_error("data_parallel_shard_size", f"is for hsdp, and data_parallel_type is {kind}")
+        raise build_field_error("data_parallel_shard_size", f"requires hsdp, but data_parallel_type is {kind}")
     if shard and data and (data * topology.context_parallel_size) % shard:
         check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
 
 
 def _check_sharded_options(topology: TopologyConfig) -> None:
-    """Refuse options for sharded state with ddp, and what a pipeline cannot do."""
+    """Raise a validation error for sharding options that ddp or pipeline parallelism does not support."""
     is_replicated = topology.data_parallel_type is DataParallelType.ddp
     for name in ("cpu_offload", "reduce_every_micro_batch"):
         if is_replicated and getattr(topology, name):
             raise build_field_error(
-                name, "is for fsdp and hsdp, and data_parallel_type is ddp", "data_parallel_type: fsdp divides what ddp copies"
+                name,
+                "requires fsdp or hsdp, but data_parallel_type is ddp",
+                "set data_parallel_type to fsdp, which shards what ddp replicates",
             )
     if topology.reduce_every_micro_batch and topology.pipeline_parallel_size > 1:
-        reason = "is not for a pipeline, which sums gradients once a step"
-        raise build_field_error("reduce_every_micro_batch", reason, "leave it out, or pipe_parallel_size")
+        reason = "does not support pipeline parallelism, which reduces gradients once per step"
+        raise build_field_error("reduce_every_micro_batch", reason, "remove it, or pipe_parallel_size")
 
 
 def _derive_batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:
     if [total, micro, accumulation].count(None) > 1:
-        raise ValueError("give two of global_batch_size, micro_batch_size and gradient_accumulation_steps; the third follows")
+        raise ValueError("set two of global_batch_size, micro_batch_size and gradient_accumulation_steps; the third is derived")
     if accumulation and not data:
-        reason = "needs data_parallel_size or world_size; or give global_batch_size and micro_batch_size instead"
+        reason = "needs data_parallel_size or world_size; or set global_batch_size and micro_batch_size instead"
         raise build_field_error("gradient_accumulation_steps", reason)
     micro_batches_per_replica_step = (accumulation or 1) * (data or 1)
     if micro and accumulation:

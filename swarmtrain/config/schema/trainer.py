@@ -17,7 +17,7 @@ from swarmtrain.config.schema.tensor_statistics import TensorStatisticsRecorderC
 
 
 def _parse_paths(value: object) -> object:
-    """Return a single path or None as a tuple of paths."""
+    """Return the config value `value` as a tuple of paths: a single path becomes a tuple of one, None an empty tuple."""
     return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
 
 
@@ -25,7 +25,7 @@ PathList = Annotated[tuple[Path, ...], BeforeValidator(_parse_paths)]
 
 
 class DeterminismMode(StrEnum):
-    """How to treat operations whose result differs from run to run."""
+    """How to treat operations whose result differs from run to run (nondeterministic operations)."""
 
     ignore = "ignore"
     prefer = "prefer"
@@ -41,7 +41,7 @@ class NonFiniteAction(StrEnum):
 
 
 class BestCheckpointMode(StrEnum):
-    """Whether the lowest or the highest value is best."""
+    """Whether the lowest or the highest value of the metric marks the best checkpoint."""
 
     min = "min"
     max = "max"
@@ -175,20 +175,24 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _check_roll_back(self) -> TrainerConfig:
         if self.non_finite is NonFiniteAction.roll_back and self.save_dir is None:
-            raise build_field_error("non_finite", "there is nothing to go back to: save_dir is null", "trainer.save_dir: runs/mine")
+            raise build_field_error(
+                "non_finite", "cannot roll back without checkpoints: save_dir is null", "set trainer.save_dir, such as runs/mine"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_initial_weights(self) -> TrainerConfig:
         if self.init_from is not None and self.load_dir:
-            raise build_field_error("init_from", "load_dir gives the weights already", "leave out one of the two")
+            raise build_field_error("init_from", "load_dir already provides the weights", "remove one of the two")
         return self
 
     @model_validator(mode="after")
     def _check_frozen_parameters(self) -> TrainerConfig:
         if not self.save_frozen_parameters and self.init_from is None:
             raise build_field_error(
-                "save_frozen_parameters", "the rest would not be saved anywhere: init_from is null", "trainer.init_from: a model's folder"
+                "save_frozen_parameters",
+                "frozen parameters would not be saved anywhere: init_from is null",
+                "set trainer.init_from to a model folder",
             )
         return self
 
@@ -196,6 +200,8 @@ class TrainerConfig(Section):
     def _check_best_checkpoints(self) -> TrainerConfig:
         if self.keep_best_checkpoints and self.eval_interval is None:
             raise build_field_error(
-                "keep_best_checkpoints", "nothing is measured on the way: eval_interval is null", "trainer.eval_interval: 100"
+                "keep_best_checkpoints",
+                "there is no validation during training: eval_interval is null",
+                "set trainer.eval_interval, such as 100",
             )
         return self

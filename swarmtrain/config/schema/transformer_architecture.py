@@ -11,7 +11,7 @@ from swarmtrain.config.schema.base import Section, build_field_error, check_mult
 from swarmtrain.config.schema.fp8 import FP8LinearConfig, FP8Scaling
 
 _ROTARY_PAIR = 2
-"""Dimensions per rotation."""
+"""Number of dimensions per RoPE rotation."""
 
 
 class NormType(StrEnum):
@@ -53,7 +53,7 @@ class Precision(StrEnum):
 
 
 class LayerNormConfig(Section):
-    """Settings of both norm types, and the bias that only layernorm has."""
+    """Settings of the layer norm and the RMS norm. Only layernorm has a bias."""
 
     layernorm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance (or mean square) before the square root.")
     layernorm_bias: bool = Field(False, description="Add a bias. For norm_type layernorm only.")
@@ -79,7 +79,8 @@ class RotaryScalingConfig(Section):
     def _check_frequency_order(self) -> RotaryScalingConfig:
         if self.high_frequency_factor <= self.low_frequency_factor:
             raise build_field_error(
-                "high_frequency_factor", f"{self.high_frequency_factor} is not above low_frequency_factor {self.low_frequency_factor}"
+                "high_frequency_factor",
+                f"{self.high_frequency_factor} is not greater than low_frequency_factor {{self.low_frequency_factor}}",
             )
         return self
 
@@ -123,7 +124,7 @@ class AdapterConfig(Section):
     @model_validator(mode="after")
     def _check_any_adapter(self) -> AdapterConfig:
         if self.attention_downsampling_factor is None and self.mlp_downsampling_factor is None:
-            raise build_field_error("mlp_downsampling_factor", "null, and attention_downsampling_factor too: there is nothing to train")
+            raise build_field_error("mlp_downsampling_factor", "is null, as is attention_downsampling_factor: there is nothing to train")
         return self
 
 
@@ -253,7 +254,7 @@ class TransformerArchitectureConfig(Section):
             check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.head_size % 2 and self.rotary_dimensions:
             name = "num_attention_heads" if self.attention_head_size is None else "attention_head_size"
-            raise build_field_error(name, f"rotary positions need an even head size, not {self.head_size}")
+            raise build_field_error(name, f"rotary embeddings need an even head size, not {self.head_size}")
         check_multiple("num_attention_heads", self.num_attention_heads, "attention_num_kv_heads", self.kv_heads)
         return self
 
@@ -262,7 +263,8 @@ class TransformerArchitectureConfig(Section):
         rotary = self.relative_position_embedding_type is not PositionType.none
         if rotary and (self.rotary_dimensions < _ROTARY_PAIR or self.rotary_dimensions % _ROTARY_PAIR):
             reason = (
-                f"{self.rotary_percentage} of a head's {self.head_size} dimensions are {self.rotary_dimensions}, which do not make pairs"
+                f"{self.rotary_percentage} of a head's {self.head_size} dimensions are {self.rotary_dimensions}, which is not a "
+                f"positive even number"
             )
             raise build_field_error(
                 "rotary_percentage", reason, f"{_ROTARY_PAIR * max(1, self.rotary_dimensions // _ROTARY_PAIR) / self.head_size} would fit"
@@ -275,35 +277,37 @@ class TransformerArchitectureConfig(Section):
         if local and window is None:
             raise build_field_error("num_local_attention_heads", f"{local} local heads need local_attention_window_size")
         if window is not None and not local:
-            raise build_field_error("local_attention_window_size", "is for local heads, and num_local_attention_heads is 0")
+            raise build_field_error("local_attention_window_size", "applies only to local heads, but num_local_attention_heads is 0")
         if local > self.num_attention_heads:
             raise build_field_error(
-                "num_local_attention_heads", f"{local} local heads are more than num_attention_heads {self.num_attention_heads}"
+                "num_local_attention_heads", f"{local} local heads exceed num_attention_heads {self.num_attention_heads}"
             )
-        check_multiple("num_local_attention_heads", local, "heads that share keys,", self.num_attention_heads // self.kv_heads)
+        check_multiple(
+            "num_local_attention_heads", local, "the number of query heads per key/value head,", self.num_attention_heads // self.kv_heads
+        )
         return self
 
     @model_validator(mode="after")
     def _check_norm(self) -> TransformerArchitectureConfig:
         if self.layernorm.layernorm_bias and self.norm_type is NormType.rms:
-            raise build_field_error("layernorm.layernorm_bias", "rms norms have no bias", "leave it out, or set norm_type: layernorm")
+            raise build_field_error("layernorm.layernorm_bias", "norm_type rms has no bias", "leave it out, or set norm_type: layernorm")
         return self
 
     @model_validator(mode="after")
     def _check_dependent_fields(self) -> TransformerArchitectureConfig:
         if self.activation_function is not ActivationFunction.gelu and self.mlp_type is not MlpType.default:
-            raise build_field_error("activation_function", f"is for mlp_type default, and mlp_type is {self.mlp_type}")
+            raise build_field_error("activation_function", f"applies only to mlp_type default, but mlp_type is {self.mlp_type}")
         if self.rotary_scaling is not None and self.relative_position_embedding_type is PositionType.none:
-            raise build_field_error("rotary_scaling", "is for rotary positions, and relative_position_embedding_type is none")
+            raise build_field_error("rotary_scaling", "applies only to rotary embeddings, but relative_position_embedding_type is none")
         return self
 
     @model_validator(mode="after")
     def _check_umup(self) -> TransformerArchitectureConfig:
         for name in ("learned_positions", "parallel_residual", "lora_config", "adapter_config", "embedding_head_config"):
             if self.umup.enable and getattr(self, name):
-                raise build_field_error(name, "has no scales by u-muP", f"leave {name} out, or set umup.enable: false")
+                raise build_field_error(name, "has no u-muP scaling rule", f"leave {name} out, or set umup.enable: false")
         if self.umup.enable and self.weight_tying:
-            reason = "u-muP gives the embedding and the output layer other scales, so they cannot be one"
+            reason = "u-muP scales the embedding and the output layer differently, so they cannot share weights"
             raise build_field_error("weight_tying", reason, "set weight_tying: false, or umup.enable: false")
         return self
 
@@ -314,53 +318,51 @@ class TransformerArchitectureConfig(Section):
         if LoraLayer.gate in self.lora_config.layers and self.mlp_type is not MlpType.swiglu:
             raise build_field_error("lora_config.layers", f"mlp_type {self.mlp_type} has no gate", "leave gate out")
         if len(set(self.lora_config.layers)) < len(self.lora_config.layers):
-            raise build_field_error("lora_config.layers", "names a layer twice", "leave one out")
+            raise build_field_error("lora_config.layers", "lists a layer twice", "remove one of them")
         return self
 
     @model_validator(mode="after")
     def _check_float8(self) -> TransformerArchitectureConfig:
         for name, config in self.float8_layers.items():
             if self.precision not in (Precision.bfloat16, Precision.float32):
-                raise build_field_error(
-                    "precision", f"{self.precision} is not what float8 products come in, and {name} asks for them", "bfloat16"
-                )
+                raise build_field_error("precision", f"{self.precision} does not support float8 products, which {name} enables", "bfloat16")
             if config.scaling is FP8Scaling.rowwise and self.precision is not Precision.bfloat16:
                 raise build_field_error(
-                    f"{name}.scaling", "rowwise products come in bfloat16 alone", "precision: bfloat16, or scaling: tensorwise"
+                    f"{name}.scaling", "rowwise scaling supports only bfloat16", "set precision to bfloat16, or scaling to tensorwise"
                 )
         if self.fp8_emulate and not self.float8_layers:
-            raise build_field_error("fp8_emulate", "is for float8 products, and no fp8_config_… asks for them")
+            raise build_field_error("fp8_emulate", "has an effect only on float8 products, but no fp8_config_… is set")
         return self
 
     @property
     def float8_layers(self) -> dict[str, FP8LinearConfig]:
-        """The layers that multiply in float8, by field name."""
+        """The layers whose matrix products are computed in float8, by field name."""
         fields = ("fp8_config_attention", "fp8_config_attention_dense_out", "fp8_config_mlp", "fp8_config_mlp_dense_out")
         return {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
 
     @property
     def head_size(self) -> int:
-        """Dimensions per head."""
+        """Number of dimensions per attention head."""
         return self.attention_head_size or self.hidden_size // self.num_attention_heads
 
     @property
     def attention_width(self) -> int:
-        """Dimensions of all heads together."""
+        """Number of dimensions of all attention heads together."""
         return self.num_attention_heads * self.head_size
 
     @property
     def rotary_dimensions(self) -> int:
-        """Dimensions per head that rotate."""
+        """Number of dimensions per attention head that RoPE rotates."""
         return int(self.head_size * self.rotary_percentage) if self.relative_position_embedding_type is not PositionType.none else 0
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP."""
+        """Width (intermediate size) of the MLP."""
         return int(self.hidden_size * self.mlp_factor)
 
     @property
     def peft_fields(self) -> tuple[str, ...]:
-        """The fields that add a PEFT adapter to the model."""
+        """Names of the fields that add a PEFT adapter to the model."""
         return tuple(name for name in ("lora_config", "adapter_config") if getattr(self, name) is not None)
 
     @property
@@ -376,7 +378,7 @@ class TransformerArchitectureConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training applies dropout to anything but the attention weights."""
+        """Whether training applies dropout outside the attention weights."""
         lora_dropout = self.lora_config.dropout if self.lora_config else 0.0
         return any((self.dropout_embedding, self.dropout_after_attention, self.dropout_after_mlp, lora_dropout))
 

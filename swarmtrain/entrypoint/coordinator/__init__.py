@@ -1,1 +1,1 @@
-"""The coordinator: the c10d store of a run, and the decision when a new world forms. Standard library only, apart from the store."""
+"""The coordinator: hosts the c10d store of a run, and decides when a new world forms. Standard library only, except for the store."""

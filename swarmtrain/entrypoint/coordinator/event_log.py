@@ -1,6 +1,6 @@
-"""Log of the coordinator: progress and usage are printed so rarely that a month of them leaves room in the log for other events.
+"""Writer of the coordinator's log. It limits the rate of progress and usage events, so that a month of them leaves room for others.
 
-Pure: events go out through `publish`, time comes from `clock` (seconds, monotonic).
+Pure: events are written through `publish`, time comes from `clock` (seconds, monotonic).
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ USAGE_BYTES_PER_SECOND = 12.0
 
 
 class EventLogWriter:
-    """Prints events in order. The newest progress is held back until it is due, or until another event must follow it."""
+    """Writes events to the coordinator's log in order, with rate limits for progress and usage.
+
+    The newest progress event is held back until it is due, or until another event must follow it.
+    """
 
     def __init__(self, publish: Callable[[Event], None], clock: Callable[[], float]) -> None:
         self._publish, self._clock = publish, clock
@@ -30,14 +33,14 @@ class EventLogWriter:
         self._next_usage_at = float("-inf")
 
     def write_event(self, event: Event) -> None:
-        """Print an event, after pending progress from before it."""
+        """Write an event to the log, after any pending progress event that precedes it."""
         pending, self._pending_progress = self._pending_progress, None
         if pending is not None:
             self._publish(pending)
         self._publish(event)
 
     def write_progress(self, event: Event) -> None:
-        """Print progress if due; otherwise keep it, in place of an older one."""
+        """Write a progress event if one is due; otherwise keep it as pending, replacing an older pending one."""
         now, (min_interval, max_interval) = self._clock(), PROGRESS_INTERVAL_SECONDS
         self._pending_progress = event
         if now >= self._next_progress_at:
@@ -46,7 +49,7 @@ class EventLogWriter:
             self._publish(event)
 
     def write_usage(self, data: dict[str, Any], members: Container[str]) -> None:
-        """Record what a node uses, and if due print the usage of all `members`."""
+        """Record the resource usage of one node, and if due write the usage of all nodes in `members`."""
         self._usage_by_node[str(data["node"])] = {key: value for key, value in data.items() if key != "node"}
         if self._clock() < self._next_usage_at:
             return
@@ -55,6 +58,6 @@ class EventLogWriter:
         self.write_event(event)
 
     def tick(self) -> None:
-        """Print pending progress if it is due now."""
+        """Write the pending progress event if it is due now."""
         if self._pending_progress is not None:
             self.write_progress(self._pending_progress)

@@ -1,4 +1,4 @@
-"""Membership of nodes, by the heartbeats that the coordinator receives.
+"""Membership of nodes in a run, determined by the heartbeats that the coordinator receives.
 
 Pure: time comes from `clock` (seconds, monotonic).
 """
@@ -22,14 +22,14 @@ class _MemberState:
 
 
 class Membership:
-    """The nodes of one run, from the first that joins to the last that leaves."""
+    """Nodes of one run that are currently members: they have registered, send heartbeats, and have not left."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._nodes: dict[str, _MemberState] = {}
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a node is a member: it has not left, and was not found silent."""
+        """Return whether the node `name` is a member: it has neither left nor been declared lost."""
         return name in self.members
 
     @property
@@ -42,13 +42,13 @@ class Membership:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether no node is left that could still listen."""
+        """Whether every node has left or is unresponsive, so that nobody listens to the coordinator any more."""
         return all(node.has_left or self._is_silent(node) for node in self._nodes.values())
 
     def register_node(self, name: str) -> bool:
-        """Register a start of a node's supervisor, the first or a later one.
+        """Register a start of a node's supervisor, the first start or a restart.
 
-        Return whether the previous one died without reporting its exit.
+        Return whether the previous supervisor of this node died without reporting its exit.
         """
         previous = self._nodes.get(name)
         self._nodes[name] = _MemberState(self._clock())
@@ -65,11 +65,11 @@ class Membership:
         self._nodes[name].exit_code, self._nodes[name].has_left = exit_code, True
 
     def has_finished(self, name: str) -> bool:
-        """Return whether a node has ended successfully."""
+        """Return whether the node `name` has finished with exit code 0."""
         return name in self._nodes and self._nodes[name].exit_code == 0
 
     def collect_lost_nodes(self) -> list[str]:
-        """Return the nodes that have become silent since the last call, and mark them as gone."""
+        """Return the nodes that have become silent since the last call, and remove them from the members."""
         lost_nodes = [name for name, node in self._nodes.items() if not node.has_left and self._is_silent(node)]
         for name in lost_nodes:
             self._nodes[name].has_left = True

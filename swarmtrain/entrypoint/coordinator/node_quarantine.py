@@ -55,7 +55,7 @@ class NodeQuarantine:
             or recent_failures <= 2 * sum(self._count_recent(other_node) for other_node in self._failure_times if other_node != node)
         ):
             return None
-        reason = f"the first to fail {recent_failures} times within an hour, more than twice as often as all others together"
+        reason = f"the first to fail {recent_failures} times within an hour, more than twice as often as all other nodes together"
         if node in members and len(self._list_eligible(members) - {node}) >= self._min_nodes:
             self._quarantined_until[node] = self._clock() + HOUR_SECONDS
             return Event(EVENT_NODE_QUARANTINED, {"node": node, "seconds": HOUR_SECONDS, "reason": reason})
@@ -63,22 +63,28 @@ class NodeQuarantine:
             return None
         self._last_warned[node] = self._clock()
         return Event(
-            EVENT_NOTE, {"node": node, "message": f"{node} was {reason}: is its machine healthy? Without it there are fewer than min_nodes"}
+            EVENT_NOTE,
+            {
+                "node": node,
+                "message": f"{node} was {reason}: check its machine; it is not quarantined, since fewer than min_nodes would remain",
+            },
         )
 
     def clear_node(self, node: str) -> None:
-        """Clear a node's record after a stop of it was requested. If it comes back, it starts with a clean record."""
+        """Clear the failure record of the node `node` after a stop of it was requested: if it comes back, it starts with a clean record."""
         self._quarantined_until.pop(node, None)
         self._failure_times.pop(node, None)
 
     def release_nodes(self, members: Set[str]) -> list[Event]:
-        """Release nodes that may train again, and return the events for it."""
+        """Release quarantined nodes that may train again, and return an event for each."""
         events = [
-            self._release_node(node, "its hour is over") for node, until in [*self._quarantined_until.items()] if until <= self._clock()
+            self._release_node(node, "its quarantine is over")
+            for node, until in [*self._quarantined_until.items()]
+            if until <= self._clock()
         ]
         while (quarantined_members := members & self._quarantined_until.keys()) and len(self._list_eligible(members)) < self._min_nodes:
             node = min(quarantined_members, key=self._quarantined_until.__getitem__)
-            events.append(self._release_node(node, f"the others are fewer than min_nodes, {self._min_nodes}"))
+            events.append(self._release_node(node, f"the other nodes are fewer than min_nodes, {self._min_nodes}"))
         return events
 
     def _release_node(self, node: str, reason: str) -> Event:
@@ -93,5 +99,5 @@ class NodeQuarantine:
 
 
 def is_machine_failure(failure: Mapping[str, Any]) -> bool:
-    """Return whether a machine may be at fault for a failure that is not merely a consequence of another one."""
+    """Return whether a failure may be the fault of a machine, and is not merely collateral to another failure."""
     return not is_collateral_failure(failure) and bool(failure.get("signal") or _MACHINE_ERROR_PATTERN.search(str(failure.get("error"))))

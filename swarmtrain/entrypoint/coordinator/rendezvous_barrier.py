@@ -14,7 +14,7 @@ COORDINATOR_WARMUP_SECONDS = 2.5
 
 
 class RendezvousBarrier:
-    """Nodes that have arrived in the next round, and those expected: newly announced, or left over from the previous round."""
+    """Barrier of the next rendezvous round: the nodes that have arrived, and those that are still expected."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class RendezvousBarrier:
         self._round_started_at = 0.0
 
     def announce_node(self, name: str) -> None:
-        """Announce a node whose supervisor has started; importing torch takes it seconds."""
+        """Announce that a node's supervisor has started, so that the barrier expects the node; importing torch takes it several seconds."""
         self._announced[name] = self._clock()
         self._arrived.discard(name)
 
@@ -47,5 +47,5 @@ class RendezvousBarrier:
         return is_complete or self._clock() - self._round_started_at > BARRIER_TIMEOUT_SECONDS
 
     def forget_node(self, name: str) -> None:
-        """Forget a node that has left again."""
+        """Stop expecting the node `name`, which has left."""
         self._announced.pop(name, None)

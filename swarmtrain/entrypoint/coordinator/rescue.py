@@ -1,4 +1,4 @@
-"""Just-in-time checkpoints: which step the surviving ranks of a failed world save, and which of them write it.
+"""Just-in-time checkpoints: choose which step the surviving ranks of a failed world save, and which of these ranks write the checkpoint.
 
 Also issues the generation of a new world, higher than any on the disks of that world and than all issued before.
 A pure state machine, as state_machine.py is. Ranks report what they hold, repeatedly while they live. The rules:
@@ -35,11 +35,11 @@ class _BrokenWorld:
     last_reports: dict[int, float] = field(default_factory=dict)
     rescue: RescueAssignment = field(default_factory=RescueAssignment)
     saved_ranks: set[int] = field(default_factory=set)
-    """First writers that have finished this attempt."""
+    """First writers that have finished the current attempt."""
 
 
 class RescueArbiter:
-    """Rescues of the worlds of one run. `clock` is in seconds, monotonic."""
+    """Arbiter of the just-in-time checkpoints of one run: decides which ranks write which step. `clock` is in seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -47,9 +47,12 @@ class RescueArbiter:
         self._generation = 0
 
     def handle_request(self, op: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Handle a request of a surviving rank or a new world. Raises ValueError, KeyError or TypeError if it is malformed."""
-        if op == "report_survivor":
-            return asdict(self.report_survivor(request["world"], int(request["rank"]), SurvivorState(**request["state"])))
+        """Handle a request of a surviving rank or of a new world, and return the response.
+
+        Raises ValueError, KeyError or TypeError if the request is malformed.
+        """
+        if op == "report_surviving_rank":
+            return asdict(self.report_surviving_rank(request["world"], int(request["rank"]), SurvivorState(**request["state"])))
         if op == "rescue_finished":
             self.record_rescue_finished(request["world"], int(request["attempt"]), int(request["rank"]))
         if op == "generation":
@@ -57,16 +60,16 @@ class RescueArbiter:
         return {"rescue_pending": self.is_pending}
 
     def issue_generation(self, above: int) -> int:
-        """Return a generation higher than `above`, the highest on the disks of a new world, and than all that were issued here."""
+        """Return a new generation number, higher than `above` (the highest on the disks of a new world) and than all issued before."""
         self._generation = max(self._generation, above) + 1
         return self._generation
 
     @property
     def is_pending(self) -> bool:
-        """True while surviving ranks are saving, so that a new world must wait for their checkpoint."""
+        """Return whether surviving ranks are writing a just-in-time checkpoint, so that a new world must wait for it."""
         return any(not world.rescue.is_finished and self._list_alive(world) for world in self._worlds.values())
 
-    def report_survivor(self, key: str, rank: int, state: SurvivorState) -> RescueAssignment:
+    def report_surviving_rank(self, key: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Record that rank `rank` of the world `key` is alive and holds `state`. Return its assignment."""
         world = self._get_world(key)
         world.survivor_states[rank], world.last_reports[rank] = state, self._clock()
@@ -75,13 +78,13 @@ class RescueArbiter:
         return world.rescue
 
     def record_failure(self, event: Event) -> None:
-        """Record from a failure event that a rank is dead, so that its report is not waited for."""
+        """Record from a failure event that a rank is dead, so that the arbiter does not wait for its report."""
         if event.kind == EVENT_FAILURE and {"world", "rank"} <= event.data.keys():
             world = self._get_world(str(event.data["world"]))
             world.dead_ranks.add(int(event.data["rank"]))
 
     def record_rescue_finished(self, key: str, attempt: int, rank: int) -> None:
-        """Record that the first writer of a disk has finished an attempt: its checkpoint is committed, or could not be written."""
+        """Record that `rank`, the first writer of a disk, has finished attempt `attempt`: its checkpoint is committed, or has failed."""
         world = self._worlds.get(key)
         if world and attempt == world.rescue.attempt:
             world.saved_ranks.add(rank)
@@ -124,9 +127,9 @@ class RescueArbiter:
 
 
 def choose_writers(survivor_states: dict[int, SurvivorState], *, no_more_expected: bool) -> tuple[int, tuple[int, ...]]:
-    """Return the step to save and its writers in rank order; no writers if no step is complete yet.
+    """Return the step to save and its writers in rank order. The writers are empty if no step is complete yet.
 
-    Unless `no_more_expected`, there are also none as long as a newer step may be reported.
+    The writers are also empty while a newer step may still be reported, unless `no_more_expected`.
     """
     newest = max(state.step for state in survivor_states.values())
     newest_is_final = no_more_expected or any(state.step == newest and not state.ready for state in survivor_states.values())

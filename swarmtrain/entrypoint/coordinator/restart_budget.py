@@ -1,6 +1,6 @@
-"""Restart budget: how often a run may fail, and which repeated failure is a bug. Hardware fails occasionally, a bug immediately.
+"""Restart budget of a run: how often it may fail, and which repeated failure is a bug in the script rather than a hardware fault.
 
-Pure: time comes from `clock` (seconds, monotonic). A world counts once, no matter how many of its ranks fail.
+Pure: time comes from `clock` (seconds, monotonic). The failure of a world counts once, no matter how many of its ranks fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VARIABLE_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 class RestartBudget:
-    """Failures of one run, and how many more it may have."""
+    """Restart budget of one run: its failures so far, and how many more are allowed."""
 
     def __init__(self, max_restarts: int, max_restarts_per_hour: int, clock: Callable[[], float]) -> None:
         self._max_restarts, self._max_restarts_per_hour = max_restarts, max_restarts_per_hour
@@ -28,7 +28,7 @@ class RestartBudget:
         self._previous_signature: str | None = None
 
     def reset_consecutive_failures(self) -> None:
-        """Reset the consecutive failures: the run has made new progress."""
+        """Reset the count of consecutive failures, because the run has completed a new step."""
         self._consecutive_failures = 0
 
     def record_failure(self) -> None:
@@ -39,14 +39,14 @@ class RestartBudget:
             self._failure_times.popleft()
 
     def record_cause(self, world: str, data: Mapping[str, Any]) -> None:
-        """Record why `world` has failed, as far as known."""
+        """Record the cause of `world`'s failure from the failure event's data."""
         if self._last_failure[0] != world:
             self._previous_signature = self._last_failure[1]
         self._last_failure = world, _build_bug_signature(data)
 
     @property
     def exhausted_reason(self) -> str | None:
-        """Reason to give up the run, or None."""
+        """Reason to give up the run because its restart budget is exhausted; None if restarts are left."""
         if self._consecutive_failures > self._max_restarts:
             failure_count = "once" if self._consecutive_failures == 1 else f"{self._consecutive_failures} times in a row"
             return f"failed {failure_count} without a new step, max_restarts is {self._max_restarts}"
@@ -56,13 +56,13 @@ class RestartBudget:
 
     @property
     def bug_reason(self) -> str | None:
-        """Reason to treat the last failure as a bug: the previous one was the same exception at the same step. Otherwise None."""
+        """Reason to treat the last failure as a bug: the previous failure was the same exception at the same step. None if it was not."""
         is_repeated = self._last_failure[1] is not None and self._last_failure[1] == self._previous_signature
-        return "the same at the same step as the time before: no fault of a machine" if is_repeated else None
+        return "same error at the same step as before: not a machine fault" if is_repeated else None
 
 
 def _build_bug_signature(data: Mapping[str, Any]) -> str | None:
-    """Return a signature of an exception and its step. None for failures that a machine may have caused, or without a step."""
+    """Return a signature of an exception and its step. None for failures that a machine may have caused, or whose step is unknown."""
     step = data.get("step")
     is_machine_fault = is_machine_failure(data) or is_collateral_failure(data) or data.get("oom")
     if is_machine_fault or data.get("permanent") is False or not isinstance(step, int):

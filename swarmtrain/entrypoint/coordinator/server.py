@@ -30,12 +30,12 @@ from swarmtrain.protocol import EVENT_FAILURE, RENDEZVOUS_SERVICE, CoordinatorEn
 _MAX_REQUEST_BYTES = 1 << 20
 _CLIENT_TIMEOUT_SECONDS = 10.0
 _TICK_SECONDS = 0.2
-_PORT_HINT = "end what listens there, or choose another: runner.master_port, and the one after it"
+_PORT_HINT = "stop the process that listens there, or set runner.master_port to a free port whose next port is free too"
 _EXIT_STOP_REQUESTED = 128 + signal.SIGTERM
 
 
 def main() -> int:
-    """Serve until the run is over, and return the exit code."""
+    """Serve the c10d store and the coordinator until the run is over, and return the exit code."""
     try:
         env = CoordinatorEnv.from_env(os.environ)
     except ValueError as error:
@@ -84,7 +84,7 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
         super().__init__(address, _RequestHandler)
 
     def dispatch_request(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Handle `request` and return the response. Raises ValueError, KeyError or TypeError if it is malformed."""
+        """Handle the JSON object `request` and return the response. Raises ValueError, KeyError or TypeError if it is malformed."""
         with self._lock:
             match request.pop("op"):
                 case "ping":
@@ -100,13 +100,13 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                     return asdict(self._coordinator.close_round(request["node"], request["round"]))
                 case "leave":
                     return asdict(self._coordinator.record_node_exit(request["node"], int(request["exit_code"])))
-                case "report_survivor" | "rescue_finished" | "rescue_pending" | "generation" as op:
+                case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
                     return self._rescue_arbiter.handle_request(op, request)
                 case op:
-                    raise ValueError(f"no such operation: {op}")
+                    raise ValueError(f"unknown operation: {op}")
 
     def tick(self) -> bool:
-        """Advance timers. Return whether the coordinator has nothing left to do."""
+        """Advance the coordinator's timers. Return whether the coordinator can exit."""
         with self._lock:
             self._coordinator.tick()
             return self._coordinator.is_finished
@@ -133,7 +133,7 @@ def _wait_until_finished(server: CoordinatorServer, stop: threading.Event) -> bo
 
 
 def _open_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
-    """Serve the store, bound to the same address as the coordinator. If that fails, the run fails."""
+    """Serve the c10d store at the same address as the coordinator. If this fails, the run fails."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise it warns of each client whose address has no host name
     try:
         from torch.distributed import TCPStore

@@ -1,4 +1,4 @@
-"""What the coordinator knows and decides: which rendezvous round is current, and how the run ended.
+"""State machine of the coordinator: decides which rendezvous round is current, and how the run ended.
 
 A pure state machine: calls in, events out through `publish`, time through `clock` (seconds, monotonic). The rules:
 - A round is used until a node reports it closed; N nodes that close the same round start one new round.
@@ -57,7 +57,7 @@ _RESERVED_KINDS = {EVENT_OPERATION, EVENT_COORDINATOR_STARTED, EVENT_NODE_LEFT, 
 
 
 class Coordinator:
-    """State of the coordinator, from its start to its end. `boot_id` distinguishes its rounds from those of its predecessor."""
+    """State machine of the coordinator of one run. `boot_id` distinguishes its rounds from those of an earlier coordinator process."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class Coordinator:
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is an outcome, and no node is left that has not received it."""
+        """Whether the run has an outcome, and every remaining node has received it."""
         return self._outcome is not None and self._clock() - self._outcome_at >= LINGER_SECONDS and self._membership.is_deserted
 
     def register_node(self, name: str) -> Orders:
-        """Register a start of a node's supervisor, the first or a later one."""
+        """Register a start of a node's supervisor, the first start or a restart, and return its orders."""
         if name not in self._membership:
             self._membership_changing = True
         elif name in self._worlds.unfinished_nodes:
@@ -113,14 +113,14 @@ class Coordinator:
         return self.orders
 
     def record_heartbeat(self, name: str) -> Orders:
-        """Record a heartbeat of a node's supervisor."""
+        """Record a heartbeat of a node's supervisor, and return its orders."""
         self._membership.record_heartbeat(name)
         return self.orders
 
     def close_round(self, name: str, round: str) -> Orders:
-        """Handle a node that has no agent, before its first round ("") or after `round`, and is ready for the next one.
+        """Handle a node without an agent, which is ready for the round after `round` ("" before its first round), and return its orders.
 
-        If the response has the same round again, the other nodes are finishing, and the node must not start an agent.
+        If the orders name the same round again, the other nodes are finishing, and the node must not start an agent.
         """
         self._membership.record_heartbeat(name)
         if round == self.round and not self._outcome:
@@ -135,7 +135,10 @@ class Coordinator:
         return replace(self.orders, wait=wait)
 
     def record_node_exit(self, name: str, exit_code: int) -> Orders:
-        """Record a node's exit: 0 for success, EXIT_PLANNED if a stop was requested, anything else if it could not continue."""
+        """Record a node's exit and return its orders.
+
+        The exit code is 0 for success, EXIT_PLANNED if a stop was requested, else a failure.
+        """
         self._membership.record_exit(name, exit_code)
         self._barrier.forget_node(name)
         self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": exit_code}))
@@ -152,13 +155,16 @@ class Coordinator:
                     )
                 )
         elif name in self._worlds.unfinished_nodes:
-            self._fail_incomplete_world(f"{name} left with exit code {exit_code}")
+            self._fail_incomplete_world(f"{name} exited with exit code {exit_code}")
         return self.orders
 
     def post(self, event: Event) -> Receipt:
-        """Handle an event from a node or a rank. Raises ValueError for a kind that only the coordinator itself may write."""
+        """Handle an event from a node or a rank, and return its receipt.
+
+        Raises ValueError for an event kind that only the coordinator may write.
+        """
         if event.kind in _RESERVED_KINDS:
-            raise ValueError(f"an event of kind `{event.kind}` is for the coordinator to write")
+            raise ValueError(f"an event of kind `{event.kind}` may only be written by the coordinator")
         is_known = False
         if event.kind == EVENT_WORLD_FORMED:
             self._form_world(event)
@@ -178,7 +184,7 @@ class Coordinator:
         return Receipt(is_known, run_failed=self._has_failed)
 
     def tick(self) -> None:
-        """Advance timers: detect lost nodes, and fail the run if it was only waiting for a better reason."""
+        """Advance timers: declare silent nodes lost, and fail the run once the wait for a root cause is over."""
         for name in self._membership.collect_lost_nodes():
             self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": None}))
             if name in self._worlds.unfinished_nodes:
@@ -210,7 +216,7 @@ class Coordinator:
             self._event_log.write_event(Event(EVENT_WORLD_FORMED, {**event.data, "ranks": ranks}))
 
     def _record_failure(self, event: Event) -> bool:
-        """Record a failure. Return whether its reason was already reported."""
+        """Record a failure event. Return whether its reason was already reported."""
         cause = self._worlds.attribute_failure(event.data, self.round)
         is_known = self._reported_failures.record_reason(cause)
         if self._reported_failures.record_report(cause, event.data) and not self._has_failed:
@@ -222,7 +228,7 @@ class Coordinator:
         permanent, world = cause.data.get("permanent"), self._worlds.newest
         if permanent is True or (permanent == PERMANENT_BEFORE_FIRST_STEP and self._best_step < 0):
             self._failure_cause = cause
-            self._fail_run("this does not get better by trying again")
+            self._fail_run("retrying would not help")
         elif world and cause.world == world.key and world.finished_nodes - {cause.node}:
             self._failure_cause = cause
             self._fail_incomplete_world("")
@@ -258,9 +264,9 @@ class Coordinator:
             self._record_machine_failure(cause.world, cause.node)
 
     def _record_machine_failure(self, world: str, node: str) -> None:
-        """Record that the machine of `node` made `world` fail, and quarantine it if that is too often.
+        """Record that the machine of `node` caused the failure of `world`, and quarantine the node if it fails too often.
 
-        The others then start a new round without it.
+        The other nodes then start a new round without it.
         """
         if self._outcome or self._worlds.is_finishing:
             return
@@ -279,7 +285,7 @@ class Coordinator:
 
     def _fail_incomplete_world(self, incident: str) -> None:
         finished_node = min(self._worlds.newest.finished_nodes) if self._worlds.newest else ""
-        reason = f"{finished_node} had finished by then, so this world cannot form again"
+        reason = f"{finished_node} had already finished, so this world cannot form again"
         self._fail_run(f"{incident}; {reason}" if incident else reason, omit_cause=bool(incident))
 
     @property

@@ -18,14 +18,14 @@ _NUMBER_PATTERN = re.compile(r"\d[\d.,]*")
 
 @dataclass
 class FormedWorld:
-    """A world of which all nodes have reported that they are in it."""
+    """World that has formed: all its nodes have reported that they joined it."""
 
     key: str
     node_count: int
     ranks: dict[str, list[int]]
     formed_at: float
     finished_nodes: set[str] = field(default_factory=set)
-    """Nodes whose ranks have returned: they cannot form this world again."""
+    """Nodes of this world whose ranks have returned, so that this world cannot form again."""
 
     @property
     def members(self) -> set[str]:
@@ -49,13 +49,13 @@ class FailureCause:
 
     @property
     def subject(self) -> str:
-        """Node and rank that failed, for a message."""
+        """Node and rank that failed, formatted for a message."""
         rank = self.data.get("rank")
         return str(self.data.get("node", "a node")) + (f" rank {rank}" if rank is not None else "")
 
     @property
     def exit_code(self) -> int:
-        """Exit code that a shell would show for it; 1 if unknown."""
+        """Exit code of the failed rank, as a shell would show it; 1 if unknown."""
         if name := self.data.get("signal"):
             return 128 + getattr(signal, str(name), 0)
         code = self.data.get("exit_code")
@@ -70,7 +70,7 @@ class WorldTracker:
         self._forming: dict[str, dict[str, list[int]]] = {}
 
     def add_node(self, data: Mapping[str, Any], timestamp: float) -> FormedWorld | None:
-        """Record one node's report that it is in a world. Return that world once all its nodes have reported."""
+        """Record one node's report that it has joined a world. Return that world once all its nodes have reported, else None."""
         key, node_count = str(data["world"]), int(data["nodes"])
         ranks = self._forming.setdefault(key, {})
         ranks.update(data["ranks"])
@@ -81,9 +81,10 @@ class WorldTracker:
         return self.newest
 
     def attribute_failure(self, data: Mapping[str, Any], round: str) -> FailureCause:
-        """Return the failure attributed to its world and to the rank that failed, which another rank may have reported.
+        """Return the cause of a failure event, attributed to the right world and to the failed rank, which another rank may have
+        reported.
 
-        `round` is the current round: an agent that fails does not know its world.
+        `round` is the current rendezvous round: an agent that fails does not know its world.
         """
         attributed = {key: value for key, value in data.items() if key != "failed_rank"}
         for node, ranks in (self.newest.ranks if self.newest else {}).items():
@@ -98,26 +99,27 @@ class WorldTracker:
 
     @property
     def is_finishing(self) -> bool:
-        """Whether the newest world can no longer form again, since one of its nodes has finished."""
+        """Whether the newest world cannot form again, because one of its nodes has finished."""
         return self.newest is not None and bool(self.newest.finished_nodes)
 
     @property
     def unfinished_nodes(self) -> set[str]:
-        """Nodes of the newest world that are still needed after another one has finished."""
+        """Nodes of the newest world that must still finish after another node has finished."""
         return self.newest.members - self.newest.finished_nodes if self.newest and self.is_finishing else set()
 
 
 class ReportedFailures:
-    """Failures reported of each world, so that nothing is printed twice."""
+    """Failures already reported in each world, so that none is printed twice."""
 
     def __init__(self) -> None:
         self._reported_ranks: set[tuple[str, str, int]] = set()
         self._reasons_by_world: dict[str, dict[str, bool]] = {}
 
     def record_reason(self, cause: FailureCause) -> bool:
-        """Record a failure's reason.
+        """Record the reason of a failure.
 
-        Return whether it is already known: reported by another rank of its world (apart from numbers), or collateral to a known one.
+        Return whether the reason is already known: reported by another rank of this world (apart from numbers), or collateral to a known
+        failure.
         """
         reasons = self._reasons_by_world.setdefault(cause.world, {})
         reason = _NUMBER_PATTERN.sub("0", str(cause.data.get("error")))
@@ -126,9 +128,9 @@ class ReportedFailures:
         return is_known
 
     def record_report(self, cause: FailureCause, report: Mapping[str, Any]) -> bool:
-        """Record a failure report. Return whether the failed rank has not been reported yet.
+        """Record a failure report. Return whether this is the first report of the failed rank.
 
-        `report` is the failure before attribution, whose own rank counts as reported too.
+        `report` is the failure before attribution; its own rank counts as reported, too.
         """
         is_new = _build_identity(cause.world, cause.data) not in self._reported_ranks
         self._reported_ranks |= {_build_identity(cause.world, report), _build_identity(cause.world, cause.data)}

@@ -1,1 +1,1 @@
-"""The probe of a node: its hardware, mounts, links and collectives, for `swarmtrain doctor`."""
+"""The probe of a node, for `swarmtrain doctor`: checks its hardware, mounts, links and collectives."""

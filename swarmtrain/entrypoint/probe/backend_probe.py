@@ -1,6 +1,7 @@
-"""Check of an interpreter's packages and collective backends: this file run as `PYTHON -c` with one JSON argument.
+"""Probe of a Python interpreter: its packages and collective backends. This file is run as `PYTHON -c` with one JSON argument.
 
-`{}` asks for an inspection; otherwise this is one process of a group, one on each host, that runs an all-reduce. Prints one JSON line.
+The argument `{}` requests an inspection. Any other argument describes a process group with one process on each host, which runs an
+all-reduce. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def inspect_interpreter() -> dict[str, Any]:
 
 
 def run_all_reduce(backend: str, rank: int, size: int, store: str, interface: str) -> dict[str, float]:
-    """Return the all-reduced sum of rank + 1 over a group of `size` processes, as {"sum": …}. Raises what torch raises."""
+    """Run an all-reduce of rank + 1 in a process group of `size` processes, and return the sum as {"sum": …}.
+
+    Raises any exception of torch.
+    """
     import torch
     import torch.distributed as dist
 

@@ -59,7 +59,7 @@ def _probe_collective(link_errors: str) -> dict[str, Any]:
     try:
         store = TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
         if first_error := _share_link_errors(store, rank, world_size, link_errors):
-            return {**report, "error": f"not tried, since {first_error}"}
+            return {**report, "error": f"skipped, because {first_error}"}
         report["gloo"] = _measure_backend("gloo", store, rank, world_size)
         if torch.cuda.is_available() and torch.distributed.is_nccl_available():
             report["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # not typed in torch
@@ -70,14 +70,17 @@ def _probe_collective(link_errors: str) -> dict[str, Any]:
 
 
 def _share_link_errors(store: Store, rank: int, world_size: int, link_errors: str) -> str:
-    """Return the link errors of the first rank that has any, the same on all ranks. Raises RuntimeError."""
+    """Exchange the link errors through `store`, and return those of the first rank that has any, the same on all ranks.
+
+    Raises RuntimeError if the store fails.
+    """
     store.set(f"broken/{rank}", link_errors)
     all_errors = [store.get(f"broken/{peer_rank}").decode() for peer_rank in range(world_size)]
     return next(filter(None, all_errors), "")
 
 
 def _measure_backend(backend: str, store: Store, rank: int, world_size: int) -> dict[str, float]:
-    """Return the seconds to form the group, and of an all-reduce of 4 MiB (median of several, after a warmup)."""
+    """Return the seconds to form the process group, and to run an all-reduce of 4 MiB (median of several, after a warm-up)."""
     import torch.distributed as dist
 
     done_prefix = f"{backend} is over/"

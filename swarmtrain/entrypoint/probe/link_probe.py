@@ -1,7 +1,7 @@
-"""Probe of every pair of nodes, measured by both ends: round trip, largest packet that passes, bandwidth in each direction.
+"""Probe of the network link between each pair of nodes: round-trip time, largest unfragmented packet, and bandwidth in each direction.
 
-Pairs are scheduled in rounds of disjoint pairs, so that no node takes part in two measurements at once. All nodes go through the same
-rounds in the same order, and wait only for their partner. Standard library only.
+Both ends measure. Pairs are scheduled in rounds of disjoint pairs, so that no node takes part in two measurements at once. All nodes go
+through the same rounds in the same order, and wait only for their partner. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _MORE_MARK, _LAST_MARK = b"\1", b"\0"
 
 @dataclass(frozen=True)
 class Link:
-    """Measurements between two nodes. `error` is why they failed; the rest is then 0."""
+    """Measurements of the link between two nodes. If it could not be measured, `error` has the reason, and the other values are 0."""
 
     a: str
     b: str
     round_trip: float = 0.0
-    """Seconds, median of many."""
+    """Median round-trip time in seconds."""
     forward_bandwidth: float = 0.0
-    """Bytes per second from a to b, by one TCP stream."""
+    """Bandwidth from a to b in bytes per second, by one TCP stream."""
     backward_bandwidth: float = 0.0
-    """Bytes per second from b to a."""
+    """Bandwidth from b to a in bytes per second, by one TCP stream."""
     largest_packet: int = 0
-    """Bytes of the largest tested IP packet that arrives unfragmented in both directions."""
+    """Size in bytes of the largest tested IP packet that arrives unfragmented in both directions."""
     error: str = ""
 
 
 def schedule_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return every pair of `names` once, in rounds of disjoint pairs: n-1 of them, or n if n is odd.
+    """Return every pair of `names` once, in rounds of disjoint pairs: n-1 rounds for n names, or n if n is odd.
 
-    The circle method of round-robin tournaments (Kirkman, 1847): one stays, the others rotate by one place per round.
+    The circle method of round-robin tournaments (Kirkman, 1847): one name keeps its place, the others rotate by one place per round.
     """
     ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     rounds = []
@@ -64,12 +64,12 @@ def schedule_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 class LinkProber:
-    """This node's ends of all its links. It listens for peers from the start, and connects to them in their round."""
+    """Measures all links of this node. It listens for peers from the start, and connects to each in its round."""
 
     def __init__(self, name: str, port: int, mtu: int, bind: str = "", peer_addresses: Mapping[str, str] | None = None) -> None:
-        """Listen on TCP and UDP `port` of `bind`. `mtu` is that of the interface that leads to the peers.
+        """Listen on TCP and UDP `port` of the address `bind`. `mtu` is the MTU of the interface that leads to the peers.
 
-        `peer_addresses`: address or name of peers that cannot be found by their node name. Raises OSError.
+        `peer_addresses`: address or name of peers that cannot be found by their node name. Raises OSError if the port cannot be bound.
         """
         self.name, self._port, self._mtu, self._bind = name, port, mtu, bind
         self._peer_addresses = peer_addresses or {}
@@ -87,11 +87,11 @@ class LinkProber:
     def wait_for_peers(
         self, peers: Sequence[str], timeout: float, unresponsive_timeout: float = _UNRESPONSIVE_SECONDS
     ) -> dict[str, float | None]:
-        """Wait until all `peers` listen. Return for each the seconds that its name takes to resolve, None if it never answered.
+        """Wait until all `peers` listen. Return for each peer the seconds to resolve its name, or None if the peer never answered.
 
         A name that resolves means that the peer exists: if it does not answer for `unresponsive_timeout` seconds, it is no longer waited
-        for. A name that does not exist yet may block a lookup for many seconds, so each peer is resolved in its own thread, and the time is
-        that of a lookup after it has answered.
+        for. A name that does not exist yet may block a lookup for many seconds, so each peer is resolved in its own thread, and the time
+        is that of a lookup after the peer has answered.
         """
         deadline = time.monotonic() + timeout
         lookup_times: dict[str, float | None] = dict.fromkeys(peers)
@@ -124,7 +124,10 @@ class LinkProber:
                 time.sleep(0.1)
 
     def measure_link(self, a: str, b: str, partner_timeout: float) -> Link:
-        """Measure the link between this node and another. `partner_timeout`: seconds to wait for the partner."""
+        """Measure the link between the nodes `a` and `b`, one of which is this node.
+
+        `partner_timeout`: seconds to wait for the other one.
+        """
         partner = b if self.name == a else a
         if partner not in self._addresses:
             return Link(a, b, error=f"{partner} cannot be reached from {self.name}")
@@ -136,7 +139,7 @@ class LinkProber:
             return Link(a, b, error=str(error) or type(error).__name__)
 
     def send_datagrams(self, address: str) -> None:
-        """Send datagrams of many sizes with fragmentation disabled."""
+        """Send UDP datagrams of many sizes to `address`, with fragmentation disabled."""
         for size in sorted({size for size in (*_PACKET_SIZES, self._mtu) if size <= self._mtu}):
             for _ in range(2):
                 try:
@@ -145,11 +148,11 @@ class LinkProber:
                     break
 
     def get_received_sizes(self, address: str) -> set[int]:
-        """Return the sizes of the packets received from `address`."""
+        """Return the sizes in bytes of the packets received from `address`."""
         return set(self._received_sizes.get(address, set()))
 
     def _call_peer(self, peer: str, partner_timeout: float) -> socket.socket:
-        """Return a connection to `peer` once it is ready for the measurement."""
+        """Return a TCP connection to `peer` once it is ready for the measurement."""
         try:
             connection = self._connect(self._addresses[peer])
             connection.sendall(self.name.encode() + b"\n")
@@ -172,7 +175,7 @@ class LinkProber:
     def _wait_for_caller(self, peer: str, partner_timeout: float) -> socket.socket:
         with self._caller_arrived:
             if not self._caller_arrived.wait_for(lambda: peer in self._incoming, partner_timeout):
-                raise OSError(f"{peer} did not call {self.name}")
+                raise OSError(f"{peer} did not connect to {self.name}")
             connection = self._incoming.pop(peer)
         connection.sendall(_MORE_MARK)
         return connection
@@ -208,14 +211,14 @@ def _measure_as_caller(prober: LinkProber, connection: socket.socket, a: str, b:
         _receive_exactly(connection, 1)
         round_trips.append(time.perf_counter() - sent_at)
     connection.sendall(_LAST_MARK)
-    largest_packet = _find_largest_packet(prober, connection)
+    largest_packet = _probe_path_mtu(prober, connection)
     median_round_trip = statistics.median(round_trips)
     try:
         forward_bandwidth = _send_stream(connection)
         backward_bandwidth = _receive_stream(connection)
         _send_json(connection, backward_bandwidth)
     except OSError as error:  # small packets came through, so return what was measured
-        return Link(a, b, median_round_trip, largest_packet=largest_packet, error=f"data stops on its way: {error}")
+        return Link(a, b, median_round_trip, largest_packet=largest_packet, error=f"the data transfer stalled: {error}")
     return Link(a, b, median_round_trip, forward_bandwidth, backward_bandwidth, largest_packet)
 
 
@@ -223,7 +226,7 @@ def _measure_as_callee(prober: LinkProber, connection: socket.socket, a: str, b:
     _configure_socket(connection)
     while _receive_exactly(connection, 1) == _MORE_MARK:
         connection.sendall(_MORE_MARK)
-    largest_packet = _find_largest_packet(prober, connection)
+    largest_packet = _probe_path_mtu(prober, connection)
     forward_bandwidth = _receive_stream(connection)
     _send_json(connection, forward_bandwidth)
     backward_bandwidth = _send_stream(connection)
@@ -236,8 +239,8 @@ def _configure_socket(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
 
-def _find_largest_packet(prober: LinkProber, connection: socket.socket) -> int:
-    """Send datagrams of many sizes from both ends. Return the largest size that passed in both directions."""
+def _probe_path_mtu(prober: LinkProber, connection: socket.socket) -> int:
+    """Exchange datagrams of many sizes with the peer, and return the largest size in bytes that passed in both directions."""
     address = connection.getpeername()[0]
     prober.send_datagrams(address)
     time.sleep(_DATAGRAM_WAIT_SECONDS)
@@ -247,7 +250,7 @@ def _find_largest_packet(prober: LinkProber, connection: socket.socket) -> int:
 
 
 def _send_stream(connection: socket.socket) -> float:
-    """Send for `_STREAM_SECONDS`. Return the rate that the other end reports, in bytes per second."""
+    """Send a TCP stream for `_STREAM_SECONDS`. Return the rate that the receiver reports, in bytes per second."""
     chunk = _MORE_MARK + bytes(_CHUNK_BYTES - 1)
     deadline = time.monotonic() + _STREAM_SECONDS
     while time.monotonic() < deadline:
@@ -257,7 +260,7 @@ def _send_stream(connection: socket.socket) -> float:
 
 
 def _receive_stream(connection: socket.socket) -> float:
-    """Receive until the other end marks its last chunk. Return the rate in bytes per second."""
+    """Receive a TCP stream until the sender marks its last chunk. Return the rate in bytes per second."""
     received_bytes = 0
     is_last = _receive_exactly(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
     started_at = time.monotonic()  # the clock starts after the first chunk, which does not count

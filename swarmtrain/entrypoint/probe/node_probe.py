@@ -1,6 +1,6 @@
-"""The probe role: what a node offers a job, seen from inside the job's container, and how it reaches its peers.
+"""The probe role: checks what a node provides for a job, from inside the job's container, and how it reaches its peers.
 
-Posts its results to the coordinator: a `probe` event for the node, a `link` event for each pair of which it is the first, and a
+Posts its results to the coordinator: a `probe` event for the node, a `link` event for each pair in which this node comes first, and a
 `collective` event for the first collective of all nodes. Then exits with 0. Standard library only.
 """
 
@@ -43,7 +43,7 @@ _RESOURCE_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT
 
 
 def main() -> int:
-    """Run all checks, post the results, and return 0.
+    """Run all checks of the probe, post the results, and return 0.
 
     Raises CoordinatorError if the coordinator is unreachable, ValueError if the environment is invalid.
     """
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def _send_heartbeats(coordinator: CoordinatorClient, name: str) -> None:
-    """Send heartbeats, so that the coordinator knows that this node lives while it waits for its peers."""
+    """Send heartbeats, so that the coordinator considers this node alive while it waits for its peers."""
     while True:
         with contextlib.suppress(CoordinatorError):
             coordinator.send_heartbeat(name)
@@ -99,9 +99,9 @@ def _send_heartbeats(coordinator: CoordinatorClient, name: str) -> None:
 
 
 def _choose_rank_route(env: NodeEnv) -> Route:
-    """Return the route that the job's ranks would use.
+    """Return the network route that the job's ranks would use.
 
-    If it does not exist, that is reported as a problem, and the coordinator's is used.
+    If the configured route does not exist, this is reported as a problem, and the route to the coordinator is used.
     """
     try:
         return choose_route(env.interface, env.coordinator)
@@ -149,7 +149,7 @@ def _measure_disk_space(path: str) -> tuple[int, int]:
 
 
 def list_machine_gpus(driver_folder: Path) -> list[str]:
-    """Return the UUIDs of the machine's GPUs from the driver's folder, which a container sees unless the runtime hides it."""
+    """Return the UUIDs of the machine's GPUs from the driver's folder, which a container sees unless the container runtime hides it."""
     uuids = []
     for path in sorted(driver_folder.glob("gpus/*/information")):
         with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ def list_machine_gpus(driver_folder: Path) -> list[str]:
 
 
 def _list_container_gpus() -> list[dict[str, str]]:
-    """Return the nvidia-smi data of each GPU in this container."""
+    """Return the fields that nvidia-smi reports for each GPU visible in this container."""
     if shutil.which("nvidia-smi") is None:
         return []
     argv = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
@@ -172,7 +172,7 @@ def _list_container_gpus() -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class MountMarker:
-    """This node's marker file in a mount: `file` in `folder`, or None and the `write_error`."""
+    """Marker file of this node in a mount: `file` in `folder`; None if it could not be written, with the reason in `write_error`."""
 
     target: str
     folder: Path
@@ -203,7 +203,7 @@ def _write_marker(env: NodeEnv, target: str) -> MountMarker:
 
 
 def find_save_folder(env: NodeEnv, target: Path) -> Path:
-    """Return the deepest existing folder of save_dir in the mount `target`, which must be writable; `target` if save_dir is elsewhere."""
+    """Return the deepest existing folder on the path to save_dir in the mount `target`; `target` itself if save_dir is not in it."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StopIteration):
         save_dir: Path = Path.cwd() / json.loads(Path(env.config).read_text(encoding="utf-8"))["trainer"]["save_dir"]
         return next(path for path in (save_dir, *save_dir.parents) if path.is_relative_to(target) and path.is_dir())
@@ -237,7 +237,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _read_owner(folder: Path) -> str:
-    """Return the numeric user and group of a folder, in the format of runner.docker_config.user."""
+    """Return the numeric user and group that own a folder, in the format of runner.docker_config.user."""
     try:
         stat = folder.stat()
     except OSError:
@@ -246,7 +246,7 @@ def _read_owner(folder: Path) -> str:
 
 
 def _describe_entry(path: Path) -> tuple[str, int]:
-    """Return a file's name and size. A folder counts by name only, since file systems differ in folder sizes."""
+    """Return a directory entry's name and size in bytes. The size of a folder is -1, since it differs between file systems."""
     try:
         return path.name, path.stat().st_size if path.is_file() else -1
     except OSError:
@@ -254,7 +254,7 @@ def _describe_entry(path: Path) -> tuple[str, int]:
 
 
 class _CollectiveProbe:
-    """Probe of the first collective of all nodes, in its own process, which may hang or be killed without affecting this one."""
+    """Probe of the first collective of all nodes, in a separate process that may hang or be killed without affecting the node probe."""
 
     def __init__(self) -> None:
         argv = [sys.executable, "-m", "swarmtrain.entrypoint", "collective"]
@@ -262,18 +262,21 @@ class _CollectiveProbe:
         self._process = start_process(argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, die_with_parent=True)
 
     def wait_until_ready(self) -> None:
-        """Wait until torch is imported, which keeps this node's cores busy for seconds, or until the import has failed."""
+        """Wait until the process has imported torch, which keeps this node's cores busy for seconds, or until the import has failed."""
         if self._process.stdout is not None:
             self._process.stdout.readline()
 
     def run_collective(self, environment: Mapping[str, str], link_errors: Sequence[str]) -> dict[str, Any]:
-        """Run the collective, with `environment` added to the process's own, and return its result. With `link_errors` no node runs it."""
+        """Run the collective with `environment` added to the process's variables, and return its result.
+
+        If any node has `link_errors`, no node runs the collective.
+        """
         request = {"environment": dict(environment), "broken": ", ".join(link_errors)}
         try:
             output, _ = self._process.communicate(json.dumps(request).encode() + b"\n", timeout=_COLLECTIVE_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return {"error": f"nothing came of it within {_COLLECTIVE_TIMEOUT_SECONDS:g} s"}
+            return {"error": f"no result within {_COLLECTIVE_TIMEOUT_SECONDS:g} s"}
         lines = output.decode(errors="replace").strip().splitlines()
         for line in reversed(lines):  # torch may print last
             with contextlib.suppress(ValueError):

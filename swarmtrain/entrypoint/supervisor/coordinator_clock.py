@@ -1,4 +1,4 @@
-"""One clock for all nodes of a rendezvous: the coordinator's monotonic clock, which nobody can set.
+"""A common clock for all nodes of a rendezvous: the coordinator's monotonic clock, which cannot be set.
 
 torch's rendezvous compares node heartbeats by the wall clock of each machine. If one clock is off by several seconds, or is set during a
 run, that node considers all others dead, or they consider it dead.
@@ -13,7 +13,10 @@ from swarmtrain.coordinator_client import CoordinatorClient
 
 
 def use_coordinator_clock(coordinator: CoordinatorClient) -> None:
-    """Make torch's rendezvous in this process use the clock of `coordinator`. Raises CoordinatorError."""
+    """Make torch's rendezvous in this process use the clock of `coordinator`.
+
+    Raises CoordinatorError if the coordinator cannot be reached.
+    """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     offset = coordinator.measure_monotonic_offset()

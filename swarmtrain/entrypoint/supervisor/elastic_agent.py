@@ -1,7 +1,7 @@
-"""torch's own elastic agent, with the settings that it needs to survive on a swarm. There is no agent of our own.
+"""Runs torch's own elastic agent with settings for a swarm.
 
-Forked from the node's supervisor, one process per rendezvous round.
-Exit codes: 0 all ranks of this node returned, EXIT_PLANNED a stop was requested, 1 anything else (store lost, round closed …).
+The process is forked from the node's supervisor, one per rendezvous round. Exit codes: 0 all ranks of this node returned, EXIT_PLANNED a
+stop was requested, 1 anything else (store lost, round closed …).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RENDEZVOUS_SETTINGS = {
 
 
 def run_agent(round: str, address: str | None, environment: dict[str, str]) -> int:
-    """Run this node's ranks in the rendezvous `round`, with `environment` added to theirs, and return the exit code.
+    """Run this node's ranks in the rendezvous round `round`, with `environment` added to their variables, and return the exit code.
 
     Peers find the ranks at `address`; None for the host name.
     """
@@ -97,7 +97,7 @@ def _build_launch_config(env: NodeEnv, round: str, address: str | None, logs: De
 
 
 def _build_numa_options(binding: str) -> NumaOptions | None:
-    """Return torch's own CPU binding of ranks. It is based on GPUs, so that without GPUs there is none."""
+    """Return the options for torch's CPU binding of ranks, which follows their GPUs; None without GPUs, or if `binding` is empty."""
     import torch
     from torch.numa.binding import AffinityMode, NumaOptions
 
@@ -105,7 +105,7 @@ def _build_numa_options(binding: str) -> NumaOptions | None:
 
 
 def compute_shutdown_timeout(stop_grace: float) -> int:
-    """Return the seconds that ranks get to save: less than `stop_grace`, so that this process lives to report the rest."""
+    """Return the seconds that ranks get to save and exit: less than `stop_grace`, so that the agent can still report the exit."""
     return max(1, int(stop_grace - max(1.0, min(5.0, stop_grace / 5))))
 
 
@@ -113,7 +113,10 @@ def _build_logs_specs(env: NodeEnv) -> DefaultLogsSpecs:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
     class RankLogsSpecs(DefaultLogsSpecs):
-        """Log files and prefixed console lines, as torchrun's. Stores the environment of each rank."""
+        """Logs of the ranks: their log files and prefixed console lines, as torchrun writes them.
+
+        Also stores the environment of each rank.
+        """
 
         environment_by_local_rank: dict[int, dict[str, str]]
 
@@ -142,7 +145,7 @@ def _replace_log_handlers(death_reporter: DeathReporter) -> None:
 
 
 class _PlainLogHandler(logging.StreamHandler[TextIO]):
-    """Prints to standard error, but re-raises the exception by which torch requests a stop."""
+    """Log handler that prints to standard error, but re-raises the exception by which torch requests a stop."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -162,11 +165,11 @@ class _PlainLogHandler(logging.StreamHandler[TextIO]):
 
 
 class DeathReporter(logging.Handler):
-    """Posts deaths of ranks that torch's agent logs, since a rank killed by a signal cannot report itself.
+    """Log handler that posts the deaths of ranks that torch's agent logs, since a rank killed by a signal cannot report its own death.
 
-    Resumes frozen ranks that are to be stopped.
-    The coordinator drops what the rank itself has already reported in more detail. Of several ranks that are dead when torch checks, it
-    logs only one, often a peer that failed because of another's death. So all deaths are posted, except of ranks that torch terminated.
+    It also resumes frozen ranks that are to be stopped. The coordinator drops deaths that the rank itself has already reported in more
+    detail. Of several ranks that are dead when torch checks, torch logs only one, often a peer that failed because of another rank's
+    death. So all deaths are posted, except of ranks that torch terminated.
     """
 
     def __init__(self, env: NodeEnv, logs: Any) -> None:
@@ -204,7 +207,7 @@ class DeathReporter(logging.Handler):
 
 
 def _collect_exit_codes(record: logging.LogRecord, terminated_pids: Container[int]) -> dict[int, int]:
-    """Return local rank → exit code of the rank that torch logs, and of all other dead ranks except those in `terminated_pids`."""
+    """Return the exit codes, by local rank, of the rank that torch logs and of all other dead ranks, except those in `terminated_pids`."""
     exit_codes = {}
     if record.exc_info and record.exc_info[2]:
         # torch has no public access to its processes. If this fails, only the logged rank is reported.
@@ -221,15 +224,15 @@ def _collect_exit_codes(record: logging.LogRecord, terminated_pids: Container[in
 
 
 def describe_out_of_memory(memory_limit: int | None) -> dict[str, Any]:
-    """Return the failure fields of a death for which the kernel counted an OOM kill. `memory_limit`: of the container, in bytes."""
+    """Return the fields of a failure event for a death with an OOM kill. `memory_limit`: memory limit of the container in bytes."""
     memory_scope = f"its container's limit of {memory_limit / 2**30:.2f} GiB" if memory_limit else "the machine's memory"
-    return {"error": f"killed by SIGKILL: the kernel had no memory left for it, within {memory_scope}", "oom": True}
+    return {"error": f"killed by SIGKILL: out of memory within {memory_scope}", "oom": True}
 
 
 def _describe_exit(code: int, error_file: str) -> dict[str, Any]:
     if code < 0:
         name = _format_signal(-code)
-        hint = " (out of memory, or killed by hand)" if name == "SIGKILL" else ""
+        hint = " (out of memory, or killed manually)" if name == "SIGKILL" else ""
         return {"signal": name, "error": f"killed by {name}{hint}"}
     try:
         message = json.loads(Path(error_file).read_text(encoding="utf-8"))["message"]
@@ -246,7 +249,10 @@ def _format_signal(number: int) -> str:
 
 
 def _report_agent_failure(env: NodeEnv, round: str, error: Exception) -> int:
-    """Report why this agent ends. A lost or closed rendezvous is not a failure of the job: the supervisor joins a new round."""
+    """Report why this agent exits, and return its exit code.
+
+    A lost or closed rendezvous is not a failure of the job: the supervisor joins a new round.
+    """
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     text = f"{type(error).__name__}: {error}"

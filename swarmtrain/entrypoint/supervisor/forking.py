@@ -27,7 +27,7 @@ _FORKSERVER_DIED_CODE = 255
 
 
 def preload_forkserver() -> None:
-    """Start to import what agents and ranks need. The server lives as long as the thread that calls this."""
+    """Start a forkserver that imports what agents and ranks need. It lives as long as the thread that calls this."""
     # multiprocessing removes the semaphores of killed processes, as it should; its warning about that is noise.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     _CONTEXT.set_forkserver_preload(["swarmtrain.entrypoint.supervisor.forkserver_preload"])
@@ -38,7 +38,7 @@ def preload_forkserver() -> None:
 
 
 def wait_for_preload() -> None:
-    """Return when everything is imported."""
+    """Return when the forkserver has imported all modules."""
     _CONTEXT.Process(target=os.getpid).start()
 
 
@@ -50,16 +50,16 @@ def start_forked_process(name: str, main: Callable[..., int], *arguments: object
 
 
 def wait_for_exit_code(process: ForkServerProcess, timeout: float) -> int | None:
-    """Return the exit code of `process` (negative: killed by that signal), or None if it still runs after `timeout` seconds."""
+    """Return the exit code of `process` (negative: killed by that signal); None if it still runs after `timeout` seconds."""
     process.join(timeout)
     # The server reports its children's exit codes. If the server itself is killed, its children are killed too.
     return -signal.SIGKILL if process.exitcode == _FORKSERVER_DIED_CODE else process.exitcode
 
 
 def has_ranks(process: ForkServerProcess) -> bool:
-    """Return whether the agent `process` has ranks, or descendants of ranks, under whatever process name.
+    """Return whether the agent `process` has ranks, or descendants of ranks, under any process name.
 
-    True if processes cannot be listed.
+    Returns True if processes cannot be listed.
     """
     process_names = set()
     for entry in Path("/proc").glob("[0-9]*/comm"):
@@ -91,7 +91,7 @@ def use_forked_forkserver() -> Iterator[None]:
 
 
 def _fork_forkserver(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Run in a fork what the interpreter would run by `-c`, the last of `args`. Return its pid."""
+    """Fork multiprocessing's forkserver: run in the child what the interpreter would run by `-c`, the last of `args`. Return its pid."""
     parent = os.getpid()
     if pid := os.fork():
         return pid

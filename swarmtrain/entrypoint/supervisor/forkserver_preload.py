@@ -1,7 +1,7 @@
-"""Preloaded once by the node's forkserver, so that every agent and rank forked from it has these modules already.
+"""Module that the node's forkserver preloads once, so that every agent and rank forked from it has torch imported already.
 
-The import has an intended side effect: the server must die with the supervisor. Processes forked from it hold the pipe open whose closing
-would make it exit, so it would outlive a killed supervisor.
+The import has an intended side effect: it makes the forkserver die with the supervisor. Otherwise the forkserver would outlive a killed
+supervisor: it exits when a pipe closes, and processes forked from it hold this pipe open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The node's supervisor: the parent of torch's agent, which decides what happens after the agent exits.
+"""The supervisor of a node: the parent process of torch's elastic agent, which decides what happens after the agent exits.
 
 `python -m swarmtrain.entrypoint node`, under every launcher. Standard library only. Swarm's `restart_policy: on-failure` reads its exit
 codes, and 0 is the only one that ends a service:
@@ -43,7 +43,7 @@ _ISOLATION_TIMEOUT_SECONDS = 90.0  # a node without a response may be cut off; a
 
 
 def main() -> int:
-    """Run this node until the run is over or a stop is requested. Return the exit code."""
+    """Run this node's supervisor until the run is over or a stop is requested. Return the exit code."""
     try:
         env = NodeEnv.from_env(os.environ)
     except ValueError as error:
@@ -55,12 +55,16 @@ def main() -> int:
 
 
 class Supervisor:
-    """One node of a run. Has at most one agent at a time, and outlives it."""
+    """Supervisor of one node of a run. It runs at most one agent at a time, and outlives each agent."""
 
     def __init__(
         self, env: NodeEnv, *, heartbeat_interval: float = _HEARTBEAT_SECONDS, isolation_timeout: float = _ISOLATION_TIMEOUT_SECONDS
     ) -> None:
-        """`heartbeat_interval`: seconds between heartbeats. `isolation_timeout`: seconds without a response until the agent is stopped."""
+        """Create the supervisor of the node that `env` describes.
+
+        `heartbeat_interval`: seconds between heartbeats. `isolation_timeout`: seconds without a response of the coordinator until the
+        agent is stopped.
+        """
         self.env, self.heartbeat_interval, self.isolation_timeout = env, heartbeat_interval, isolation_timeout
         self.coordinator = CoordinatorClient(env.coordinator)
         self.agent: ForkServerProcess | None = None
@@ -71,7 +75,7 @@ class Supervisor:
         self.last_response_at = time.monotonic()
 
     def run(self) -> int:
-        """Run until the run is over, this node is done, or a stop is requested. Return the exit code."""
+        """Run agents, one per round, until the run is over, this node is done, or a stop is requested. Return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle_stop_signal)
         try:
@@ -80,7 +84,7 @@ class Supervisor:
             self._report_exit(EXIT_PLANNED)
             return EXIT_PLANNED
         except CoordinatorError as error:
-            _log_message(f"{error}; leaving, to be started again")
+            _log_message(f"{error}; exiting, to be restarted")
             return EXIT_ERROR
 
     def _run_node(self) -> int:
@@ -122,7 +126,7 @@ class Supervisor:
         return route
 
     def _run_round(self, round: str, route: Route) -> int:
-        """Run one agent from start to end, and return its exit code (negative: a signal)."""
+        """Run one agent for the rendezvous round `round`, and return its exit code (negative: killed by that signal)."""
         started_at = time.monotonic()
         self.agent_stop_requested, self.kill_agent_at, self.last_response_at = False, float("inf"), time.monotonic()
         self.agent = forking.start_forked_process(
@@ -163,9 +167,9 @@ class Supervisor:
             self._stop_agent(agent, self.env.stop_grace)
 
     def _handle_missed_response(self, agent: ForkServerProcess, error: CoordinatorError) -> None:
-        """Handle a missing response of the coordinator, which may be restarting.
+        """Handle a heartbeat to which the coordinator, which may be restarting, did not respond.
 
-        A node that is cut off must not keep training after the others have restarted.
+        A node that is partitioned from the coordinator must not keep training after the other nodes have restarted.
         """
         if time.monotonic() - self.last_response_at > self.isolation_timeout and self.kill_agent_at == float("inf"):
             _log_message(
@@ -175,14 +179,14 @@ class Supervisor:
             self._stop_agent(agent, self.env.stop_grace)
 
     def _stop_agent(self, agent: ForkServerProcess, grace: float) -> None:
-        """Request the agent to stop, once, and set when it is killed: after `grace` seconds, within the node's own grace period."""
+        """Send a stop request to the agent, once, and schedule its kill after `grace` seconds, within the node's own grace period."""
         if not self.agent_stop_requested:
             self.agent_stop_requested = True
             self.kill_agent_at = time.monotonic() + max(1.0, min(grace, self.env.stop_grace) - 1.0)
             agent.terminate()
 
     def _kill_leftovers(self, agent: ForkServerProcess) -> None:
-        """Kill everything that the agent leaves behind: forkserver, ranks, and their descendants."""
+        """Kill all processes that the agent leaves behind: forkserver, ranks, and their descendants."""
         forking.kill_process_group(agent)
         agent.join()
 
@@ -196,9 +200,9 @@ class Supervisor:
         self._post_event(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
 
     def _wait_for_round(self, round: str) -> Orders:
-        """Return the orders for a round other than `round` once it starts, or with the outcome.
+        """Wait for a round other than `round` to start, or for the outcome, and return the orders.
 
-        Raises CoordinatorError if the coordinator stays away.
+        Raises CoordinatorError if the coordinator stays unreachable.
         """
         time.sleep(self.backoff)
         while True:
@@ -212,12 +216,12 @@ class Supervisor:
             time.sleep(_RETRY_SECONDS)  # others are still arriving or finishing, or this node is quarantined
 
     def _report_exit(self, exit_code: int) -> None:
-        """Report that this node exits. A coordinator that is gone by then does not need the report."""
+        """Report to the coordinator that this node exits. If the coordinator is unreachable, this is only logged."""
         try:
             self.coordinator.wait_until_reachable(_EXIT_REPORT_SECONDS if exit_code == EXIT_OK else _HEARTBEAT_SECONDS)
             self.coordinator.report_node_exit(self.env.node, exit_code)
         except CoordinatorError as error:
-            _log_message(f"could not say goodbye: {error}")
+            _log_message(f"could not report its exit: {error}")
 
     def _post_event(self, event: Event) -> None:
         try:
@@ -235,17 +239,20 @@ class Supervisor:
 
 
 class _StopRequested(BaseException):
-    """SIGTERM arrived while no agent ran, so there is nothing to save. No `except Exception` may swallow it."""
+    """Raised at SIGTERM while no agent runs, so that there is nothing to save.
+
+    A BaseException, so that no `except Exception` swallows it.
+    """
 
 
 def _build_environment(env: NodeEnv) -> dict[str, str]:
-    """Return the environment that must be set before torch is imported."""
+    """Return the environment variables that must be set before torch is imported."""
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(compute_threads_per_rank(env.slots))}
     return {**threads, **assigned_gpus.build_gpu_environment(os.environ)}
 
 
 def _report_bad_environment(error: str) -> int:
-    """Report an environment that cannot be parsed, if at least the coordinator's address can be."""
+    """Report an environment that cannot be parsed to the coordinator, if its address can be parsed. Return the exit code."""
     _log_message(error)
     address = os.environ.get(ENV_PREFIX + "COORDINATOR")
     if address is None:

@@ -1,7 +1,7 @@
-"""One rank: runs the user's script as torchrun would, and reports to the coordinator how it ended.
+"""Process of one rank: runs the user's script as torchrun would, and reports to the coordinator how it ended.
 
 Called by torch's agent in a process forked from the forkserver. The script sees torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR …) and ours (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). It need not know swarmtrain.
+MASTER_ADDR …) and swarmtrain's (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). It need not know swarmtrain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TERMINATION_WAIT_SECONDS = 20.0
 
 
 def run_rank() -> None:
-    """Run the script to its end. A failure is posted to the coordinator and raised again; so is any nonzero exit code."""
+    """Run the user's script to its end. A failure, including any nonzero exit code, is posted to the coordinator and raised again."""
     set_parent_death_signal()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored in the forkserver that this process is forked from
     set_process_name(f"rank {os.environ['RANK']}")
@@ -78,7 +78,7 @@ def run_rank() -> None:
 
 
 def build_world_event(env: NodeEnv) -> Event:
-    """Return the event with the ranks of this node. The coordinator merges those of all nodes into one world event."""
+    """Return the world event with the ranks of this node. The coordinator merges the events of all nodes into one."""
     first, count = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return Event(
         EVENT_WORLD_FORMED,
@@ -98,14 +98,14 @@ def build_failure_event(env: NodeEnv, **facts: Any) -> Event:
 
 
 def resolve_exit_code(system_exit: SystemExit) -> int:
-    """Return the process exit code of `sys.exit(…)`, as the interpreter would choose it."""
+    """Return the process exit code of the SystemExit `system_exit`, as the interpreter would choose it."""
     if system_exit.code is None:
         return 0
     return system_exit.code & 0xFF if isinstance(system_exit.code, int) else 1
 
 
 def classify_permanence(error: BaseException, script: str) -> bool | str:
-    """Return whether a retry is pointless: True, PERMANENT_BEFORE_FIRST_STEP, or False as far as known."""
+    """Return whether the error recurs on a retry: True, PERMANENT_BEFORE_FIRST_STEP, or False as far as known."""
     if isinstance(error, SyntaxError):
         return error.filename is not None and Path(error.filename).parent == Path(script).parent
     if isinstance(error, SwarmtrainError):
@@ -142,7 +142,7 @@ def _intercept_os_exit() -> Iterator[None]:
 
 
 def _report_error(env: NodeEnv, error: BaseException) -> Receipt:
-    """Post an error to the coordinator, and print it: in full, unless another rank has reported it."""
+    """Post an error to the coordinator, and print it unless another rank has already reported it. Return the coordinator's receipt."""
     if isinstance(error, SwarmtrainError):
         reason, trace, full_text = str(error).replace("\n", "; "), "", error.plain_text
     else:
@@ -158,18 +158,18 @@ def _report_error(env: NodeEnv, error: BaseException) -> Receipt:
     if (permanence := classify_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = permanence
     receipt = _post_event(env, build_failure_event(env, **facts))
-    sys.stderr.write(f"ends after another rank: {reason[:_BRIEF_ERROR_LENGTH]}\n" if receipt.is_known else full_text)
+    sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if receipt.is_known else full_text)
     return receipt
 
 
 def _build_hint(error: BaseException) -> str | None:
     if isinstance(error, SwarmtrainError):
         return error.hint
-    return "the image must have it; a file of your own belongs into runner.code" if isinstance(error, ImportError) else None
+    return "install it in the image; list your own files in runner.code" if isinstance(error, ImportError) else None
 
 
 def _wait_for_termination() -> None:
-    """Wait until this node is stopped: torch's agent would restart a rank that exits by itself, in a run that is over."""
+    """Wait until this node is stopped. If the rank exited, torch's agent would restart it, although the run is over."""
     time.sleep(_TERMINATION_WAIT_SECONDS)
 
 

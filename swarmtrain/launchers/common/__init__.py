@@ -1,1 +1,1 @@
-"""What several launchers share: locks, history, containers, log files."""
+"""Code that several launchers share: history, containers and their logs, the Docker engine, run folders."""

@@ -1,4 +1,4 @@
-"""The logs of services and containers: read once, or followed by a thread that reconnects and repeats nothing.
+"""Reads the logs of services and containers, once or continuously. The continuous reader reconnects, and returns each line only once.
 
 Swarm sends a service's log task by task, and Docker splits lines at 16 KiB. A follow ends when the manager goes away, and then restarts
 from a time, not from a line. Here lines are complete, and each comes once.
@@ -33,9 +33,9 @@ _OVERLAP_SECONDS = 60.0
 
 @dataclass(slots=True)  # not frozen: ten thousand per second are created, and that would take twice as long
 class ContainerLogLine:
-    """A line of a service's log: its time (in Docker's format, in which text order is time order), the task that wrote it, and its text.
+    """A line of a service's or container's log: its time, the task that wrote it, and its text. `stream` is 1 for stdout, 2 for stderr.
 
-    `stream` is 1 for stdout, 2 for stderr.
+    The time is in Docker's format, in which text order is time order.
     """
 
     node: str
@@ -46,15 +46,15 @@ class ContainerLogLine:
 
     @property
     def timestamp(self) -> float:
-        """Seconds since the epoch; 0 for a line without a time."""
+        """Time of the line in seconds since the epoch; 0 for a line without a time."""
         return datetime.fromisoformat(self.time).timestamp() if self.time else 0.0
 
     def parse_event(self) -> Event | None:
-        """Return the coordinator event that the line contains, None if it contains none."""
+        """Return the coordinator's event that the line contains; None if it contains none."""
         return Event.from_line(self.text) if self.node == RENDEZVOUS_SERVICE else None
 
     def to_log_line(self) -> LogLine:
-        """Return the line with its rank, if a rank wrote it."""
+        """Return the line as a LogLine, with the rank that wrote it if a rank did."""
         match = _RANK_PATTERN.match(self.text)
         text = self.text[match.end() :] if match else self.text
         return LogLine(self.node, text, int(match[1]) if match else None, self.timestamp)
@@ -63,9 +63,10 @@ class ContainerLogLine:
 def read_lines(
     engine: DockerEngine, source: str, node: str, *, tail: int | None = None, since: float | None = None
 ) -> list[ContainerLogLine]:
-    """Return what is still available of the log of `source` (/services/ID, /containers/ID), ordered by time.
+    """Return the lines of the log of `source` (/services/ID or /containers/ID) that are still available, ordered by time.
 
-    With `tail`, only the last lines. The lines on a node that has just died cannot be read, and are missing. Raises EngineError.
+    With `tail`, only the last lines. Lines on a node that has just died cannot be read, and are missing. Raises EngineError if the
+    manager does not answer.
     """
     lines: list[ContainerLogLine] = []
     try:
@@ -81,7 +82,7 @@ def read_lines(
 
 
 class LogReader(threading.Thread):
-    """Follows one log into a queue, until it is closed or its source (/services/ID, /containers/ID) is gone.
+    """Thread that follows the log of one `source` (/services/ID, /containers/ID) into a queue, until it is closed or the source is gone.
 
     `already_read` are lines that were read before, ordered by time: the reader continues after them.
     """
@@ -111,7 +112,7 @@ class LogReader(threading.Thread):
         self._deduplicator.start_replay()
 
     def run(self) -> None:
-        """Read, and reconnect after each interruption."""
+        """Read the log, and reconnect after each interruption."""
         while not self._closing.is_set():
             try:
                 if self._newest_line is not None:
@@ -126,20 +127,20 @@ class LogReader(threading.Thread):
             self._deduplicator.start_replay()
 
     def close(self) -> None:
-        """End the thread; lines that it has already read stay in the queue."""
+        """End the reader thread. Lines that it has already read stay in the queue."""
         self._closing.set()
         if self._stream is not None:
             self._stream.close()
 
     def reconnect(self) -> None:
-        """Request the log again: Docker's follow sometimes withholds lines, mostly as a container ends."""
+        """Request the log again: Docker's follow mode sometimes withholds lines, mostly when a container ends."""
         self._last_line_at = time.monotonic()
         if self._stream is not None:
             self._stream.close()
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last line, or since the log was last requested again."""
+        """Seconds since the last line, or since the last request for the log if that is newer."""
         return time.monotonic() - self._last_line_at
 
     def _read_stream(self, stream: LogStream) -> None:
@@ -158,7 +159,7 @@ class LogReader(threading.Thread):
             self._newest_line, self._tail = line, None
 
     def _enqueue(self, line: ContainerLogLine) -> None:
-        """Put the line into the queue; wait for room, but not once the reader is closed."""
+        """Put the line into the queue. If the queue is full, wait for room until the reader is closed."""
         while not self._closing.is_set():
             with contextlib.suppress(queue.Full):
                 self._output_queue.put(line, timeout=1)
@@ -179,21 +180,24 @@ def take_line_batch(lines: queue.Queue[ContainerLogLine]) -> list[ContainerLogLi
 
 
 class LineDeduplicator:
-    """Distinguishes new lines from those that are repeated after a reconnect; the lines of one stream of a task come in time order."""
+    """Distinguishes new log lines from those that are repeated after a reconnect.
+
+    The lines of one stream of a task must come in time order.
+    """
 
     def __init__(self, floor: str = "") -> None:
-        """Lines older than `floor` are never new, whatever their source."""
+        """Treat lines older than `floor` as known, whichever task wrote them."""
         self._floor = floor
         self._last_times: dict[tuple[str, int], str] = {}
         self._texts_at_last_time: dict[tuple[str, int], Counter[str]] = {}
         self._expected_repeats: dict[tuple[str, int], Counter[str]] = {}
 
     def start_replay(self) -> None:
-        """Expect lines that were seen before."""
+        """Start a replay, in which lines that were seen before may be repeated."""
         self._expected_repeats = {source: texts.copy() for source, texts in self._texts_at_last_time.items()}
 
     def is_new(self, line: ContainerLogLine) -> bool:
-        """Return whether the line was not seen before, and remember it."""
+        """Return whether the line is new, that is, was not seen before; remember it."""
         source = (line.task, line.stream)
         last_time = self._last_times.get(source, "")
         if line.time < max(last_time, self._floor):
@@ -220,9 +224,9 @@ def _build_params(*, follow: bool = False, since: float | None = None, tail: int
 
 
 def _join_line_parts(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[ContainerLogLine]:
-    """Join the pieces of long lines: all but the last lack the newline.
+    """Join the frames of long log lines, which Docker splits: all but the last part of a line lack the newline.
 
-    If the frames break off, the error propagates: the cut-off line is dropped, and comes complete with the next log.
+    If the frames break off, the error propagates and the incomplete line is dropped: the next log request returns it in full.
     """
     partial_lines: dict[tuple[str, int], ContainerLogLine] = {}
     for stream, data in frames:
@@ -243,7 +247,10 @@ def _join_line_parts(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator
 
 
 def _is_time(word: str) -> bool:
-    """Return whether a word is a time in Docker's format. Called for ten thousand lines per second, hence without a regular expression."""
+    """Return whether a word is a time in Docker's format.
+
+    Called for ten thousand lines per second, hence without a regular expression.
+    """
     return len(word) > 20 and word[4] == word[7] == "-" and word[10] == "T" and word[-1] == "Z"
 
 

@@ -1,4 +1,4 @@
-"""The user that ranks run as if the config names none: the owner of the folder that they save to, if that folder exists on this machine.
+"""Choose the user that ranks run as if the config names none: the owner of the folder save_dir, if it exists on this machine.
 
 A folder that a user has created is thereby writable by their run. The result is written into the config that travels with the run, so
 that it is determined once: while the run is up, a new plan keeps the user that the run has, no matter who makes the plan.
@@ -21,9 +21,9 @@ _NOBODY_UID = 65534
 
 
 def resolve_container_user(config: Config, load_running_config: Callable[[], Config | None]) -> tuple[Config, str]:
-    """Return `config` with the user that the ranks will run as, and a line that explains it; empty if there was nothing to decide.
+    """Return `config` with the user that the ranks will run as, and a line that explains the choice; empty if no choice was needed.
 
-    `load_running_config` returns the config that the run of this name was deployed with; it is called only if there is something to decide.
+    `load_running_config` returns the config with which the run of this name was deployed; it is called only if a choice is needed.
     """
     folders = list_save_source_folders(config)
     if config.runner.runner_type not in _CONTAINER_RUNNER_TYPES or config.runner.docker_config.user or not folders:
@@ -31,12 +31,12 @@ def resolve_container_user(config: Config, load_running_config: Callable[[], Con
     running_config = load_running_config()
     if running_config is not None and list_save_source_folders(running_config) == folders:
         user = running_config.runner.docker_config.user
-        return _set_user(config, user), f"user: {user}, as the run that is up has it" if user else ""
+        return _set_user(config, user), f"user: {user}, as in the run that is already deployed" if user else ""
     for folder in folders:
         with contextlib.suppress(OSError):
             status = Path(folder).stat()
             if status.st_uid in (_ROOT_UID, _NOBODY_UID):
-                return config, f"user: the image's, for {folder} here is {'root' if status.st_uid == _ROOT_UID else 'nobody'}'s"
+                return config, f"user: the image's default, because {folder} here is {'root' if status.st_uid == _ROOT_UID else 'nobody'}'s"
             user = f"{status.st_uid}:{status.st_gid}"
             return _set_user(config, user), f"user: {user}, the owner of {folder} here"
     return config, ""

@@ -1,7 +1,7 @@
-"""The only module that talks to a Docker engine: its HTTP API as values, its errors as EngineError with a next step.
+"""Client of the Docker engine: its HTTP API as Python values, its errors as EngineError with a hint. No other module talks to an engine.
 
 Requests go through docker-py's low-level client, for its transports (socket, TCP with TLS, SSH), contexts and registry logins. The
-request bodies are our own, because docker-py's builders lack fields that services need.
+request bodies are swarmtrain's own, because docker-py's builders lack fields that services need.
 """
 
 from __future__ import annotations
@@ -30,61 +30,64 @@ _READ_CHUNK_BYTES = 64 * 1024
 _FOLLOW_READ_TIMEOUT_SECONDS = 15.0
 # The manager waits for the log of a node that has just died; we wait no longer than this.
 _BACKLOG_READ_TIMEOUT_SECONDS = 8.0
-_LAB_HINT = 'eval "$(swarmtrain lab env)" points to a lab on this machine'
+_LAB_HINT = 'to use a lab on this machine: eval "$(swarmtrain lab env)"'
 # What the engine answers when it cannot act for a swarm, with an explanation and a hint.
 _SWARM_ERRORS = (
     (
         "Worker nodes can't be used",
-        "this engine is a worker of its swarm, and only managers answer",
-        "point DOCKER_HOST to a manager, or there: docker node promote THIS_NODE",
+        "this engine is a swarm worker, but only managers accept this request",
+        "point DOCKER_HOST to a manager, or run on a manager: docker node promote THIS_NODE",
     ),
-    ("not a swarm manager", "this engine is in no swarm", f"docker swarm init makes one; {_LAB_HINT}"),
+    ("not a swarm manager", "this engine is not part of a swarm", f"create one with docker swarm init; {_LAB_HINT}"),
     (
         "does not have a leader",
-        "the swarm has lost most of its managers and can change nothing; containers run on",
+        "the swarm has lost its manager quorum and cannot be changed; running containers continue",
         "start the managers that are down",
     ),
-    ("needs to be unlocked", "the swarm is locked since its engine was restarted", "docker swarm unlock"),
+    ("needs to be unlocked", "the swarm has been locked since its engine restarted", "docker swarm unlock"),
 )
 
 
 class DockerEngine:
-    """A Docker engine: the one that the docker CLI would use. Safe to use from several threads."""
+    """A Docker engine, by default the one that the docker CLI would use. Thread-safe."""
 
     def __init__(self, address: str | None = None, *, timeout: float = 60.0) -> None:
-        """Connect. `timeout` in seconds bounds each request. Raises EngineError if no engine answers."""
+        """Connect to the engine at `address`. `timeout` limits each request, in seconds. Raises EngineError if no engine answers."""
         self.endpoint = Endpoint(address) if address else engine_endpoint.find_endpoint(os.environ)
         self.address = self.endpoint.address
         self._timeout = timeout
         self.client = self._connect_client()
-        """docker-py's low-level client, for building and pushing images. It raises its own errors."""
+        """docker-py's low-level client, for building and pushing images. It raises docker-py's own errors."""
 
     def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
-        """Return the engine's JSON response. Raises EngineError."""
+        """Return the engine's JSON response to GET `path`. Raises EngineError if the engine cannot be reached, or refuses the request."""
         return self._send_request("GET", path, params).json()
 
     def list_objects(self, path: str, **filters: str) -> list[dict[str, Any]]:
-        """Return the objects at `path` that match `filters`. Raises EngineError."""
+        """Return the objects at `path` that match `filters`. Raises EngineError if the engine cannot be reached, or refuses the request."""
         params = {"filters": json.dumps({key: [value] for key, value in filters.items()})} if filters else None
         objects: list[dict[str, Any]] = self.get(path, params) or []
         return objects
 
     def post(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any:
-        """Send `body` as JSON; with `image`, the login for its registry is sent too. Raises EngineError."""
+        """POST `body` as JSON and return the JSON response; with `image`, the login for the image's registry is sent, too.
+
+        Raises EngineError if the engine cannot be reached, or refuses the request.
+        """
         headers = {"Content-Type": "application/json", **(self._build_auth_header(image) if image else {})}
         response = self._send_request("POST", path, params, data=json.dumps(body), headers=headers)
         return response.json() if response.content else None
 
     def post_uninterrupted(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None) -> Any:
-        """Do the same as post(), with signals deferred: after an interrupted request, the object would exist without anybody knowing of it.
+        """POST as `post` does, with signals deferred: after an interrupted request, an object could exist that no one knows of.
 
-        Raises EngineError.
+        Raises EngineError if the engine cannot be reached, or refuses the request.
         """
         with defer_signals():
             return self.post(path, body, params)
 
     def put_files(self, container: str, files: Mapping[str, bytes], mode: int = 0o444) -> None:
-        """Write files into a container, by their absolute paths; folders are created. Raises EngineError."""
+        """Write `files`, by absolute path, into a container; missing folders are created. Raises EngineError if that fails."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             for path, content in files.items():
@@ -95,7 +98,7 @@ class DockerEngine:
         self._send_request("PUT", f"/containers/{container}/archive", {"path": "/"}, data=buffer.getvalue(), headers=headers)
 
     def read_file(self, container: str, path: str) -> bytes:
-        """Return the content of a file in a container, which need not be running. Raises EngineError."""
+        """Return the content of a file in a container, which may be stopped. Raises EngineError if it cannot be read."""
         response = self._send_request("GET", f"/containers/{container}/archive", {"path": path})
         with tarfile.open(fileobj=io.BytesIO(response.content)) as archive:
             entry = archive.next()
@@ -103,7 +106,7 @@ class DockerEngine:
             return content.read() if content else b""
 
     def delete(self, path: str) -> bool:
-        """Remove the object at `path`; return False if it does not exist. Raises EngineError."""
+        """Remove the object at `path`. Return False if it does not exist. Raises EngineError if the engine refuses."""
         try:
             self._send_request("DELETE", path)
         except EngineError as error:
@@ -113,7 +116,10 @@ class DockerEngine:
         return True
 
     def inspect_distribution(self, image: str) -> Any:
-        """Return what the image's registry reports: its descriptor with the digest, and its platforms. Raises EngineError."""
+        """Return the registry's answer about the image: its descriptor with the digest, and its platforms.
+
+        Raises EngineError if there is none.
+        """
         path = f"/distribution/{image}/json"
         try:
             return self._send_request("GET", path, headers=self._build_auth_header(image)).json()
@@ -123,7 +129,7 @@ class DockerEngine:
             raise EngineError(message, place=error.place, hint=error.hint, status=error.status) from None
 
     def open_log_stream(self, path: str, params: Mapping[str, str]) -> LogStream:
-        """Open the log at `path`. Raises EngineError."""
+        """Open the log at `path` as a stream. Raises EngineError if the engine cannot be reached, or refuses the request."""
         return LogStream(self._send_request("GET", path, params, stream=True), self.address)
 
     def _connect_client(self) -> APIClient:
@@ -180,17 +186,17 @@ class DockerEngine:
             registry, _ = auth.resolve_repository_name(image)
             auth_header = auth.get_config_header(self.client, registry)
         except DockerException as error:
-            raise EngineError(f"the login for its registry cannot be read: {error}", place=f"image {image}", hint="docker login") from None
+            raise EngineError(f"cannot read the login for its registry: {error}", place=f"image {image}", hint="docker login") from None
         return {"X-Registry-Auth": auth_header.decode() if isinstance(auth_header, bytes) else auth_header} if auth_header else {}
 
 
 def is_not_found(error: EngineError) -> bool:
-    """Return whether the engine answered that the object does not exist."""
+    """Return whether `error` means that the object does not exist (HTTP 404)."""
     return error.status == 404
 
 
 class LogStream:
-    """A multiplexed log. Iterate it for its frames; `close`, from any thread, ends it."""
+    """A multiplexed log of the Docker engine. Iterating it yields its frames; `close`, from any thread, ends the iteration."""
 
     def __init__(self, response: Response, address: str) -> None:
         self._response, self._address = response, address
@@ -219,7 +225,7 @@ class LogStream:
             raise _build_unreachable_error(error, self._address) from None
 
     def close(self) -> None:
-        """End the stream; a reader that waits for its next line wakes up."""
+        """Close the stream. A reader that waits for the next line wakes up."""
         from docker.errors import DockerException
         from docker.types import CancellableStream
 
@@ -236,7 +242,7 @@ def _select_client_class(endpoint: Endpoint) -> type[APIClient]:
     from docker import APIClient
 
     class OwnAuthority(APIClient):
-        """A client for an engine with its own certificate authority, which requests would replace by that of REQUESTS_CA_BUNDLE."""
+        """HTTP adapter for an engine with its own certificate authority, which requests would otherwise replace by REQUESTS_CA_BUNDLE."""
 
         trust_env = property(lambda _: False, lambda _, __: None)
 
@@ -276,11 +282,13 @@ def _build_unreachable_error(error: BaseException, address: str) -> EngineError:
     place = _describe_engine(address)
     causes = list(_iterate_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
-        return EngineError("no permission to use its socket", place=place, hint="sudo usermod -aG docker $USER, then log in again")
+        return EngineError("no permission to access its socket", place=place, hint="sudo usermod -aG docker $USER, then log in again")
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
-        return EngineError("no engine answers", place=place, hint=f"systemctl start docker, or set DOCKER_HOST; {_LAB_HINT}")
+        return EngineError("no engine is reachable", place=place, hint=f"run systemctl start docker, or set DOCKER_HOST; {_LAB_HINT}")
     reason = next((str(cause) for cause in reversed(causes) if str(cause)), type(error).__name__)
-    return EngineError(f"no engine answers: {reason}", place=place, hint=f"docker -H {address} info shows the same; is DOCKER_HOST right?")
+    return EngineError(
+        f"no engine is reachable: {reason}", place=place, hint=f"docker -H {address} info shows the same error; check DOCKER_HOST"
+    )
 
 
 def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:

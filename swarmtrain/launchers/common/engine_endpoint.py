@@ -20,7 +20,7 @@ DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """The files of a TLS connection. With `verify`, the engine must present a certificate signed by `ca`."""
+    """The files of a TLS connection to an engine. With `verify`, the engine must present a certificate signed by `ca`."""
 
     ca: Path
     cert: Path
@@ -30,7 +30,10 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An engine's address, what configures it (empty for the default or an explicit address), and its TLS files."""
+    """Endpoint of an engine: its address, the setting that configures it, and its TLS files.
+
+    The setting is empty for the default or an explicit address.
+    """
 
     address: str
     named_by: str = ""
@@ -41,7 +44,7 @@ class Endpoint:
 
 
 def find_endpoint(environ: Mapping[str, str]) -> Endpoint:
-    """Return the configured engine. Raises EngineError for a context that does not exist or cannot be read."""
+    """Return the endpoint of the configured engine. Raises EngineError for a context that does not exist or cannot be read."""
     folder = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     if address := environ.get("DOCKER_HOST"):
         return Endpoint(
@@ -61,23 +64,23 @@ def _load_context_endpoint(folder: Path, name: str, named_by: str) -> Endpoint:
     contexts_folder, context_digest = folder / "contexts", hashlib.sha256(name.encode()).hexdigest()
     metadata_path = contexts_folder / "meta" / context_digest / "meta.json"
     if not metadata_path.exists():
-        raise EngineError(f"there is no docker context {name!r}", place=named_by, hint="docker context ls shows those there are")
+        raise EngineError(f"unknown Docker context {name!r}", place=named_by, hint="list the existing contexts with: docker context ls")
     docker_endpoint = _get_mapping(_get_mapping(_read_json(metadata_path), "Endpoints"), "docker")
     if not isinstance(docker_endpoint.get("Host"), str):
-        raise EngineError("names no Docker engine", place=f"docker context {name}", hint=f"docker context inspect {name}")
+        raise EngineError("does not specify a Docker engine", place=f"docker context {name}", hint=f"docker context inspect {name}")
     tls_folder = contexts_folder / "tls" / context_digest / "docker"
     tls = _find_tls_files(tls_folder, verify=not docker_endpoint.get("SkipTLSVerify", False)) if tls_folder.is_dir() else None
     return Endpoint(docker_endpoint["Host"], f"context {name}", tls)
 
 
 def _find_tls_files(folder: Path, *, verify: bool = True) -> TlsFiles:
-    """Return the three files in `folder`, under the names that the docker CLI uses. Raises EngineError if one cannot be read."""
+    """Return the three TLS files in `folder`, named as for the docker CLI. Raises EngineError if one cannot be read."""
     paths = [folder / name for name in ("ca.pem", "cert.pem", "key.pem")]
     if missing := [str(path) for path in paths if not os.access(path, os.R_OK)]:
         raise EngineError(
             f"cannot be read: {', '.join(missing)}",
-            place="the keys of the Docker engine",
-            hint="DOCKER_CERT_PATH names the folder they are in",
+            place="the TLS keys of the Docker engine",
+            hint="set DOCKER_CERT_PATH to the folder that contains them",
         )
     ca, cert, key = paths
     return TlsFiles(ca, cert, key, verify)
@@ -88,7 +91,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"cannot be read: {error}", place=str(path), hint="docker context ls shows the same; DOCKER_HOST goes without it"
+            f"cannot be read: {error}",
+            place=str(path),
+            hint="docker context ls shows the same error; set DOCKER_HOST to bypass the context",
         ) from None
     return content if isinstance(content, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Read a local run's files while they grow: the coordinator's events and the nodes' output, as updates."""
+"""Reads the files of a local run while they grow: yields the coordinator's events and the nodes' output as updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may st
 
 
 class FileTail:
-    """A growing file; if it gets shorter, it is read again from the start."""
+    """A growing text file, read incrementally. If it gets shorter, it is read again from the start."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
@@ -25,7 +25,7 @@ class FileTail:
         self.partial_line = b""
 
     def read_lines(self) -> list[str]:
-        """Return the complete lines that were added since the last call."""
+        """Return the complete lines that were added to the file since the last call."""
         try:
             if self.path.stat().st_size < self.offset:
                 self.offset, self.partial_line = 0, b""
@@ -45,14 +45,14 @@ def read_events(folder: LocalRunFolder, since: float | None = None) -> list[Even
 
 
 class NodeLogTail(FileTail):
-    """A node's output."""
+    """The growing log file of a node's output."""
 
     def __init__(self, node: str, path: Path, *, from_end: bool = False) -> None:
         super().__init__(path, from_end=from_end)
         self.node, self.last_timestamp = node, 0.0
 
     def read_log_lines(self) -> list[LogLine]:
-        """Return the complete lines that were added since the last call, with their times."""
+        """Return the complete lines that were added to the log since the last call, with their times."""
         log_lines = []
         for text in self.read_lines():
             log_lines.append(parse_timed_line(self.node, text, self.last_timestamp))
@@ -78,7 +78,10 @@ def stream_logs(folder: LocalRunFolder, *, follow: bool, tail: int | None, since
 
 
 def watch_run(folder: LocalRunFolder, list_tasks: Callable[[], list[TaskState]]) -> Iterator[RunUpdate]:
-    """Yield events from the start, and output and states from now on, until the outcome and its last lines, or the run's removal."""
+    """Yield the run's events from the start, and its output and states from now on.
+
+    Ends at the outcome and its last lines, or at the run's removal.
+    """
     events_tail = FileTail(folder.events_path)
     readers = {name: NodeLogTail(name, folder.get_log_path(name), from_end=True) for name in folder.list_process_names()}
     states: dict[str, TaskState] = {}

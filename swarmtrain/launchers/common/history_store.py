@@ -45,7 +45,7 @@ def resolve_run_directory(run: str) -> Path:
 
 
 def list_recorded_runs() -> list[str]:
-    """Return the names of runs with recorded events, sorted."""
+    """Return the names of runs with events recorded on this machine, sorted."""
     return sorted({path.parent.name for path in resolve_state_directory().glob(f"*/{EVENTS_FILE}")})
 
 
@@ -83,7 +83,7 @@ def merge_events(recorded: Iterable[Event], live: Iterable[Event]) -> list[Event
 
 
 def has_logs(run: str) -> bool:
-    """Return whether any output of the run's nodes is recorded."""
+    """Return whether any output of the run's nodes is recorded on this machine."""
     return any(resolve_run_directory(run).glob("node*.log"))
 
 
@@ -101,13 +101,13 @@ def load_log_lines(run: str, *, node: str | None = None, newest_only: bool = Fal
 
 
 def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
-    """Return a line of a node's log with its rank, if a rank wrote it."""
+    """Return the text of one line of a node's log as a LogLine, with its rank if a rank wrote it."""
     match = _RANK_PATTERN.match(text)
     return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, timestamp)
 
 
 def parse_timed_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:
-    """Return a line of a file with the time that it starts with; without one, with `previous_timestamp`."""
+    """Return a line of a log file as a LogLine, with the time at its beginning; without one, with `previous_timestamp`."""
     match = _TIME_PATTERN.match(text)
     return (
         parse_log_line(node, text[match.end() :], datetime.fromisoformat(match[1]).timestamp())
@@ -134,9 +134,9 @@ def save_diff(run: str, diff: str) -> None:
 
 
 class HistoryWriter:
-    """Appends lines to a run's files, of `limit` bytes each. Each line is written once, and only while no other process writes.
+    """Appends lines to the recorded files of a run, of at most `limit` bytes each.
 
-    If it cannot write, it does nothing.
+    Each line is written once, and only while no other process records this run. If it cannot write, it does nothing.
     """
 
     def __init__(self, run: str, limit: int = MAX_FILE_BYTES) -> None:
@@ -176,14 +176,17 @@ class HistoryWriter:
             self._failed = True
 
     def close(self) -> None:
-        """Close the files, and let other processes write."""
+        """Close the files, and release the lock for other processes."""
         self.flush()
         for file in (*self._files.values(), *([self._lock] if self._lock else [])):
             with contextlib.suppress(OSError):
                 file.close()
 
     def _try_lock(self) -> bool:
-        """Return whether this process is the writer: two processes that follow a run see the same lines. Tried once per flush."""
+        """Return whether this process may write: two processes that follow one run see the same lines, so only one records.
+
+        The lock is tried once per flush.
+        """
         if self._lock is None and not self._lock_tried and not self._failed:
             self._lock_tried = True
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -222,13 +225,13 @@ def _read_file_lines(file: Path) -> Iterator[str]:
 
 
 def _age_sort_key(file: Path) -> tuple[bool, int]:
-    """Return a key that sorts older files first: the numbered ones by number, then the one that still grows."""
+    """Return a sort key that puts older files first: the numbered ones by number, then the file that still grows."""
     match = _ROTATED_PATTERN.search(file.name)
     return (match is None, int(match[1]) if match else 0)
 
 
 def _read_last_time(log: Path) -> str:
-    """Return the time of the log's last line that starts with one; empty if there is none."""
+    """Return the time of the log file's last line that starts with a time; empty if there is none."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

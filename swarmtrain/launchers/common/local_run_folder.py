@@ -1,6 +1,6 @@
-"""The folder of a local run, `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected): see swarmtrain.remote.run_folder.
+"""Folder of a local run, `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected); its content is documented in remote.run_folder.
 
-The events and logs stay when the run is removed, for reading afterwards.
+The events and logs stay when the run is removed, to be read afterwards.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
 
 @contextlib.contextmanager
 def raising_state_errors() -> Iterator[None]:
-    """Raise an OSError of code that reads and writes run folders as StateDirectoryError."""
+    """Context manager that raises an OSError of its body, which reads or writes run folders, as StateDirectoryError."""
     try:
         yield
-    except BrokenPipeError:  # our own output was closed
+    except BrokenPipeError:  # stdout was closed
         raise
     except OSError as error:
-        hint = "export XDG_STATE_HOME=FOLDER keeps the runs elsewhere"
+        hint = "keep the runs elsewhere with: export XDG_STATE_HOME=FOLDER"
         raise StateDirectoryError(describe_os_error(error), place=str(error.filename or resolve_state_directory()), hint=hint) from None
 
 
 def list_local_runs() -> list[str]:
-    """Return the names of all local runs, sorted. Raises OSError for an unreadable folder, which a glob would skip."""
+    """Return the names of all local runs, sorted.
+
+    Raises OSError for a folder that cannot be read, which a glob would skip.
+    """
     try:
         return sorted(path.name for path in resolve_state_directory().iterdir() if LocalRunFolder(path.name).exists)
     except FileNotFoundError:
@@ -43,13 +46,13 @@ def list_local_runs() -> list[str]:
 
 def build_version_error(run: str, next_step: str) -> StackError:
     """Return the error for a run whose record was written by another version of swarmtrain."""
-    hint = f"take it down with the version that deployed it, then {next_step}"
+    hint = f"remove the run with the version that deployed it, then {next_step}"
     return StackError("its record was written by another version of swarmtrain", place=f"run {run}", hint=hint)
 
 
 @dataclass(frozen=True)
 class LocalRunRecord:
-    """What a later launcher process must know about the run."""
+    """Record of a local run: the data that a later launcher process needs."""
 
     store_port: int
     coordinator_port: int
@@ -61,7 +64,7 @@ class LocalRunRecord:
 
 
 class LocalRunFolder(HostRunFolder):
-    """One run's folder, and the process keepers recorded in it."""
+    """Folder of one local run, and the process keepers recorded in it."""
 
     def __init__(self, run: str) -> None:
         super().__init__(resolve_state_directory() / run)
@@ -69,9 +72,9 @@ class LocalRunFolder(HostRunFolder):
 
     @contextlib.contextmanager
     def holding_lock(self, report_progress: ProgressReporter) -> Iterator[None]:
-        """Hold the exclusive lock for changes to the run; while another process holds it, report that and wait.
+        """Hold the exclusive lock for changes to the run; while another process holds it, report its holder and wait.
 
-        The kernel releases a dead process's lock.
+        The kernel releases the lock of a process that dies.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK_FILE).open("a+", encoding="utf-8") as lock_file:
@@ -79,7 +82,7 @@ class LocalRunFolder(HostRunFolder):
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock_file.seek(0)
-                report_progress(f"waiting for another swarmtrain that changes {self.run}: process {lock_file.read() or '?'}")
+                report_progress(f"waiting for another swarmtrain command that is changing {self.run}: process {lock_file.read() or '?'}")
                 fcntl.flock(lock_file, fcntl.LOCK_EX)
             lock_file.truncate(0)
             lock_file.write(str(os.getpid()))
@@ -92,12 +95,12 @@ class LocalRunFolder(HostRunFolder):
             return LocalRunRecord(**json.loads((self.path / MARKER_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
             known_runs = ", ".join(list_local_runs()) or "none"
-            raise RunNotFound(f"there is no run of this name on this machine; there is: {known_runs}", place=f"run {self.run}") from None
+            raise RunNotFound(f"unknown run on this machine; existing runs: {known_runs}", place=f"run {self.run}") from None
         except (ValueError, TypeError):
             raise build_version_error(self.run, f"remove {self.path}") from None
 
     def save_deployment(self, plan: Plan, record: LocalRunRecord) -> None:
-        """Write everything that the run consists of: all of it, or nothing. Raises OSError."""
+        """Write all files of the run's deployment, or none. Raises OSError if they cannot be written."""
         (self.path / "secrets").mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.path / "logs").mkdir(exist_ok=True)
         config, resolved, record_json = plan.config.to_json(), plan.config.to_node_config().to_json(), json.dumps(asdict(record), indent=1)
@@ -109,7 +112,7 @@ class LocalRunFolder(HostRunFolder):
         )
 
     def load_deployment(self) -> tuple[Config, Cargo]:
-        """Return what `save_deployment` was given. Raises RunNotFound."""
+        """Return the config and cargo that `save_deployment` stored. Raises RunNotFound if there is no such run."""
         record = self.read_record()
         code = tuple(RunFile.from_content(name, (self.path / "code" / name).read_bytes()) for name in record.code)
         secrets = tuple(RunFile.from_content(name, (self.path / "secrets" / name).read_bytes()) for name in record.secrets)

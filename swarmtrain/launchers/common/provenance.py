@@ -1,4 +1,4 @@
-"""The state of the user's project at a deploy: its commit, and how it differed from that."""
+"""Provenance of the user's code at a deploy: its git commit, and the diff of the working tree against this commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swarmtrain.errors import ProcessError
 from swarmtrain.process import run_command
 
 MAX_DIFF_BYTES = 256 * 1024
-"""The most bytes of a diff that are kept."""
+"""Maximum size of a stored diff in bytes."""
 _GIT_TIMEOUT_SECONDS = 5.0
 _SHORT_HASH_LENGTH = 12
 
@@ -22,7 +22,7 @@ class GitCheckout:
     branch: str
     changed_files: tuple[str, ...]
     diff: str
-    """Against the commit, of tracked files; truncated to MAX_DIFF_BYTES."""
+    """Diff of the tracked files against the commit, truncated to MAX_DIFF_BYTES."""
 
     def __str__(self) -> str:
         changes = f", {len(self.changed_files)} file{'s' * (len(self.changed_files) != 1)} changed" if self.changed_files else ""
@@ -30,7 +30,10 @@ class GitCheckout:
 
 
 def read_git_checkout(folder: Path) -> GitCheckout | None:
-    """Return the checkout that contains `folder`; None if there is none with a commit, or git is not installed or too slow."""
+    """Return the git checkout that contains `folder`.
+
+    None if there is no checkout with a commit, or git is not installed or too slow.
+    """
     try:
         commit = _run_git(folder, "rev-parse", "HEAD").strip()
         branch = _run_git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()

@@ -1,6 +1,6 @@
-"""Tunnel to an engine behind ssh://: OpenSSH forwards its socket to a local one, all requests over one connection.
+"""SSH tunnel to a Docker engine at an ssh:// address: OpenSSH forwards the engine's socket to a local one, over one connection.
 
-The user's own ssh does it, with their keys, agent, jump hosts and `~/.ssh/config`; the remote side needs only sshd.
+The user's own ssh program is used, with its keys, agent, jump hosts and `~/.ssh/config`; the remote side needs only sshd.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def open_tunnel(address: str) -> str:
     try:
         folder = Path(
             tempfile.mkdtemp(prefix="swarmtrain-ssh-", dir=_choose_short_folder(tempfile.gettempdir()))
-        )  # no other user can enter it
+        )  # accessible to this user only
     except OSError as error:
         raise EngineError(
-            f"no folder for its tunnel can be made: {describe_os_error(error)}", place=place, hint="export TMPDIR=FOLDER"
+            f"cannot create a folder for its SSH tunnel: {describe_os_error(error)}", place=place, hint="export TMPDIR=FOLDER"
         ) from None
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     socket_path = folder / "docker.sock"
@@ -57,7 +57,7 @@ def open_tunnel(address: str) -> str:
             raise EngineError(
                 message or f"ssh ended with exit code {ssh.returncode}",
                 place=place,
-                hint=f"does this work? {process.format_command([*_build_login_argv(address), 'docker', 'info'])}",
+                hint=f"check that this works: {process.format_command([*_build_login_argv(address), 'docker', 'info'])}",
             )
         time.sleep(0.02)
     return f"unix://{socket_path}"
@@ -69,7 +69,7 @@ def _choose_short_folder(folder: str) -> str:
 
 
 def build_ssh_argv(address: str, socket_path: Path) -> list[str]:
-    """Return the ssh command that forwards the engine's socket to `socket_path`. Raises EngineError."""
+    """Return the ssh command that forwards the engine's socket to `socket_path`. Raises EngineError if `address` is invalid."""
     ssh, *destination = _build_login_argv(address)
     path = urlsplit(address).path
     options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
@@ -79,13 +79,15 @@ def build_ssh_argv(address: str, socket_path: Path) -> list[str]:
 def _build_login_argv(address: str) -> list[str]:
     url = urlsplit(address)
     if url.password:
-        raise EngineError("has a password in its address", place="Docker engine", hint="remove it: ssh asks for it, or uses a key")
+        raise EngineError(
+            "has a password in its address", place="Docker engine", hint="remove the password: ssh prompts for it, or uses a key"
+        )
     try:
         port = ["-p", str(url.port)] if url.port else []
     except ValueError:
         port = None
     if not url.hostname or port is None:
-        raise EngineError("is not an address of an engine", place=f"Docker engine at {address}", hint="write it as ssh://user@host:22")
+        raise EngineError("is not a valid engine address", place=f"Docker engine at {address}", hint="use the form ssh://user@host:22")
     return ["ssh", *port, *(["-l", url.username] if url.username else []), "--", url.hostname]
 
 

@@ -1,4 +1,4 @@
-"""Trainer commands: what needs torch or numpy runs as `python -m swarmtrain.trainer VERB`, on this machine, in a separate process."""
+"""Run trainer commands in a subprocess, since they need torch or numpy: `python -m swarmtrain.trainer VERB`, on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _CPU_ONLY_ENV = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def query_trainer(verb: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the response of `verb`. Raises SwarmtrainError if torch is not installed, or with the error that the response contains."""
+    """Return the JSON response of the trainer command `verb`.
+
+    Raises SwarmtrainError if torch is not installed, or with the error that the response contains.
+    """
     argv = _build_command(verb)
     response: dict[str, Any] = json.loads(process.run_command(argv, env=_CPU_ONLY_ENV, input=json.dumps(request), timeout=_TIMEOUT_SECONDS))
     if "error" in response:
@@ -36,7 +39,7 @@ def query_trainer(verb: str, request: dict[str, Any]) -> dict[str, Any]:
 def exec_trainer(
     verb: str, action: str, options: Mapping[str, Any], names: Sequence[str] = (), *, required_package: str = "numpy"
 ) -> NoReturn:
-    """Replace this process by the trainer command `verb action`, which takes over the terminal and the exit code.
+    """Replace this process by the trainer command `verb action`, which inherits the terminal and determines the exit code.
 
     Raises SwarmtrainError if `required_package` is not installed.
     """
@@ -46,10 +49,10 @@ def exec_trainer(
 
 
 def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> int:
-    """Run `verb` on `ranks` ranks of this machine, with its GPUs if it has any, and return the exit code of the first that failed, else 0.
+    """Run the trainer command `verb` on `ranks` ranks of this machine. Return the exit code of the first rank that failed, else 0.
 
-    Rank 0 has the terminal; the stderr of another rank is shown only if that rank failed first. Raises SwarmtrainError if torch is not
-    installed.
+    The ranks use the machine's GPUs if it has any. Rank 0 has the terminal; the stderr of another rank is printed only if that rank
+    failed first. Raises SwarmtrainError if torch is not installed.
     """
     argv = _build_command(verb)
     if ranks == 1:
@@ -77,10 +80,13 @@ def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> 
 
 
 def _wait_for_first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the index of the first child that fails, when all have ended. The others are killed if they do not end soon after it."""
+    """Wait until all children have exited, and return the index of the first that failed; None if none did.
+
+    After a failure, the other children are killed if they do not exit soon.
+    """
     failed_rank, kill_at = None, math.inf
     while any(child.poll() is None for child in children):
-        with contextlib.suppress(KeyboardInterrupt):  # the children receive it too, and handle it
+        with contextlib.suppress(KeyboardInterrupt):  # the children receive SIGINT, too, and handle it
             if failed_rank is None and (failed_ranks := [rank for rank, child in enumerate(children) if child.returncode]):
                 failed_rank, kill_at = failed_ranks[0], time.monotonic() + _EXIT_GRACE_SECONDS
             for child in children if time.monotonic() > kill_at else ():
@@ -90,7 +96,10 @@ def _wait_for_first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int 
 
 
 def _write_input_file(request: Mapping[str, Any]) -> IO[bytes]:
-    """Return a readable file that contains `request`: a command line is too short for many prompts, and everybody can see it."""
+    """Return a readable file that contains `request`.
+
+    Command-line arguments would exceed ARG_MAX for many prompts, and be visible in ps.
+    """
     file = tempfile.TemporaryFile()  # noqa: SIM115  # the started process inherits it
     file.write(json.dumps(request).encode())
     file.seek(0)
@@ -100,7 +109,7 @@ def _write_input_file(request: Mapping[str, Any]) -> IO[bytes]:
 def _build_command(verb: str, required_package: str = "torch") -> list[str]:
     if importlib.util.find_spec(required_package) is None:
         raise SwarmtrainError(
-            f"{sys.executable} cannot find {required_package}, and this takes it",
+            f"{sys.executable} cannot find {required_package}, which this command requires",
             place="this machine",
             hint=f"pip install 'swarmtrain[{'train' if required_package == 'torch' else 'data'}]'",
         )

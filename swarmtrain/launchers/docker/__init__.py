@@ -1,4 +1,4 @@
-"""The Docker launcher: the nodes of a run as containers on one engine that need not be in a swarm; usually one node.
+"""The Docker launcher: the nodes of a run are containers on one engine, which need not be in a swarm; usually one node.
 
 The containers are the same, by name and label, as those that `docker compose` creates from the file that `generate` writes: either can
 take over a run that the other has started. The engine's restart policy does for each container what Swarm does for tasks.
@@ -36,40 +36,43 @@ _STOP_MARGIN_SECONDS = 60.0
 
 
 class DockerLauncher:
-    """Containers on one engine. Implements swarmtrain.launchers.base.Launcher.
+    """Launcher for containers on one Docker engine. Implements swarmtrain.launchers.base.Launcher.
 
-    Commands that change a run are serialized on one machine; commands from two machines are kept apart only by the names of the containers.
+    Commands that change a run are serialized on one machine; commands from two machines conflict only on the names of the containers.
     """
 
     def __init__(self, address: str | None = None) -> None:
-        """Connect to the engine at `address`, or to the one that docker itself would use. Raises EngineError."""
+        """Connect to the engine at `address`, by default the one that docker itself would use. Raises EngineError if no engine answers."""
         self._engine = DockerEngine(address)
         self._deployed_at: dict[str, float] = {}
 
     @property
     def location(self) -> str:
-        """The engine."""
+        """Text that names the place of the run in messages: the Docker engine and its address."""
         return f"the engine at {self._engine.endpoint}"
 
     def read_inventory(self) -> Inventory:
-        """Return more machines than any plan needs: all of them are the engine's."""
+        """Return an inventory with more machines than any plan needs, all of which are this engine's machine."""
         return Inventory(self.location, tuple(Machine(host=f"docker{index}") for index in range(_MAX_NODES)))
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Check for the image, a runtime for GPUs, and more ranks than cores."""
+        """Check that the engine has the image and a GPU runtime, and warn if there are more ranks than cores."""
         engine_info, image = self._engine.get("/info"), plan.config.runner.docker_config.docker_container
         findings = []
         if plan.config.runner.swarm.gpu is not GpuMode.none and "nvidia" not in (engine_info.get("Runtimes") or {}):
-            hint = "install the NVIDIA Container Toolkit there, or -o runner.swarm.gpu=none"
-            findings.append(Finding(self.location, "the config asks for GPUs, and it has no runtime nvidia", hint))
+            hint = "install the NVIDIA Container Toolkit there, or set -o runner.swarm.gpu=none"
+            findings.append(Finding(self.location, "has no nvidia runtime, but the config requests GPUs", hint))
         if not self._find_image_id(plan):
-            findings.append(Finding(self.location, f"it does not have the image {image}, which will be pulled", fatal=False))
+            findings.append(Finding(self.location, f"does not have the image {image}, which will be pulled", fatal=False))
         if plan.world_size > engine_info["NCPU"] and plan.config.runner.swarm.gpu is GpuMode.none:
             findings.append(Finding(self.location, f"{plan.world_size} ranks will share {engine_info['NCPU']} cores", fatal=False))
         return findings
 
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make. Raises EngineError, StackError."""
+        """Return the changes that `deploy` would make.
+
+        Raises EngineError if the engine does not answer, StackError if a file of the plan is empty.
+        """
         existing = container_state.list_containers(self._engine, plan.run)
         desired = render_compose(plan)
         unchanged = _find_unchanged(desired, existing, self._find_image_id(plan))
@@ -78,16 +81,16 @@ class DockerLauncher:
         starts = []
         for name in _order_coordinator_first(desired):
             if name not in existing:
-                starts.append(Action("start", name, "is not there"))
+                starts.append(Action("start", name, "does not exist"))
             elif name not in unchanged:
-                starts.append(Action("replace", name, "has changed, or its board has", existing[name].is_alive))
+                starts.append(Action("replace", name, "has changed, or its coordinator has", existing[name].is_alive))
             elif not existing[name].is_alive and not existing[name].has_succeeded:
                 starts.append(Action("start", name, "has ended"))
         return [*removals, *starts]
 
     @raising_state_errors()
     def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Create, replace, start and remove what differs from `plan`. Raises SwarmtrainError."""
+        """Create, replace, start and remove the containers that differ from `plan`. Raises SwarmtrainError if that fails."""
         self._deployed_at[plan.run] = time.time()
         image = ensure_image(self._engine.client, plan.config.runner.docker_config.docker_container, report_progress)["Id"]
         desired = render_compose(plan)
@@ -121,7 +124,7 @@ class DockerLauncher:
             report_progress(f"{name} started")
 
     def _create_container(self, desired: Stack, name: str, image: str) -> str:
-        """Create a service's container with its files, and return its id."""
+        """Create the container of the service `name` with its files, and return the container id."""
         container_name = desired.document["services"][name]["container_name"]
         container_id: str = self._engine.post_uninterrupted(
             "/containers/create", container_specs.build_container_body(desired, name, image), {"name": container_name}
@@ -136,11 +139,11 @@ class DockerLauncher:
             self._engine.post_uninterrupted("/networks/create", body)
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo that the run was deployed with, read from its containers. Raises RunNotFound, StackError."""
+        """Return the config and cargo with which the run was deployed, read from its containers. Raises RunNotFound, StackError."""
         existing = self._list_existing_containers(run)
         node = next((container for name, container in existing.items() if name != RENDEZVOUS_SERVICE), None)
         if node is None:
-            raise StackError("it has no nodes, only what an unfinished removal left", place=f"run {run}", hint=f"swarmtrain down {run}")
+            raise StackError("has no nodes, only leftovers of an incomplete removal", place=f"run {run}", hint=f"swarmtrain down {run}")
         config = Config.from_json(self._engine.read_file(node.id, CONFIG_PATH).decode())
         hosts = json.loads(existing[RENDEZVOUS_SERVICE].labels.get(LABEL_HOSTS, "null")) if RENDEZVOUS_SERVICE in existing else None
         runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
@@ -161,18 +164,18 @@ class DockerLauncher:
         return []
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each container, nodes first. Raises RunNotFound."""
+        """Return the state of each container, nodes first. Raises RunNotFound if there is no such run."""
         return [container.to_task_state() for container in self._list_existing_containers(run).values()]
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return the coordinator's events so far. Raises RunNotFound."""
+        """Return the coordinator's events so far. Raises RunNotFound if there is no such run."""
         coordinator = self._list_existing_containers(run).get(RENDEZVOUS_SERVICE)
         lines = container_logs.read_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since) if coordinator else []
         record_lines(run, lines)
         return [event for line in lines if (event := line.parse_event())]
 
     def watch(self, run: str) -> Iterator[RunUpdate]:
-        """Yield what happens, until the outcome or the run's removal. Raises RunNotFound."""
+        """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
         self._list_existing_containers(run)
         since = self._deployed_at.get(run, time.time())
         return run_stream.watch_run(self._engine, run, lambda: container_state.list_containers(self._engine, run), since)
@@ -187,7 +190,7 @@ class DockerLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound."""
+        """Yield the output of all nodes. Raises RunNotFound if there is no such run."""
         from swarmtrain.launchers.docker.run_stream import stream_logs
 
         selected = [
@@ -206,7 +209,10 @@ class DockerLauncher:
 
     @raising_state_errors()
     def stop(self, run: str, report_progress: ProgressReporter) -> None:
-        """Let the ranks save and exit; the coordinator stays, and a deploy resumes the run. Raises RunNotFound."""
+        """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
+
+        Raises RunNotFound if there is no such run.
+        """
         self._list_existing_containers(run)
         with LocalRunFolder(run).holding_lock(report_progress):
             self._stop_containers(
@@ -216,7 +222,7 @@ class DockerLauncher:
 
     @raising_state_errors()
     def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
-        """End everything and remove the run; named volumes stay. Raises RunNotFound."""
+        """Stop all containers and remove the run; named volumes are kept. Raises RunNotFound if there is no such run."""
         self._list_existing_containers(run)
         with LocalRunFolder(run).holding_lock(report_progress):
             self._remove_run(run, report_progress)
@@ -251,11 +257,11 @@ class DockerLauncher:
         existing = container_state.list_containers(self._engine, run)
         if not existing:
             known_runs = ", ".join(self.list_runs()) or "none"
-            raise RunNotFound(f"there is no run of this name on {self.location}; there is: {known_runs}", place=f"run {run}")
+            raise RunNotFound(f"unknown run on {self.location}; existing runs: {known_runs}", place=f"run {run}")
         return existing
 
     def _find_image_id(self, plan: Plan) -> str:
-        """Return the id of the plan's image; empty if the engine does not have it."""
+        """Return the id of the plan's image on the engine; empty if the engine does not have the image."""
         try:
             return str(self._engine.get(f"/images/{plan.config.runner.docker_config.docker_container}/json")["Id"])
         except EngineError as error:
@@ -269,7 +275,10 @@ def _order_coordinator_first(desired: Stack) -> list[str]:
 
 
 def _find_unchanged(desired: Stack, existing: dict[str, Container], image: str) -> dict[str, Container]:
-    """Return the containers that match the plan; none if the coordinator is not running, since the run then starts over."""
+    """Return the existing containers that match the plan.
+
+    Empty if the coordinator is not running, because the run is then restarted completely.
+    """
     coordinator = existing.get(RENDEZVOUS_SERVICE)
     if coordinator is None or not coordinator.is_alive:
         return {}

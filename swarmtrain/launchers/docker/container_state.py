@@ -1,4 +1,4 @@
-"""The state of a run on an engine: its containers, found by their labels, whatever created them."""
+"""State of a run on a Docker engine: its containers, found by their labels, whether swarmtrain or docker compose created them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
 
 FIRST_HOST = "docker0"
-"""The engine's name as the host of a run's first node."""
+"""Host name shown for a run's first node: the engine itself."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """A container of a run, as the engine has it."""
+    """A container of a run, as reported by the engine."""
 
     id: str
     node: str
     """Name of the run's node, or rendezvous."""
     spec_digest: str
-    """Digest of the spec that it was created from."""
+    """Digest of the container specification from which it was created."""
     image: str
     labels: dict[str, str]
     state: dict[str, Any]
-    """As the engine reports it."""
+    """The container's state as the engine reports it."""
 
     @property
     def api_path(self) -> str:
@@ -36,19 +36,19 @@ class Container:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is running or restarting."""
+        """Whether the container is running or restarting."""
         return bool(self.state["Running"] or self.state["Restarting"])
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether it has ended with exit code 0, which is final."""
+        """Whether the container has exited with code 0, after which it is not restarted."""
         return bool(self.state["Status"] == "exited" and self.state["ExitCode"] == 0)
 
     def to_task_state(self) -> TaskState:
-        """Return its state."""
+        """Return the container's state as a TaskState."""
         status, exit_code, host = self.state["Status"], self.state["ExitCode"], self.labels.get(LABEL_HOST, FIRST_HOST)
         if self.state["Restarting"]:
-            return TaskState(self.node, host, "starting", f"starts again after: {_describe_exit(self.state)}", exit_code)
+            return TaskState(self.node, host, "starting", f"restarting after: {_describe_exit(self.state)}", exit_code)
         if status == "exited":
             state = "complete" if exit_code == 0 else "shutdown" if exit_code == EXIT_PLANNED else "failed"
             return TaskState(self.node, host, state, _describe_exit(self.state) if exit_code else "", exit_code)
@@ -57,7 +57,7 @@ class Container:
 
 def _describe_exit(state: dict[str, Any]) -> str:
     if state["OOMKilled"]:
-        return "the kernel had no memory left for it"
+        return "killed by the kernel's OOM killer"
     return str(state["Error"] or f"exit code {state['ExitCode']}")
 
 

@@ -1,4 +1,4 @@
-"""What happens to a run's containers, as one stream; the output of the coordinator and the nodes is recorded on the way."""
+"""Stream of updates from a run's containers. The output of the coordinator and the nodes is recorded at the same time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FINAL_STATES = ("complete", "shutdown")
 
 
 def watch_run(engine: DockerEngine, run: str, list_containers: ListContainers, since: float) -> Iterator[RunUpdate]:
-    """Yield events from the start, output since `since`, and states, until the outcome and its last lines, or the run's removal.
+    """Yield the run's events from the start, output from `since` on, and states, until the outcome and its last lines, or the removal.
 
     Raises EngineError if the engine does not answer for two minutes.
     """
@@ -53,7 +53,7 @@ def watch_run(engine: DockerEngine, run: str, list_containers: ListContainers, s
 def stream_logs(
     engine: DockerEngine, run: str, list_containers: ListContainers, *, since: float | None, tail: int | None, node: str | None
 ) -> Iterator[LogLine]:
-    """Yield the output of all nodes, or of `node`, as long as any of them runs. Raises EngineError."""
+    """Yield the output of all nodes, or of `node`, while any of them runs. Raises EngineError if the engine does not answer."""
 
     def list_node_containers() -> dict[str, Container]:
         return {name: container for name, container in list_containers().items() if name != RENDEZVOUS_SERVICE and node in (None, name)}
@@ -68,7 +68,7 @@ def stream_logs(
 
 
 class _ContainerStream:
-    """A log reader for each container, and their lines ordered by time."""
+    """The log readers of a run's containers, whose lines are merged in time order."""
 
     def __init__(
         self, engine: DockerEngine, run: str, list_containers: ListContainers, since: float | None, tail: int | None = None
@@ -91,7 +91,7 @@ class _ContainerStream:
         self._recorder.close()
 
     def poll_containers(self) -> dict[str, Container]:
-        """Return the existing containers; the engine is asked at most twice per second. Raises EngineError."""
+        """Return the existing containers; the engine is queried at most twice per second. Raises EngineError if it does not answer."""
         if time.monotonic() - self._polled_at < _POLL_SECONDS:
             return self._containers
         self._polled_at = time.monotonic()
@@ -110,12 +110,12 @@ class _ContainerStream:
         return self._containers
 
     def report_unreachable(self, error: EngineError) -> Iterator[Event]:
-        """Report once that the engine does not answer. Raises `error` if that lasts."""
+        """Yield one event when the engine stops answering. Raises `error` if it does not answer for too long."""
         unanswered_seconds = time.monotonic() - self._answered_at
         if unanswered_seconds > _ENGINE_TIMEOUT_SECONDS:
             raise error
         if unanswered_seconds < 2 * _POLL_SECONDS:
-            yield Event(EVENT_NOTE, {"node": error.place, "message": f"{error.message}; it is asked again"})
+            yield Event(EVENT_NOTE, {"node": error.place, "message": f"{error.message}; retrying"})
 
     def take_lines(self) -> list[ContainerLogLine]:
         """Return the lines of the next batch, ordered by time, and record them."""

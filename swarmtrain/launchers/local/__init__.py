@@ -1,4 +1,4 @@
-"""The local launcher: the nodes of a run as processes on this machine, without Docker and without root.
+"""The local launcher: the nodes of a run are processes on this machine, without Docker and without root.
 
 Each node is a supervisor with the same environment as under Swarm, and they use a real rendezvous on loopback ports. A process keeper
 does for each process what Swarm does for containers. A run outlives the launcher; any later launcher finds it by its folder.
@@ -30,23 +30,23 @@ _NVIDIA_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 class LocalLauncher:
-    """Runs on this machine. Implements swarmtrain.launchers.base.Launcher."""
+    """Launcher for runs on this machine. Implements swarmtrain.launchers.base.Launcher."""
 
     @property
     def location(self) -> str:
-        """This machine."""
+        """Text that names the place of the run in messages: this machine."""
         return "this machine"
 
     def read_inventory(self) -> Inventory:
-        """Return more machines than any plan needs: all of them are this one."""
+        """Return an inventory with more machines than any plan needs, all of which are this machine."""
         return Inventory("this machine", tuple(Machine(host=f"local{index}") for index in range(_MAX_NODES)))
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Check for torch, and for more ranks than cores."""
+        """Check that torch is installed, and warn if there are more ranks than cores."""
         findings = []
         if importlib.util.find_spec("torch") is None:
             hint = "pip install 'swarmtrain[train]'"
-            findings.append(Finding("this machine", f"{sys.executable} cannot find torch, and ranks run in it", hint))
+            findings.append(Finding("this machine", f"{sys.executable} cannot find torch, which the ranks need", hint))
         cores = len(os.sched_getaffinity(0))
         if plan.world_size > cores and not _list_visible_gpus():
             findings.append(Finding("this machine", f"{plan.world_size} ranks will share {cores} cores", fatal=False))
@@ -54,7 +54,7 @@ class LocalLauncher:
 
     @raising_state_errors()
     def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Start, restart and end what differs from `plan`. Raises SwarmtrainError."""
+        """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         folder = LocalRunFolder(plan.run)
         with folder.holding_lock(report_progress):
             is_first_deploy = not folder.exists
@@ -68,7 +68,7 @@ class LocalLauncher:
 
     @raising_state_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make."""
+        """Return the changes that `deploy` would make to the processes of the run."""
         folder = LocalRunFolder(plan.run)
         existing = folder.list_process_names() if folder.exists else []
         # Read first: what another command starts meanwhile then appears as missing, instead of as existing and different.
@@ -76,7 +76,7 @@ class LocalLauncher:
         _, desired, unchanged = _compare_with_plan(folder, plan)
         removals = [Action("end", name, "is not in the plan") for name in existing if name not in desired]
         missing = [name for name in desired if name not in unchanged or _needs_start(folder, name)]
-        causes = {name: "has changed, or has ended" if name in existing else "is not there" for name in missing}
+        causes = {name: "has changed, or has ended" if name in existing else "does not exist" for name in missing}
         return [*removals, *(Action("start", name, cause, name in running) for name, cause in causes.items())]
 
     def _reconcile(self, folder: LocalRunFolder, plan: Plan, report_progress: ProgressReporter) -> None:
@@ -98,7 +98,7 @@ class LocalLauncher:
 
     @raising_state_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
+        """Return the config and cargo with which the run was deployed. Raises RunNotFound if there is no such run."""
         return LocalRunFolder(run).load_deployment()
 
     @raising_state_errors()
@@ -107,11 +107,11 @@ class LocalLauncher:
         return list_local_runs()
 
     def list_terminating_runs(self) -> list[str]:
-        """Return an empty list: a run exists until all of it has ended."""
+        """Return an empty list: a local run is listed until its removal is complete."""
         return []
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each process, nodes first. Raises RunNotFound."""
+        """Return the state of each process, nodes first. Raises RunNotFound if there is no such run."""
         folder = LocalRunFolder(run)
         hosts = folder.read_record().hosts
         states = []
@@ -130,7 +130,7 @@ class LocalLauncher:
         return file_tail.read_events(_open_existing_folder(run), since)
 
     def watch(self, run: str) -> Iterator[RunUpdate]:
-        """Yield what happens, until the outcome or the run's removal. Raises RunNotFound."""
+        """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
         return file_tail.watch_run(_open_existing_folder(run), lambda: self._list_tasks_or_empty(run))
 
     def _list_tasks_or_empty(self, run: str) -> list[TaskState]:
@@ -156,7 +156,10 @@ class LocalLauncher:
 
     @raising_state_errors()
     def stop(self, run: str, report_progress: ProgressReporter) -> None:
-        """Let the ranks save and exit; the coordinator stays, and a deploy resumes the run. Raises RunNotFound."""
+        """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
+
+        Raises RunNotFound if there is no such run.
+        """
         folder = _open_existing_folder(run)
         with folder.holding_lock(report_progress):
             _stop_nodes(folder)
@@ -164,7 +167,7 @@ class LocalLauncher:
 
     @raising_state_errors()
     def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
-        """End everything and remove the run; events and logs stay in its folder. Raises RunNotFound."""
+        """Stop all processes and remove the run; events and logs stay in its folder. Raises RunNotFound if there is no such run."""
         folder = _open_existing_folder(run)
         with folder.holding_lock(report_progress):
             _stop_nodes(folder)
@@ -185,7 +188,7 @@ def _open_existing_folder(run: str) -> LocalRunFolder:
 
 
 def _needs_start(folder: LocalRunFolder, name: str) -> bool:
-    """Return whether `name` was stopped, or its process keeper is gone; a completed process needs no start."""
+    """Return whether the process `name` must be started: it was stopped, or its process keeper is gone. A completed process need not be."""
     state = folder.load_state(name)
     return not folder.is_alive(name) and (state is None or state.state != "complete")
 
@@ -240,9 +243,9 @@ def _build_specs(folder: LocalRunFolder, plan: Plan, record: LocalRunRecord) -> 
 
 
 def _build_resource_env(plan: Plan, index: int) -> dict[str, str]:
-    """Return what node `index` may use of this machine: its part of the cores, and of the GPUs if there are enough.
+    """Return the environment variables that limit node `index` to its share of this machine's cores, and of its GPUs if there are enough.
 
-    Computed with max_nodes, so that scaling does not change the other nodes.
+    The share is computed with max_nodes, so that scaling does not change the other nodes.
     """
     slots = max(node.slots for node in plan.nodes)
     env = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (slots * plan.max_nodes)))}

@@ -1,6 +1,7 @@
-"""One rank in the foreground, for a debugger, and the others in the background, each with its own log. Nothing is restarted.
+"""Attached run: one rank in the foreground for a debugger, the others in the background, each with its own log. No rank is restarted.
 
-All ranks belong to one node, this machine, and run the script in place. There is no coordinator, so a rank at a breakpoint is not given up.
+All ranks belong to one node, this machine, and run the script in place. There is no coordinator, so a rank that pauses at a breakpoint is
+not declared lost.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from swarmtrain.render.process_environment import NodeLayout, build_node_env
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_GRACE_SECONDS = 10.0
-"""Seconds for the other ranks to end by themselves, and again to end after SIGTERM."""
+"""Seconds for the other ranks to exit by themselves, and then again to exit after SIGTERM."""
 
 
 def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int:
-    """Run all ranks of `plan`, `rank` with this terminal, and return its exit code. Raises PlanError if there is no such rank."""
+    """Run all ranks of `plan`, with `rank` attached to this terminal, and return the exit code of `rank`.
+
+    Raises PlanError if the plan has no such rank.
+    """
     if rank >= plan.world_size:
-        raise PlanError(f"there is no such rank; there are 0 to {plan.world_size - 1}", place=f"--attach {rank}")
+        raise PlanError(f"unknown rank; valid ranks: 0 to {plan.world_size - 1}", place=f"--attach {rank}")
     folder = history_store.resolve_run_directory(plan.run)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="swarmtrain-") as private_folder:
@@ -58,7 +62,7 @@ def _running_other_ranks(
                         argv, env=environment, stdout=output, stderr=subprocess.STDOUT, new_session=True, die_with_parent=True
                     )
         if children:
-            report_progress(f"rank {rank} has this terminal; what the others print is in {folder}/rank*.log")
+            report_progress(f"rank {rank} is attached to this terminal; the output of the other ranks is in {folder}/rank*.log")
         yield
     finally:
         for log, child in children.items():
@@ -76,7 +80,7 @@ def _terminate(child: subprocess.Popen[bytes]) -> int:
 
 @contextmanager
 def _ignoring_sigint() -> Iterator[None]:
-    """Leave Ctrl-C to the rank in the foreground; this process waits for that rank."""
+    """Ignore Ctrl-C (SIGINT) in this process during the body: the rank in the foreground handles it."""
     previous_handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield
@@ -85,7 +89,7 @@ def _ignoring_sigint() -> Iterator[None]:
 
 
 def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
-    """Return the environment that all ranks share: that of a node, without the coordinator, and with its files in `private_folder`."""
+    """Return the environment of a node without the coordinator, which all ranks share; its files are in `private_folder`."""
     config = private_folder / "config.json"
     config.write_text(plan.config.to_node_config().to_json())
     for secret in plan.cargo.secrets:

@@ -1,4 +1,4 @@
-"""The Slurm launcher: a run is one job, with a supervisor on each of its nodes, as under Swarm.
+"""The Slurm launcher: a run is one Slurm job, with a supervisor on each of the job's nodes.
 
 `deploy` writes one script and submits it (swarmtrain.render.sbatch_script documents what it does). The run's folder is in the home that
 login nodes and compute nodes share; any later process of the same user finds the run by it. Inside an allocation of the user's own, the
@@ -41,11 +41,11 @@ _FINAL_LINES = 10
 
 
 class SlurmLauncher:
-    """Runs under Slurm. Implements swarmtrain.launchers.base.Launcher."""
+    """Launcher for runs under Slurm. Implements swarmtrain.launchers.base.Launcher."""
 
     @property
     def location(self) -> str:
-        """The cluster that this machine's Slurm commands talk to."""
+        """Text that names the place of the run in messages: Slurm."""
         return "Slurm"
 
     def read_inventory(self) -> Inventory:
@@ -54,11 +54,11 @@ class SlurmLauncher:
 
     @raising_state_errors()
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Ask Slurm whether it would accept the job; in an allocation, check that it has enough nodes."""
+        """Check with Slurm that the job would be accepted; inside an allocation, check that it has enough nodes."""
         if allocation_id := slurm_cli.find_allocation():
             allocated_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", _MAX_NODES))
             shortage = Finding(
-                f"allocation {allocation_id}", f"has {allocated_nodes} nodes, and {len(plan.nodes)} are wanted", "-o runner.nodes=N"
+                f"allocation {allocation_id}", f"has {allocated_nodes} nodes, and {len(plan.nodes)} are requested", "-o runner.nodes=N"
             )
             return [shortage] if allocated_nodes < len(plan.nodes) else []
         folder = SlurmRunFolder(plan.run)
@@ -70,22 +70,22 @@ class SlurmLauncher:
 
     @raising_state_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make."""
+        """Return the changes that `deploy` would make to the job."""
         folder = SlurmRunFolder(plan.run)
         previous = folder.find_record()
         if previous is None or not is_job_active(previous, plan.run):
-            return [Action("submit", "a job", "is not there" if previous is None else f"job {previous.job} has ended")]
+            return [Action("submit", "a job", "does not exist" if previous is None else f"job {previous.job} has ended")]
         if _is_unchanged(folder, plan, previous):
             return []
         is_running = previous.allocation or slurm_cli.read_job_state(previous.job).is_running
         return [
-            Action("end", f"job {previous.job}", "it differs from the plan; its ranks save and leave", is_running),
-            Action("submit", "a job", "that resumes from there"),
+            Action("end", f"job {previous.job}", "differs from the plan; its ranks save a checkpoint and exit", is_running),
+            Action("submit", "a job", "resumes from that checkpoint"),
         ]
 
     @raising_state_errors()
     def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Submit the job; an existing job that differs first saves and exits. Raises SwarmtrainError."""
+        """Submit the job. If a job of the run exists and differs, it first saves and exits. Raises SwarmtrainError if that fails."""
         folder = SlurmRunFolder(plan.run)
         with folder.holding_lock(report_progress):
             previous = folder.find_record()
@@ -94,7 +94,7 @@ class SlurmLauncher:
                 return
             record = _build_record(plan, folder, previous if is_active else None)
             if is_active and previous:
-                report_progress(f"job {previous.job}: its ranks save and leave")
+                report_progress(f"job {previous.job}: its ranks save a checkpoint and exit")
                 _stop_job(previous, plan.run)
             try:
                 self._submit_job(folder, plan, record, report_progress, resumes=previous is not None)
@@ -115,11 +115,11 @@ class SlurmLauncher:
             folder.write_record(replace(record, job=allocation_id, allocation=True))
             slurm_cli.start_in_allocation(script_path, folder.path / "slurm.out")
             _wait_for_step(allocation_id, plan.run, folder)
-            report_progress(f"a step of job {allocation_id}, which is this allocation")
+            report_progress(f"started as a step of job {allocation_id}, the current allocation")
         else:
             job_id = slurm_cli.submit_job(script_path)
             folder.write_record(replace(record, job=job_id))
-            report_progress(f"job {job_id} submitted; what Slurm says of it is in {folder.path / 'slurm.out'}")
+            report_progress(f"job {job_id} submitted; Slurm's output is in {folder.path / 'slurm.out'}")
         folder.remove_job_files(keep=record.files)
 
     @raising_state_errors()
@@ -133,7 +133,7 @@ class SlurmLauncher:
         return list_slurm_runs()
 
     def list_terminating_runs(self) -> list[str]:
-        """Return an empty list: a run exists until all of it has ended."""
+        """Return an empty list: a run under Slurm is listed until its removal is complete."""
         return []
 
     @raising_state_errors()
@@ -151,7 +151,10 @@ class SlurmLauncher:
         return file_tail.read_events(_open_existing_folder(run), since)
 
     def watch(self, run: str) -> Iterator[RunUpdate]:
-        """Yield what happens, across requeues, until the outcome, the job's end or the run's removal. Raises RunNotFound."""
+        """Yield updates of the run, across requeues, until the outcome, the end of the job, or the run's removal.
+
+        Raises RunNotFound if there is no such run.
+        """
         folder = _open_existing_folder(run)
         return self._stream_updates(folder)
 
@@ -202,7 +205,10 @@ class SlurmLauncher:
 
     @raising_state_errors()
     def stop(self, run: str, report_progress: ProgressReporter) -> None:
-        """Let the ranks save and exit, and the job end; a deploy submits a new job that resumes the run. Raises RunNotFound."""
+        """Request the ranks to save and exit, and end the job. A deploy submits a new job that resumes the run.
+
+        Raises RunNotFound if there is no such run.
+        """
         folder = _open_existing_folder(run)
         with folder.holding_lock(report_progress):
             _stop_job(folder.read_job_record(), run)
@@ -220,9 +226,9 @@ class SlurmLauncher:
 
 @raising_state_errors()
 def write_job_script(plan: Plan, output: Path) -> Path:
-    """Write the script that `deploy` would submit to `output`, and the files that it needs into the run's folder.
+    """Write the sbatch script of `plan` to `output`, and the files that it needs into the run's folder. Return the folder of these files.
 
-    Return the folder of these files. Raises StateDirectoryError.
+    The script is the one that `deploy` would submit. Raises StateDirectoryError if the files cannot be written.
     """
     folder = SlurmRunFolder(plan.run)
     record = _build_record(plan, folder, None)
@@ -249,7 +255,7 @@ def _build_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunRecord |
 
 
 def _is_unchanged(folder: SlurmRunFolder, plan: Plan, previous: SlurmRunRecord) -> bool:
-    """Return whether the existing job was submitted with what the plan contains."""
+    """Return whether the run's existing job was submitted from an equal plan."""
     submitted_script = folder.path / previous.files / SCRIPT_FILE
     desired_script = render_sbatch_script(plan, _build_site(folder, _build_record(plan, folder, previous)))
     return submitted_script.exists() and submitted_script.read_text(encoding="utf-8") == desired_script
@@ -278,7 +284,7 @@ def _build_task_state(
 
 
 def _stop_job(record: SlurmRunRecord, run: str) -> None:
-    """Let the ranks save and exit, and wait until the job, or the step, is gone. Raises StackError if it stays."""
+    """Request the ranks to save and exit, and wait until the job (or job step) is gone. Raises StackError if it is not."""
     if not record.job:
         return
     if record.allocation:
@@ -297,7 +303,9 @@ def _stop_job(record: SlurmRunRecord, run: str) -> None:
             slurm_cli.signal_or_cancel(record.job)
         if slurm_cli.wait_until_gone(record.job, record.stop_grace + _CLEANUP_SECONDS):
             return
-    raise StackError("Slurm has not ended it", place=f"job {record.job}", hint=f"scancel --full {record.job}, then the same command again")
+    raise StackError(
+        "Slurm did not end the job", place=f"job {record.job}", hint=f"scancel --full {record.job}, then run the same command again"
+    )
 
 
 def _wait_for_step(allocation_id: str, run: str, folder: SlurmRunFolder) -> None:
@@ -309,7 +317,7 @@ def _wait_for_step(allocation_id: str, run: str, folder: SlurmRunFolder) -> None
 
 
 def _read_final_lines(folder: SlurmRunFolder) -> Iterator[LogLine]:
-    """Yield the last lines of Slurm's output: for a job that ended without an outcome, they may say why."""
+    """Yield the last lines of Slurm's output, which may explain why a job ended without an outcome."""
     try:
         lines = (folder.path / "slurm.out").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

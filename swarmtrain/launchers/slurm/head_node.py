@@ -1,7 +1,7 @@
-"""Monitoring of a job's first node: if it is dead, so are the coordinator and the batch script.
+"""Monitor of a job's head node (its first node): if it dies, the coordinator and the batch script are gone, too.
 
-Slurm ends a job whose first node dies, unless it has `--no-kill`, which elastic runs have so that they survive the loss of any other
-node. Such a job stays RUNNING, and nothing on its first node is left to requeue it. So its other nodes do.
+Slurm ends a job whose head node dies, unless it has `--no-kill`, which elastic runs set to survive the loss of any other node. Such a job
+stays RUNNING, and nothing on its head node is left to requeue it. So the other nodes requeue it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SLURM_TIMEOUT_SECONDS = 30.0
 
 
 def requeue_if_head_dies(head_node: str, coordinator_address: tuple[str, int], job: str, finished: threading.Event) -> None:
-    """Return when `finished` is set, or when the job has been requeued because its first node, `head_node`, is dead.
+    """Return when `finished` is set, or when the job was requeued because its head node `head_node` is dead.
 
     As long as the coordinator at `coordinator_address` accepts connections, Slurm is not asked. Slurm refuses to requeue a job that
     must not be requeued, and one that already is: both refusals are accepted.
@@ -31,14 +31,14 @@ def requeue_if_head_dies(head_node: str, coordinator_address: tuple[str, int], j
     while not finished.wait(_CHECK_SECONDS):
         if _is_reachable(coordinator_address) or not is_node_dead(head_node):
             continue
-        LOG.warning("%s, the first node of job %s, is dead: the job is queued again", head_node, job)
+        LOG.warning("%s, the first node of job %s, is down: the job is requeued", head_node, job)
         with contextlib.suppress(ProcessError):
             run_command(["scontrol", "requeue", job], timeout=_SLURM_TIMEOUT_SECONDS)
             return
 
 
 def is_node_dead(name: str) -> bool:
-    """Return whether Slurm considers a node dead; False if Slurm cannot be asked."""
+    """Return whether Slurm considers the node `name` dead; False if Slurm does not answer."""
     try:
         output = run_command(["scontrol", "show", "node", "--oneliner", name], timeout=_SLURM_TIMEOUT_SECONDS)
     except ProcessError:

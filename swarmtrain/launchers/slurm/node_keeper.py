@@ -1,4 +1,4 @@
-"""One node of a Slurm job: keeps its supervisor running and, on the first node, the coordinator.
+"""Keeper of one node of a Slurm job: keeps the node's supervisor running and, on the first node, the coordinator.
 
 `python -m swarmtrain.launchers.slurm.node_keeper FOLDER`, a task of srun. It reads from Slurm's variables what the sbatch script could
 not know. When a stop is requested, by our SIGURG or Slurm's SIGTERM, it asks the supervisor to stop; the coordinator ends after the
@@ -113,7 +113,10 @@ def _resolve_ip(name: str) -> str:
 
 
 def _wait_for_other_nodes(folder: Path, node_count: int, attempt: JobAttempt) -> None:
-    """Wait for the other nodes to exit: ranks that save before they exit still need the coordinator."""
+    """Wait for the other nodes to exit, since ranks that save before they exit still need the coordinator.
+
+    Waits at most for the grace period.
+    """
     deadline = time.monotonic() + float(os.environ["SWARMTRAIN_STOP_GRACE"])
     while time.monotonic() < deadline and any(_is_running(folder, f"node{index}", attempt) for index in range(node_count)):
         time.sleep(0.1)
@@ -125,7 +128,7 @@ def _is_running(folder: Path, name: str, attempt: JobAttempt) -> bool:
 
 
 class RestartingProcess:
-    """A process that is restarted when it fails, as with Swarm's `restart_policy: on-failure`: exit code 0 is final."""
+    """A process that is restarted if it fails, as with Swarm's `restart_policy: on-failure`. Exit code 0 is final."""
 
     def __init__(self, folder: Path, name: str, role: str, host: str, attempt: JobAttempt) -> None:
         self.folder, self.name, self.role, self.host, self.attempt = folder, name, role, host, attempt
@@ -144,12 +147,12 @@ class RestartingProcess:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when it has finally ended; `exit_code` then holds its exit code."""
+        """Wait until the process has exited and is not restarted any more; `exit_code` then holds its exit code."""
         while self._thread.is_alive():  # a join without a timeout would delay signals
             self._thread.join(0.1)
 
     def stop(self) -> None:
-        """Ask it to end, and do not restart it."""
+        """Request the process to exit, and do not restart it."""
         self.stopping = True
         if (child := self._child) is not None:
             self._send_stop_signal(child)

@@ -1,4 +1,4 @@
-"""Slurm's own commands, and what they report about a job."""
+"""Slurm's command-line tools (sbatch, squeue, scancel …), and the job states that they report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_SUCH_JOB_MESSAGE = "Invalid job id"
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job: `state` in Slurm's words (PENDING, RUNNING …), empty if it is no longer in a queue."""
+    """State of a Slurm job: `state` in Slurm's terms (PENDING, RUNNING …), empty if the job is no longer in the queue."""
 
     state: str = ""
     reason: str = ""
@@ -33,41 +33,43 @@ class JobState:
 
 
 def run_slurm_command(*argv: str, stdin: str | None = None) -> str:
-    """Return the output of a Slurm command, which reads `stdin`. Raises EngineError."""
+    """Run a Slurm command with `stdin` as its input, and return its output. Raises EngineError if it fails."""
     try:
         return run_command(list(argv), input=stdin, timeout=_COMMAND_TIMEOUT_SECONDS)
     except ProcessError as error:
         missing = error.returncode in (126, 127)
-        hint = "runner_type: slurm is deployed where sbatch works, on a login node" if missing else f"{error.command} shows it"
+        hint = (
+            "deploy runner_type: slurm where sbatch is available, for example on a login node" if missing else f"{error.command} shows it"
+        )
         reason = f"{argv[0]} is not here" if missing else error.output.strip().removeprefix(f"{argv[0]}: error: ") or "failed"
         raise EngineError(reason, place="Slurm", hint=hint) from None
 
 
 def submit_job(script: Path) -> str:
-    """Submit the job and return its id. Raises EngineError."""
+    """Submit the sbatch script and return the job id. Raises EngineError with Slurm's reason if it is refused."""
     return run_slurm_command("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
 def check_script(script: str) -> None:
-    """Ask Slurm whether it would accept the job of this script. Raises EngineError with Slurm's reason."""
+    """Check with Slurm whether it would accept the sbatch script. Raises EngineError with Slurm's reason if not."""
     run_slurm_command("sbatch", "--test-only", stdin=script)
 
 
 def find_allocation() -> str:
-    """Return the id of the job whose nodes this process may use, from salloc or in a batch script; empty if there is none."""
+    """Return the id of the job in whose allocation this process runs, from salloc or in a batch script; empty if there is none."""
     step = os.environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP_ID)
     return os.environ.get("SLURM_JOB_ID", "") if step == _INTERACTIVE_STEP_ID else ""
 
 
 def start_in_allocation(script: Path, output: Path) -> None:
-    """Start the script in the background: its srun uses the allocation's nodes."""
+    """Start the sbatch script in the background inside an allocation: its srun uses the allocation's nodes."""
     with output.open("ab") as log_file:
         process = start_process(["bash", str(script)], stdout=log_file, stderr=log_file, new_session=True)
     process.returncode = 0  # it is meant to outlive this process
 
 
 def read_job_state(job: str) -> JobState:
-    """Return the state of a job. Raises EngineError if Slurm does not answer."""
+    """Return the state of the job `job`. Raises EngineError if Slurm does not answer."""
     try:
         line = run_slurm_command("squeue", "--noheader", "--states=all", "--format=%T|%r", f"--jobs={job}").strip()
     except EngineError as error:
@@ -79,7 +81,7 @@ def read_job_state(job: str) -> JobState:
 
 
 def list_steps(job: str, name: str) -> list[str]:
-    """Return the ids, such as 12.0, of a job's running steps called `name`."""
+    """Return the ids (such as 12.0) of the running steps of job `job` named `name`."""
     try:
         lines = run_slurm_command("squeue", "--noheader", "--steps", "--format=%i|%j", f"--jobs={job}").split()
     except EngineError as error:
@@ -90,7 +92,7 @@ def list_steps(job: str, name: str) -> list[str]:
 
 
 def signal_or_cancel(target: str, signal: str | None = None) -> None:
-    """Send a signal to the tasks of a job or a step, or cancel it. A target that has already ended is not an error."""
+    """Send a signal to all tasks of a job or job step, or cancel it. A target that has already ended is not an error."""
     try:
         run_slurm_command("scancel", *([f"--signal={signal}"] if signal else []), target)
     except EngineError as error:
@@ -99,7 +101,7 @@ def signal_or_cancel(target: str, signal: str | None = None) -> None:
 
 
 def wait_until_gone(job: str, timeout: float, *, step: str = "") -> bool:
-    """Wait until a job has left the queue, or has no step of this name; return whether that happened within `timeout` seconds."""
+    """Wait until the job has left the queue, or has no step named `step`. Return False if that takes more than `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while list_steps(job, step) if step else read_job_state(job).is_active:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The folder of one Slurm run, in the home that all nodes share: `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected).
+"""Folder of one Slurm run, in the home directory that all nodes share: `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected).
 
 slurm.json          record of the run: its job, its files; `tear_down` removes it
 files-DIGEST/       what a job was submitted with: job.sh, deployed.json, config.json, code/, secrets/
@@ -35,7 +35,7 @@ SCRIPT_FILE = "job.sh"
 
 @dataclass(frozen=True)
 class JobAttempt:
-    """One attempt of a job: Slurm keeps a job's id when it requeues the job."""
+    """One attempt of a Slurm job. A requeued job keeps its id, so the id alone does not identify the attempt."""
 
     job: str
     step: str
@@ -55,10 +55,10 @@ class NodeState:
 
 @dataclass(frozen=True)
 class SlurmRunRecord:
-    """What a later process must know about the run."""
+    """Record of a run under Slurm: the data that a later process needs."""
 
     files: str
-    """Name of the folder with its files."""
+    """Name of the folder with the job's files."""
     code: tuple[str, ...]
     secrets: tuple[str, ...]
     nodes: int
@@ -67,7 +67,7 @@ class SlurmRunRecord:
     job: str = ""
     """The job's id; empty until Slurm has assigned one."""
     allocation: bool = False
-    """The job is the user's own (salloc), and the run only a step of it."""
+    """Whether the job is an allocation of the user (salloc), and the run only a step of it."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -90,7 +90,7 @@ def is_job_active(record: SlurmRunRecord, run: str) -> bool:
 
 
 class SlurmRunFolder(LocalRunFolder):
-    """One run's folder."""
+    """Folder of one run under Slurm."""
 
     def __init__(self, run: str, path: Path | None = None) -> None:
         super().__init__(run)
@@ -109,10 +109,10 @@ class SlurmRunFolder(LocalRunFolder):
         return [*(f"node{index}" for index in range(record.nodes)), RENDEZVOUS_SERVICE] if record else []
 
     def is_alive(self, name: str) -> bool:
-        """Return whether the run's job is in Slurm's queue; Slurm is asked at most every two seconds."""
+        """Return whether the run's job is in Slurm's queue. Slurm is queried at most every two seconds."""
         if time.monotonic() > self._polled_at + _POLL_SECONDS:
             record, self._polled_at = self.find_record(), time.monotonic()
-            with contextlib.suppress(EngineError):  # Slurm may answer later
+            with contextlib.suppress(EngineError):  # Slurm may answer at the next query
                 self._job_active = record is not None and is_job_active(record, self.run)
         return self._job_active
 
@@ -124,11 +124,11 @@ class SlurmRunFolder(LocalRunFolder):
         """Return the run's record. Raises RunNotFound if there is none."""
         if (record := self.find_record()) is None:
             known_runs = ", ".join(list_slurm_runs()) or "none"
-            raise RunNotFound(f"there is no run of this name under Slurm; there is: {known_runs}", place=f"run {self.run}")
+            raise RunNotFound(f"unknown Slurm run; existing runs: {known_runs}", place=f"run {self.run}")
         return record
 
     def write_job_files(self, plan: Plan, record: SlurmRunRecord, script: str) -> Path:
-        """Write what a job is submitted with, and return the script's path. Raises OSError."""
+        """Write the files with which a job is submitted, and return the path of its script. Raises OSError if they cannot be written."""
         files = self.path / record.files
         (files / "secrets").mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.path / "logs").mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ class SlurmRunFolder(LocalRunFolder):
         return files / SCRIPT_FILE
 
     def write_record(self, record: SlurmRunRecord) -> None:
-        """Write the run's record, by which it is found. Raises OSError."""
+        """Write the record, by which later processes find the run. Raises OSError if it cannot be written."""
         write_atomically(self.path / _RECORD_FILE, record.to_json())
 
     def load_deployment(self) -> tuple[Config, Cargo]:
@@ -159,7 +159,10 @@ class SlurmRunFolder(LocalRunFolder):
                 shutil.rmtree(files, ignore_errors=True)
 
     def remove_run(self) -> None:
-        """Remove the run; its events and logs stay. The record goes last: until then the run can be found, and removed again."""
+        """Remove the run; its events and logs are kept.
+
+        The record is removed last: until then the run can be found, and the removal repeated.
+        """
         self.remove_job_files()
         for state in self.path.glob("*.state"):
             state.unlink(missing_ok=True)
@@ -175,7 +178,7 @@ def list_slurm_runs() -> list[str]:
 
 
 def adopt_job(folder: Path, files: str, job_id: str) -> None:
-    """Record that job `job_id` is the run's, which is not yet known if somebody has submitted the script by hand."""
+    """Record `job_id` as the run's job. Needed if the script was submitted by hand, because the record has no job id then."""
     job_folder = SlurmRunFolder(folder.name, folder)
     record = job_folder.find_record()
     if (record is None or record.job != job_id) and (

@@ -1,4 +1,4 @@
-"""The launchers `ssh` and `ssh_docker`: the nodes of a run on hosts behind SSH, as bare Python or in a container each.
+"""The launchers `ssh` and `ssh_docker`: the nodes of a run are processes (`ssh`) or containers (`ssh_docker`) on hosts reached over SSH.
 
 On each host the run has a folder and a process keeper for each process, as a local run has on this machine; the difference is the
 remote agent that accesses them. A run outlives the launcher, and is found again by its index on this machine and by the state of its
@@ -21,13 +21,12 @@ from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig, RunnerType
-from swarmtrain.config.schema.validators import parse_host_address, parse_host_slots
 from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import build_version_error, raising_state_errors
 from swarmtrain.launchers.ssh import plan_checks, run_stream
-from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts
+from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts, list_hosts
 from swarmtrain.launchers.ssh.image_pull import pull_image
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
@@ -43,28 +42,28 @@ _STOP_MARGIN_SECONDS = 30.0
 _COORDINATOR_GRACE_SECONDS = 5.0
 _COORDINATOR_START_TIMEOUT_SECONDS = 60.0
 _DOCKER_NOISE_PATTERN = re.compile(r"(Run|See) 'docker|Error: failed to start containers")
-"""What docker prints in addition to its reason."""
+"""Pattern of the text that docker prints in addition to the reason of an error."""
 _COORDINATOR_MAX_RESTARTS = 2
 
 
 @dataclass(frozen=True)
 class DesiredState:
-    """What a plan requires on its hosts, and what is already so."""
+    """Processes that a plan requires on its hosts, and those that exist there already."""
 
     record: SshRunRecord
     specs: dict[str, list[ProcessSpec]]
     host_states: dict[str, dict[str, Any]]
     unchanged: frozenset[tuple[str, str]]
-    """Host and name of the processes that exist and match the plan."""
+    """(host, process name) of the existing processes that match the plan."""
 
     @property
     def processes_to_start(self) -> list[tuple[str, ProcessSpec]]:
-        """The processes to start, with their hosts, the coordinator first. A completed process needs no start."""
+        """The processes to start, with their hosts, the coordinator first. A completed process is not started again."""
         return [(host, spec) for host, specs in self.specs.items() for spec in specs if self._needs_start(host, spec.name)]
 
     @property
     def processes_to_stop(self) -> dict[str, list[str]]:
-        """The processes to end, by host."""
+        """Names of the processes to stop, by host."""
         stale = {
             host: [name for name in host_state["specs"] if (host, name) not in self.unchanged]
             for host, host_state in self.host_states.items()
@@ -72,7 +71,7 @@ class DesiredState:
         return {host: names for host, names in stale.items() if names}
 
     def is_planned(self, host: str, name: str) -> bool:
-        """Return whether `name` belongs on `host`."""
+        """Return whether the plan has the process `name` on `host`."""
         return any(spec.name == name for spec in self.specs.get(host, []))
 
     def _needs_start(self, host: str, name: str) -> bool:
@@ -82,7 +81,7 @@ class DesiredState:
 
 
 class SshLauncher:
-    """Runs on hosts behind SSH. Implements swarmtrain.launchers.base.Launcher."""
+    """Launcher for runs on hosts reached over SSH. Implements swarmtrain.launchers.base.Launcher."""
 
     runner_type = RunnerType.ssh
 
@@ -92,22 +91,22 @@ class SshLauncher:
 
     @property
     def location(self) -> str:
-        """The hosts of the run."""
+        """Text that names the place of the run in messages: its hosts."""
         return "its hosts"
 
     def read_inventory(self) -> Inventory:
-        """Return this machine, which is what a config without hosts means."""
+        """Return an inventory with this machine only, which is used by a config without hosts."""
         return read_host_inventory(RunnerConfig(runner_type=self.runner_type))
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Ask each host whether it has what a node needs."""
+        """Check on each host that it meets the requirements of a node."""
         with self._connect_planned_hosts(plan) as host_group:
             is_deployed = plan.run in self.list_runs()
             return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port, plan.master_port + 1))
 
     @raising_state_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make."""
+        """Return the changes that `deploy` would make to the processes on the hosts."""
         with self._connect_all_hosts(plan) as host_group:
             desired = _compare_with_plan(plan, host_group, self._find_record(plan.run))
         removals = [
@@ -119,13 +118,13 @@ class SshLauncher:
         starts = []
         for host, spec in desired.processes_to_start:
             exists = spec.name in desired.host_states[host]["specs"]
-            cause = "has changed, or has ended" if exists else "is not there"
+            cause = "has changed, or has ended" if exists else "does not exist"
             starts.append(Action("start", f"{spec.name} on {host}", cause, spec.name in desired.host_states[host]["alive"]))
         return [*removals, *starts]
 
     @raising_state_errors()
     def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Start, restart and end what differs from `plan`. Raises SwarmtrainError."""
+        """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         with self._connect_all_hosts(plan) as host_group, _holding_run_lock(host_group, plan.run, report_progress):
             desired = _compare_with_plan(plan, host_group, self._find_record(plan.run))
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
@@ -141,9 +140,9 @@ class SshLauncher:
     def _reconcile(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
         run, record = plan.run, desired.record
         removed_hosts = [host for host, host_state in desired.host_states.items() if host_state["marker"] and host not in desired.specs]
-        # Until everything is done, the index also has the hosts that leave: a deploy that is interrupted here is still found completely.
+        # Until the deploy is complete, the index also has the hosts that leave, so that the whole run is found after an interruption.
         for host in record.interpreters.keys() - desired.host_states.keys():
-            report_progress(f"{host} cannot be reached; what is there is ended by a later command that reaches it")
+            report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
         self._index.write_record(run, replace(record, interpreters=pythons))
         files = _build_files(plan, record)
@@ -182,7 +181,7 @@ class SshLauncher:
             _wait_for_coordinator(host_group.hosts[record.coordinator_host], run)
 
     def _roll_back(self, host_group: HostGroup, run: str) -> None:
-        """Remove everything of a first deploy. A host that cannot be reached keeps what it has, and the index records that."""
+        """Remove everything that a first deploy has created. A host that cannot be reached is kept in the index."""
         _, failed = host_group.try_on_all(lambda host: _remove_everything(host, run))
         if failed:
             with contextlib.suppress(RunNotFound):
@@ -192,7 +191,7 @@ class SshLauncher:
 
     @raising_state_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo that the run was deployed with, from the first host that answers. Raises RunNotFound, HostError."""
+        """Return the config and cargo with which the run was deployed, from the first host that answers. Raises RunNotFound, HostError."""
         record, host_group = self._index.open_run(run)
         names = ["deployed.json", *(f"code/{name}" for name in record.code), *(f"secrets/{name}" for name in record.secrets)]
         with host_group:
@@ -240,7 +239,7 @@ class SshLauncher:
             ]
 
     def watch(self, run: str) -> Iterator[RunUpdate]:
-        """Yield what happens, until the outcome or the run's removal. Raises RunNotFound."""
+        """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
         return run_stream.watch_run(*self._index.open_run(run), run)
 
     def stream_logs(
@@ -262,7 +261,10 @@ class SshLauncher:
 
     @raising_state_errors()
     def stop(self, run: str, report_progress: ProgressReporter) -> None:
-        """Let the ranks save and exit; the coordinator stays, and a deploy resumes the run. Raises RunNotFound, StackError."""
+        """Request the ranks to save and exit.
+
+        The coordinator keeps running, and a deploy resumes the run. Raises RunNotFound, StackError.
+        """
         record, host_group = self._index.open_run(run)
         with host_group, _holding_run_lock(host_group, run, report_progress):
             if failed := _stop_nodes(host_group, run, record):
@@ -271,9 +273,9 @@ class SshLauncher:
 
     @raising_state_errors()
     def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
-        """End everything and remove the run; its events and logs are downloaded first. Raises RunNotFound.
+        """Stop all processes and remove the run, after downloading its events and logs. Raises RunNotFound if there is no such run.
 
-        What is on an unreachable host stays, and StackError reports that: call this again when the host is back.
+        Files on an unreachable host are kept, and StackError names this host: call this again when the host can be reached.
         """
         record, host_group = self._index.open_run(run)
         with host_group, _holding_run_lock(host_group, run, report_progress):
@@ -299,7 +301,7 @@ class SshLauncher:
         return None
 
     def _connect_all_hosts(self, plan: Plan) -> HostGroup:
-        """Return the hosts of the plan, and those that the run has now."""
+        """Return connections to the hosts of the plan, and to the hosts that the run uses now."""
         previous = self._find_record(plan.run)
         return self._connect_planned_hosts(plan, previous.interpreters if previous else {})
 
@@ -309,21 +311,19 @@ class SshLauncher:
 
 
 class SshDockerLauncher(SshLauncher):
-    """The same, with each process in a container."""
+    """Launcher `ssh_docker`: the same as SshLauncher, with each process in a container."""
 
     runner_type = RunnerType.ssh_docker
 
 
 def read_host_inventory(runner: RunnerConfig) -> Inventory:
-    """Return the hosts that the config lists, else this machine; hosts are asked for their GPUs if nothing else defines their slots.
+    """Return an inventory of the hosts in the config, by default this machine.
 
-    Raises HostError.
+    A host is queried for its GPUs if nothing else defines its slots. Raises HostError if it cannot be reached.
     """
-    hosts = runner.hosts or (LOCALHOST,)
-    names = [host.split()[0] for host in hosts]
-    hosts_without_slots = [
-        name for name, host in zip(names, hosts, strict=True) if not (parse_host_slots(host) or runner.default_gpu_count)
-    ]
+    hosts = list_hosts(runner)
+    names = [host.name for host in hosts]
+    hosts_without_slots = [host.name for host in hosts if not (host.slots or runner.default_gpu_count)]
     with connect_hosts(names, dict.fromkeys(names, _resolve_interpreter(runner))) as host_group:
         host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host"), hosts_without_slots)
     gpus = {name: {runner.swarm.generic_resource: info["gpus"]} for name, info in host_info.items()}
@@ -337,13 +337,13 @@ def _resolve_interpreter(runner: RunnerConfig) -> str:
 
 @contextlib.contextmanager
 def _holding_run_lock(host_group: HostGroup, run: str, report_progress: ProgressReporter) -> Iterator[None]:
-    """Hold the exclusive lock for changes to the run, on the first of its hosts that answers; the lock ends with the connection."""
+    """Hold the exclusive lock for changes to the run, on the first host that answers. It is released when the connection closes."""
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     holder = _lock_first_reachable_host(host_group, run, owner)
     has_reported = False
     while holder[1]:
         if not has_reported:
-            report_progress(f"waiting for another swarmtrain that changes {run}: {holder[1]}")
+            report_progress(f"waiting for another swarmtrain command that is changing {run}: {holder[1]}")
             has_reported = True
         time.sleep(_POLL_SECONDS)
         holder = (holder[0], holder[0].call_agent("lock_run", run=run, owner=owner))
@@ -365,7 +365,7 @@ def _lock_first_reachable_host(host_group: HostGroup, run: str, owner: str) -> t
 
 
 def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord | None) -> DesiredState:
-    """Return what the plan requires, with the state of its hosts and of those that leave."""
+    """Return the processes that the plan requires, compared with those on its hosts and on the hosts that leave the run."""
     run, runner = plan.run, plan.config.runner
     cwd = previous.cwd if previous else str(Path.cwd())
     planned = list(dict.fromkeys(node.host for node in plan.nodes))
@@ -415,9 +415,9 @@ def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord
 
 
 def resolve_host_address(runner: RunnerConfig, target: str, host_info: dict[str, dict[str, Any]]) -> str:
-    """Return the address at which the others find the host `target`: the configured one, else the one that SSH connected to."""
-    entry = next((host for host in runner.hosts or () if host.split()[0] == target), target)
-    if configured := runner.master_addr or parse_host_address(entry):
+    """Return the address at which the other hosts reach the host `target`: the configured one, else the one to which SSH connected."""
+    addresses = {host.name: host.address for host in runner.host_entries}
+    if configured := runner.master_addr or addresses.get(target):
         return configured
     other_addresses = [info["address"] for name, info in host_info.items() if name != target and info["address"]]
     if target == LOCALHOST and other_addresses:
@@ -428,7 +428,7 @@ def resolve_host_address(runner: RunnerConfig, target: str, host_info: dict[str,
 
 
 def _build_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, int]]:
-    """Return the files that are sent to each host, the marker last."""
+    """Return the files that are sent to each host, by path; the marker of the run comes last."""
     cargo = plan.cargo
     files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets}
     files |= {f"code/{item.name}": (item.content, PUBLIC_FILE_MODE) for item in cargo.code}
@@ -445,7 +445,7 @@ def _compute_stop_timeout(record: SshRunRecord) -> float:
 
 
 def _stop_nodes(host_group: HostGroup, run: str, record: SshRunRecord) -> dict[str, HostError]:
-    """Stop the nodes, but not the coordinator, which ranks still need to save. Return the hosts that could not be reached."""
+    """Stop the nodes but not the coordinator, which ranks need while they save. Return the errors of hosts that could not be reached."""
 
     def stop_host_nodes(host: Host) -> None:
         host_state = host.call_agent("inspect_run", run=run)
@@ -463,14 +463,16 @@ def _remove_everything(host: Host, run: str) -> None:
 def _build_unreachable_error(failed: dict[str, HostError], run: str, verb: str) -> StackError:
     reasons = "; ".join(f"{name}: {error.message}" for name, error in failed.items())
     return StackError(
-        f"what runs there continues: {reasons}", place=f"run {run}", hint=f"swarmtrain {verb} {run} again when it can be reached"
+        f"processes on unreachable hosts keep running: {reasons}",
+        place=f"run {run}",
+        hint=f"swarmtrain {verb} {run} again when the hosts are reachable",
     )
 
 
 def _wait_for_coordinator(host: Host, run: str) -> None:
-    """Return when the run's coordinator has published an event.
+    """Wait until the run's coordinator has published an event.
 
-    Raises StackError if it keeps failing: no restart budget ends a run without a coordinator.
+    Raises StackError if the coordinator keeps failing: without it, no restart budget would end the run.
     """
     deadline = time.monotonic() + _COORDINATOR_START_TIMEOUT_SECONDS
     while time.monotonic() < deadline and not run_stream.read_events(host, run):
@@ -482,12 +484,12 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
             reason = next(
                 (text for text in reversed(printed_lines) if not _DOCKER_NOISE_PATTERN.match(text)), f"exit code {state['exit_code']}"
             )
-            raise StackError(reason, place=f"rendezvous on {host.name}", hint="the nodes would not start either")
+            raise StackError(reason, place=f"rendezvous on {host.name}", hint="fix this first: the nodes would fail to start as well")
         time.sleep(_POLL_SECONDS)
 
 
 def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> None:
-    """Append the hosts' events and logs to the history on this machine, before they are removed."""
+    """Append the events and logs on the hosts to the history on this machine, before they are removed from the hosts."""
     histories = host_group.run_on_all(
         lambda host: (run_stream.read_log_lines(host, run), run_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
     )

@@ -25,11 +25,13 @@ from typing import IO, Any, Protocol, TypeVar, cast
 from weakref import finalize
 
 from swarmtrain import process
+from swarmtrain.config.schema.host_entry import HostEntry
+from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import HostError, SwarmtrainError
 from swarmtrain.remote.remote_agent import READY_LINE, RemoteAgent, get_runs_folder
 
 LOCALHOST = "localhost"
-"""The name of this machine as a host; it needs no SSH."""
+"""Host name that means this machine, which is called without SSH."""
 T = TypeVar("T")
 _CALL_TIMEOUT_SECONDS = 60.0
 _SSH_EXIT_TIMEOUT_SECONDS = 10.0
@@ -55,25 +57,30 @@ remote_agent.serve_requests(remote_agent.get_runs_folder(header["host"]))
 """
 
 
+def list_hosts(runner: RunnerConfig) -> tuple[HostEntry, ...]:
+    """Return the hosts in the config; without any, this machine."""
+    return runner.host_entries or (HostEntry.parse(LOCALHOST),)
+
+
 class Host(Protocol):
-    """A machine that answers the requests of swarmtrain.remote.remote_agent.RemoteAgent."""
+    """Interface of a host that answers the requests of swarmtrain.remote.remote_agent.RemoteAgent."""
 
     @property
     def name(self) -> str:
-        """Its name in the config."""
+        """Name of the host in the config."""
         ...
 
     def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
-        """Return the response, which must come within `timeout` seconds. Raises HostError."""
+        """Call `method` of the remote agent and return the response. Raises HostError if it fails, or takes more than `timeout` seconds."""
         ...
 
     def close(self) -> None:
-        """Close the connection; processes on the host keep running."""
+        """Close the connection to the host. Processes on the host keep running."""
         ...
 
 
 class LocalHost:
-    """This machine."""
+    """This machine as a host, called without SSH."""
 
     name = LOCALHOST
 
@@ -82,19 +89,19 @@ class LocalHost:
         self._agent = RemoteAgent(get_runs_folder(LOCALHOST), self._closed.is_set)
 
     def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
-        """Return the response, directly from a function call. Raises HostError."""
+        """Call `method` of the agent in this process and return the result. Raises HostError if it fails."""
         try:
             return self._agent.handle_request(method, fields)
         except (OSError, SwarmtrainError) as error:
             raise HostError(str(error), place=f"host {self.name}") from None
 
     def close(self) -> None:
-        """Abort a request that is in progress."""
+        """Abort the request in progress."""
         self._closed.set()
 
 
 class RemoteHost:
-    """A machine behind `ssh NAME`, with the settings that the user's own ~/.ssh/config has for this name."""
+    """Host reached by `ssh NAME`, with the settings that the user's ~/.ssh/config has for this name."""
 
     def __init__(self, name: str, python: str) -> None:
         self.name, self.python = name, python
@@ -102,7 +109,10 @@ class RemoteHost:
         self._call_lock = threading.Lock()
 
     def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
-        """Return the response. Raises HostError, after which the next request opens a new connection."""
+        """Call `method` of the remote agent and return the response.
+
+        Raises HostError if it fails; the next request then opens a new connection.
+        """
         with self._call_lock:
             try:
                 if self._connection is None:
@@ -118,12 +128,12 @@ class RemoteHost:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is a connection without a request in progress."""
+        """Whether the connection to the host is open and no request is in progress."""
         connection = self._connection
         return connection is not None and connection.ssh.poll() is None and not self._call_lock.locked()
 
     def close(self) -> None:
-        """Close the connection; a request in progress has a few seconds to finish, and then fails."""
+        """Close the connection to the host. A request in progress has a few seconds to complete, and then fails."""
         if not self._call_lock.acquire(timeout=_CLOSE_TIMEOUT_SECONDS):
             if (connection := self._connection) is not None:
                 connection.ssh.kill()
@@ -159,7 +169,7 @@ class _SshConnection:
         self.stderr_reader.start()
 
     def upload_agent(self) -> None:
-        """Send the remote agent and wait until it is ready. Raises HostError."""
+        """Send the remote agent to the host, and wait until it is ready. Raises HostError if it does not start."""
         archive = _build_agent_archive()
         header = {"size": len(archive), "digest": sha256(archive).hexdigest()[:16], "host": self.name}
         deadline = time.monotonic() + _CALL_TIMEOUT_SECONDS
@@ -168,13 +178,13 @@ class _SshConnection:
             pass
 
     def exchange_message(self, message: list[Any], timeout: float) -> dict[str, Any]:
-        """Return the response to `message`. Raises HostError."""
+        """Send `message` to the remote agent and return its response. Raises HostError if there is none within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         self._send(json.dumps(message).encode() + b"\n", deadline)
         return dict(json.loads(self._read_line(deadline)))
 
     def close(self) -> None:
-        """Close it, and wait until the remote side has ended its current request."""
+        """Close the connection, and wait until the remote agent has ended its current request."""
         with contextlib.suppress(OSError):
             self.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -205,25 +215,28 @@ class _SshConnection:
         return line
 
     def _build_timeout_error(self) -> HostError:
-        return HostError("does not answer", place=f"host {self.name}", hint=f"ssh {self.name} true shows whether it is there")
+        return HostError("does not answer", place=f"host {self.name}", hint=f"ssh {self.name} true shows whether it is reachable")
 
     def _build_closed_error(self) -> HostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.ssh.wait(_SSH_EXIT_TIMEOUT_SECONDS)
         self.stderr_reader.join(1.0)
         messages = [line for line in self.stderr_lines if not line.startswith("Warning: Permanently added")]
-        text = messages[-1].strip() if messages else "the connection has ended"
+        text = messages[-1].strip() if messages else "the SSH connection has ended"
         return HostError(text, place=f"host {self.name}", hint=_suggest_fix(self.name, text, self.python, self.ssh.returncode))
 
 
 class ConnectionPool:
-    """Connections that one command opens only once, although it calls the same hosts repeatedly; idle ones end with the pool."""
+    """Pool of connections: a command that calls the same hosts repeatedly opens each connection only once.
+
+    Idle connections are closed with the pool.
+    """
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], RemoteHost] = {}
 
     def build_host_group(self, names: Sequence[str], pythons: Mapping[str, str]) -> HostGroup:
-        """Return hosts by their names, and by the interpreter of each. A missing connection is opened on the first request."""
+        """Return the group of the hosts `names`, each with its Python interpreter. Connections are opened on the first request."""
         return HostGroup([self._take_host(name, pythons) for name in names], pythons, self._return_host)
 
     def _take_host(self, name: str, pythons: Mapping[str, str]) -> Host:
@@ -240,7 +253,7 @@ class ConnectionPool:
 
 
 class HostGroup:
-    """Several hosts, called in parallel."""
+    """Group of hosts that are called in parallel."""
 
     def __init__(
         self, hosts: Sequence[Host], pythons: Mapping[str, str], release: Callable[[Host], None] = lambda host: host.close()
@@ -255,18 +268,21 @@ class HostGroup:
         self.close()
 
     def get_interpreter(self, name: str) -> str:
-        """Return the interpreter of a host."""
+        """Return the path of the Python interpreter used on the host `name`."""
         return self._pythons[name]
 
     def run_on_all(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> dict[str, T]:
-        """Return what `work` returns for each host, or for those in `subset`. Raises the first HostError, when all are done."""
+        """Call `work` for each host, or each in `subset`, in parallel, and return the results by host.
+
+        Raises the first HostError, after all calls have ended.
+        """
         results, failed = self.try_on_all(work, subset)
         for error in failed.values():
             raise error
         return results
 
     def try_on_all(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> tuple[dict[str, T], dict[str, HostError]]:
-        """Return what `work` returns for each host on which it succeeds, and the errors of the others."""
+        """Call `work` for each host, or each in `subset`, in parallel. Return the results by host, and the HostErrors by host."""
         names = [name for name in self.hosts if subset is None or name in subset]
         results: dict[str, T] = {}
         failed: dict[str, HostError] = {}
@@ -282,18 +298,18 @@ class HostGroup:
         return results, failed
 
     def close(self) -> None:
-        """Release all of them."""
+        """Release the connections to all hosts."""
         with contextlib.suppress(HostError):
             self.run_on_all(self._release)
 
 
 def connect_hosts(names: Sequence[str], pythons: Mapping[str, str]) -> HostGroup:
-    """Return hosts by their names, and by the interpreter of each. Connections are opened on the first request."""
+    """Return the group of the hosts `names`, each with its Python interpreter. Connections are opened on the first request."""
     return HostGroup([LocalHost() if name == LOCALHOST else RemoteHost(name, pythons[name]) for name in names], pythons)
 
 
 def _build_agent_archive() -> bytes:
-    """Return the modules that a host needs, as a zip file whose main program is the process keeper; its bytes are deterministic."""
+    """Return the modules that a host needs as a zip file with the process keeper as its main program. The bytes are deterministic."""
     root = Path(__file__).parents[2]
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -312,9 +328,9 @@ def _collect_lines(stream: IO[bytes], lines: deque[str]) -> None:
 
 def _suggest_fix(name: str, text: str, python: str, exit_code: int | None) -> str:
     if "Permission denied" in text:
-        return f"ssh-copy-id {name} lets you in without a password; ssh {name} true proves it"
+        return f"ssh-copy-id {name} enables login without a password; test it with: ssh {name} true"
     if "Host key verification failed" in text:
-        return f"ssh {name} asks once whether its key is the right one"
+        return f"ssh {name} prompts once to accept its host key"
     if exit_code in (126, 127):
-        return f"runner.python is the interpreter on the hosts; {python} is not on {name}"
+        return f"set runner.python to an interpreter that exists on the hosts; {python} is not on {name}"
     return f"ssh {name} true shows more"

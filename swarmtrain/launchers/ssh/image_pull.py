@@ -1,4 +1,4 @@
-"""The image on the hosts of a run: pulled before anything starts, with the registry login of the user who deploys."""
+"""Pulls the image on the hosts of a run before any container starts, with the registry login of the user who deploys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _DOCKER_HUB_REGISTRY = "https://index.docker.io/v1/"
 
 
 def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progress: ProgressReporter) -> None:
-    """Pull the image on all `hosts` in parallel. A host that cannot pull it, but has it, uses what it has. Raises ImageError."""
+    """Pull the image on all `hosts` in parallel. A host whose pull fails uses its local copy, if it has one.
+
+    Raises ImageError if a host can neither pull the image nor has a copy.
+    """
     image, docker = plan.config.runner.docker_config.docker_container, build_docker_argv(plan)
     report_progress(f"pulling {image}")
     login = _build_registry_login(image)
@@ -34,18 +37,18 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
             "run_command", argv=[*docker, "image", "inspect", image], seconds=_INSPECT_TIMEOUT_SECONDS, timeout=_INSPECT_TIMEOUT_SECONDS
         )
         if inspection["exit_code"] == 0:
-            report_progress(f"{host.name} could not pull {image}, and uses the image that it has")
+            report_progress(f"{host.name} could not pull {image}; using its local copy")
             return ""
         return str(result["output"]).strip() or f"exit code {result['exit_code']}"
 
     for name, error in host_group.run_on_all(pull_on_host, hosts).items():
         if error:
-            hint = f"docker login on this machine, or on {name}; ssh {name} docker pull {image} shows more"
+            hint = f"run docker login on this machine, or on {name}; ssh {name} docker pull {image} shows more"
             raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)
 
 
 def _run_pull(host: Host, run: str, docker: list[str], image: str, login: str) -> dict[str, object]:
-    """Pull with the host's own login, or with `login`, which is a file on the host only during the pull."""
+    """Pull the image with the host's own login, or with `login`, which is stored on the host only during the pull."""
     if not login:
         return dict(
             host.call_agent(
@@ -62,7 +65,7 @@ def _run_pull(host: Host, run: str, docker: list[str], image: str, login: str) -
 
 
 def _build_registry_login(image: str) -> str:
-    """Return a docker config with only this machine's login for the image's registry, in base64; empty if its config file has none.
+    """Return a docker config in base64 with only this machine's login for the image's registry; empty if there is no such login.
 
     Logins in a credential helper are not used.
     """

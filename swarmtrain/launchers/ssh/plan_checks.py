@@ -1,4 +1,4 @@
-"""Checks of a run's hosts before it starts."""
+"""Checks of the hosts of a run over SSH, before the run starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _COMMAND_TIMEOUT_SECONDS = 30.0
 
 
 def collect_findings(plan: Plan, host_group: HostGroup, *, ports: tuple[int, ...]) -> list[Finding]:
-    """Return what each host lacks; `ports` must be free on the first. An unreachable host is a finding, not an error."""
+    """Return the findings about each host; the ports `ports` must be free on the first host.
+
+    An unreachable host is a finding, not an error.
+    """
     uses_docker = plan.config.runner.runner_type is RunnerType.ssh_docker
     coordinator_host = plan.nodes[0].host
 
@@ -44,18 +47,21 @@ def _check_machine(name: str, host_info: dict[str, Any], expected_time: float) -
     if host_info["taken_ports"]:
         ports = ", ".join(map(str, host_info["taken_ports"]))
         findings.append(
-            Finding(place, f"something listens at port {ports} already, and the run needs it", "choose another: runner.master_port")
+            Finding(place, f"another process listens on port {ports}, which the run needs", "set runner.master_port to a free port")
         )
     if abs(host_info["time"] - expected_time) > _MAX_CLOCK_OFFSET_SECONDS:
         hint = "timedatectl set-ntp true"
         findings.append(
             Finding(
-                place, f"its clock is {host_info['time'] - expected_time:+.0f} s off ours: logs will be out of order", hint, fatal=False
+                place,
+                f"its clock is {host_info['time'] - expected_time:+.0f} s off this machine's clock: logs will be out of order",
+                hint,
+                fatal=False,
             )
         )
     if not host_info["cwd"]:
-        message = f"has no folder {Path.cwd()}: there, relative paths are from the home of its user"
-        findings.append(Finding(place, message, "absolute paths mean the same everywhere", fatal=False))
+        message = f"has no folder {Path.cwd()}: relative paths there start at the user's home folder"
+        findings.append(Finding(place, message, "use absolute paths, which mean the same on every host", fatal=False))
     return findings
 
 
@@ -64,15 +70,17 @@ def _check_python(host: Host, python: str, env: dict[str, str]) -> list[Finding]
     result = host.call_agent("check_interpreter", argv=[python], env=env)
     if "error" in result:
         return [
-            Finding(place, f"{python} cannot import swarmtrain: {result['error']}", f"{python} -m pip install 'swarmtrain[train]' there")
+            Finding(
+                place, f"{python} cannot import swarmtrain: {result['error']}", f"{python} -m pip install 'swarmtrain[train]' on that host"
+            )
         ]
     findings = []
     if result["swarmtrain"] != __version__:
         message = f"has swarmtrain {result['swarmtrain']}, and this is {__version__}"
-        findings.append(Finding(place, message, "the same version everywhere: runner.python chooses the interpreter"))
+        findings.append(Finding(place, message, "install the same version everywhere, or select another interpreter with runner.python"))
     if not result["torch"]:
         findings.append(
-            Finding(place, f"{python} cannot find torch, and ranks run in it", f"{python} -m pip install 'swarmtrain[train]' there")
+            Finding(place, f"{python} cannot find torch, which the ranks need", f"{python} -m pip install 'swarmtrain[train]' on that host")
         )
     return findings
 
@@ -84,7 +92,8 @@ def _check_docker(host: Host, plan: Plan) -> list[Finding]:
         return []
     output_lines = result["output"].strip().splitlines()
     hint = (
-        f"its user must be in the group docker, or sudo without a password: runner.docker_config.docker_sudo ({' '.join(argv)} shows more)"
+        f"add its user to the group docker, or allow passwordless sudo and set runner.docker_config.docker_sudo ({' '.join(argv)} shows "
+        f"more)"
     )
     return [Finding(f"host {host.name}", output_lines[-1] if output_lines else "docker does not answer", hint)]
 
@@ -105,6 +114,6 @@ def _check_shared_save_dir(plan: Plan, host_group: HostGroup) -> list[Finding]:
     except HostError:
         return []
     if hosts_without_marker := [name for name, is_visible in visible.items() if not is_visible]:
-        message = f"is another folder on {', '.join(hosts_without_marker)} than on {hosts[0]}: each disk will have its own checkpoints"
-        return [Finding(f"save_dir {folder}", message, "a folder that all hosts share", fatal=False)]
+        message = f"is a different folder on {', '.join(hosts_without_marker)} than on {hosts[0]}: each host will have its own checkpoints"
+        return [Finding(f"save_dir {folder}", message, "use a folder that all hosts share", fatal=False)]
     return []

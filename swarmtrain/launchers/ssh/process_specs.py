@@ -1,4 +1,4 @@
-"""Plan → the processes that each host keeps running. Values in, values out. A container is a function on argv."""
+"""Convert a plan to the specs of the processes that each host keeps running. Pure functions; a container only changes the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RDMA_OPTIONS = ["--ulimit", "memlock=-1", "--cap-add", "IPC_LOCK"]
 
 @dataclass(frozen=True)
 class HostContext:
-    """What a process spec must know about its host."""
+    """Properties of a host that its process specs depend on."""
 
     folder: PurePosixPath
     """The run's folder."""
@@ -37,7 +37,7 @@ class HostContext:
 
 @dataclass(frozen=True)
 class ProcessCommands:
-    """The command to start, and those to run before it, to stop it and after it: as in ProcessSpec."""
+    """Commands of a process: to start it, to prepare it, to stop it, and to clean up after it, as in ProcessSpec."""
 
     argv: list[str]
     prepare_command: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class ProcessCommands:
 
 
 def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
-    """Return the processes of each host, by host, the coordinator first."""
+    """Return the specs of the processes of each host, by host, the coordinator first."""
     uses_docker = plan.config.runner.runner_type is RunnerType.ssh_docker
     content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
     specs_by_host: dict[str, list[ProcessSpec]] = {node.host: [] for node in plan.nodes}
@@ -78,7 +78,7 @@ def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, Ho
 
 
 def _build_gpu_env(node: PlannedNode, *, uses_docker: bool) -> dict[str, str]:
-    """Return which GPUs a node may use, if `hosts` names them; a container is given only those."""
+    """Return the environment variables that restrict a node to the GPUs named in `hosts`. A container is given only these GPUs."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)} if node.gpus and not uses_docker else {}
 
 
@@ -98,12 +98,12 @@ def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostConte
 
 
 def _build_container_env(docker: DockerConfig) -> dict[str, str]:
-    """Return the container's variables. The user may be unknown to the image, so that HOME would be / without this."""
+    """Return the environment variables of the container, including HOME, which would be / for a user that the image does not know."""
     return {**docker.cache_variables, "HOME": docker.cache_dir or "/tmp"}  # noqa: S108  # in the container
 
 
 def _format_mount_option(docker: DockerConfig, source: str, target: str) -> list[str]:
-    """Return the option that mounts a path or a volume; a volume with options of its own is created with them."""
+    """Return the docker option that mounts `source`, a path or a volume, at `target`. A volume with options is created with them."""
     if source not in docker.volumes:
         return ["--volume", f"{source}:{target}"]
     line = io.StringIO()
@@ -115,11 +115,11 @@ def _format_mount_option(docker: DockerConfig, source: str, target: str) -> list
 def wrap_in_container(
     plan: Plan, node: PlannedNode | None, host_context: HostContext, argv: list[str], env: dict[str, str]
 ) -> ProcessCommands:
-    """Return the commands that run `argv` with `env` in a container.
+    """Return the commands that run `argv` with the variables `env` in a container.
 
-    Only the names of the variables are in them: docker takes the values from its own environment. A `docker run` that is ended while it
-    waits for the engine leaves a container behind that nothing knows of, so create and start are separate. SIGTERM is sent to the
-    container: at SIGTERM, docker 28 exits with 0 if it has only started a container.
+    The commands contain only the names of the variables: docker takes the values from its own environment. A `docker run` that is killed
+    while it waits for the engine leaves an unknown container behind, so create and start are separate. SIGTERM is sent to the container:
+    at SIGTERM, docker 28 exits with 0 if it has only started a container.
     """
     docker, cargo = plan.config.runner.docker_config, plan.cargo
     docker_argv = build_docker_argv(plan, preserve=",".join(env))
@@ -153,7 +153,10 @@ def wrap_in_container(
 
 
 def build_docker_argv(plan: Plan, preserve: str = "") -> list[str]:
-    """Return how `docker` is called on a host; sudo keeps the variables in `preserve`, and must not need a password."""
+    """Return the command line with which `docker` is called on a host.
+
+    sudo keeps the variables in `preserve`, and must not need a password.
+    """
     if not plan.config.runner.docker_config.docker_sudo:
         return ["docker"]
     return ["sudo", "-n", *([f"--preserve-env={preserve}"] if preserve else []), "docker"]

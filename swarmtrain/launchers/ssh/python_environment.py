@@ -1,4 +1,4 @@
-"""The same environment on all hosts of a run: a pinned list, installed in parallel, and a test that its backends work."""
+"""The same Python environment on all hosts of a run: pinned packages, installed in parallel, and a test of its collective backends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from typing import Any
 
 from swarmtrain import __version__
 from swarmtrain.config.schema.runner import RunnerConfig, RunnerType
-from swarmtrain.config.schema.validators import parse_host_gpus
 from swarmtrain.errors import ConfigError, HostError, Problem, SwarmtrainError
 from swarmtrain.images.wheels import build_swarmtrain_wheel
 from swarmtrain.launchers.base import Finding, ProgressReporter
 from swarmtrain.launchers.ssh import resolve_host_address
-from swarmtrain.launchers.ssh.host_connections import LOCALHOST, Host, HostGroup, connect_hosts
+from swarmtrain.launchers.ssh.host_connections import LOCALHOST, Host, HostGroup, connect_hosts, list_hosts
 
 BACKENDS = ("gloo", "nccl", "mpi")
 _PIN_PATTERN = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[\w.,-]+\])?==([\w.!+-]+)(?:\s*;.*)?")
@@ -41,7 +40,7 @@ _BACKEND_PROBE_SCRIPT = Path(__file__).parents[2] / "entrypoint" / "probe" / "ba
 
 @dataclass(frozen=True)
 class PinnedRequirements:
-    """What an environment contains: requirements for pip, and wheels to upload, which are the only source if `use_index` is False."""
+    """Packages of an environment: pinned requirements for pip, and wheels to upload, the only source of packages unless `use_index`."""
 
     lines: tuple[str, ...]
     wheels: tuple[Path, ...] = ()
@@ -49,31 +48,31 @@ class PinnedRequirements:
 
     @property
     def digest(self) -> str:
-        """Digest of all of it."""
+        """Digest of the requirements and wheels."""
         parts = [*self.lines, str(self.use_index), *(f"{path.name} {sha256(path.read_bytes()).hexdigest()}" for path in self.wheels)]
         return sha256("\n".join(parts).encode()).hexdigest()
 
 
 @dataclass
 class EnvironmentReport:
-    """What was built and what was verified. str() formats it."""
+    """Result of building or checking the environment. str() formats it for the user."""
 
     python: str
     hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each host's interpreter has; empty for a host on which that could not be determined."""
+    """Facts about each host's interpreter; empty for a host on which they could not be determined."""
     verified: dict[str, str] = field(default_factory=dict)
-    """Result of each backend: empty if its group computed the right sum, else why it is not verified."""
+    """Result of each backend: empty if the all-reduce over all hosts was correct, else the reason why it is not verified."""
     findings: list[Finding] = field(default_factory=list)
     configured: bool = False
-    """The config already names this interpreter."""
+    """Whether the config already names this interpreter."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether runs can use it."""
+        """Whether runs can use the environment."""
         return not any(finding.fatal for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON output."""
+        """Return the report as a JSON-compatible dict, for `--json`."""
         return {**asdict(self), "ok": self.is_usable}
 
     def __str__(self) -> str:
@@ -89,50 +88,58 @@ class EnvironmentReport:
         world_size = len(self.hosts)
         for backend, why in self.verified.items():
             yield (
-                f"{backend} is not proved: {why}"
+                f"{backend} is not verified: {why}"
                 if why
-                else f"{backend}: a group of {world_size} has added up to {world_size * (world_size + 1) // 2}"
+                else f"{backend}: a group of {world_size} has all-reduced to {world_size * (world_size + 1) // 2}"
             )
         for finding in self.findings:
             yield f"{'error' if finding.fatal else 'warning'}: {finding.place}: {finding.message}"
             yield from [f"hint: {finding.hint}"] * bool(finding.hint)
         if self.configured:
-            yield f"the config has it: runner.python is {self.python}"
+            yield f"already in the config: runner.python is {self.python}"
         elif self.is_usable:
-            yield f"for the config:\nrunner:\n  python: {self.python}"
+            yield f"add to the config:\nrunner:\n  python: {self.python}"
 
     def _format_cell(self, host_info: dict[str, Any], backend: str) -> str:
         if backend not in host_info.get("backends", ()):
             return "no" if host_info else "-"
-        return "not proved" if self.verified[backend] else "ok"
+        return "not verified" if self.verified[backend] else "ok"
 
 
 def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) -> str:
-    """Return the interpreter of the environment at `path`; without `path`, that of the config. Raises ConfigError.
+    """Return the interpreter of the environment at `path`; without `path`, the one in the config. Raises ConfigError if it is invalid.
 
     Only with `check` may the interpreter be outside a folder named bin.
     """
     if runner.runner_type is not RunnerType.ssh:
-        hint = "swarmtrain image build makes the image that containers run"
-        raise ConfigError((Problem("runner.runner_type", f"is {runner.runner_type}, and environments on hosts are for ssh", hint=hint),))
+        hint = "build the image that containers run with: swarmtrain image build"
+        raise ConfigError((Problem("runner.runner_type", f"is {runner.runner_type}, but environments on hosts require ssh", hint=hint),))
     if path:
         return str(PurePosixPath(path) / "bin" / "python3")
     if check or not runner.python:
         return runner.python or (sys.executable if check else str(_DEFAULT_ENVIRONMENT_FOLDER.expanduser() / "bin" / "python3"))
     if PurePosixPath(runner.python).parts[-2:] != ("bin", "python3"):
-        raise ConfigError((Problem("runner.python", f"{runner.python} is in no environment: PATH/bin/python3", hint="--path says where"),))
+        raise ConfigError(
+            (
+                Problem(
+                    "runner.python",
+                    f"{runner.python} is not in an environment (expected PATH/bin/python3)",
+                    hint="set the environment's folder with --path",
+                ),
+            )
+        )
     return runner.python
 
 
 def build_environment(
     runner: RunnerConfig, target: str, requirements: Path | None, wheels: Path | None, *, python: str, report_progress: ProgressReporter
 ) -> EnvironmentReport:
-    """Build the environment whose interpreter is `target` on each host, with the host's `python`, and verify it.
+    """Build the environment with the interpreter `target` on each host, using the host's interpreter `python`, and verify it.
 
-    It gets the pins in the file `requirements`; without one, what the running interpreter has. A failure on a host is a finding. Raises
-    SwarmtrainError.
+    It contains the pins in the file `requirements`; by default, the packages of the running interpreter. A failure on a host is a
+    finding. Raises SwarmtrainError if the pins are invalid.
     """
-    names = _list_host_names(runner)
+    names = [host.name for host in list_hosts(runner)]
     lines = read_requirements(requirements) if requirements else freeze_installed()
     with tempfile.TemporaryDirectory() as folder, connect_hosts(names, dict.fromkeys(names, python)) as host_group:
         failed = _build_on_hosts(
@@ -146,8 +153,8 @@ def build_environment(
 
 
 def check_environment(runner: RunnerConfig, python: str, report_progress: ProgressReporter) -> EnvironmentReport:
-    """Verify the interpreter `python` on all hosts, without changing anything there."""
-    names = _list_host_names(runner)
+    """Verify the interpreter `python` on all hosts, without changing the hosts."""
+    names = [host.name for host in list_hosts(runner)]
     with connect_hosts(names, dict.fromkeys(names, python)) as host_group:
         return verify_environment(runner, python, host_group, report_progress, {})
 
@@ -155,7 +162,7 @@ def check_environment(runner: RunnerConfig, python: str, report_progress: Progre
 def verify_environment(
     runner: RunnerConfig, python: str, host_group: HostGroup, report_progress: ProgressReporter, failed: dict[str, HostError]
 ) -> EnvironmentReport:
-    """Return what `python` has on each host of `host_group` that is not in `failed`, and which backends work between all hosts."""
+    """Return the facts about `python` on each host that is not in `failed`, and which backends work between all hosts."""
     report = EnvironmentReport(python, configured=runner.python == python)
     results, unreachable = host_group.try_on_all(
         lambda host: _run_backend_probe(host, python, runner, {}), host_group.hosts.keys() - failed
@@ -165,21 +172,23 @@ def verify_environment(
         report.findings.append(Finding(error.place or f"host {name}", error.message, error.hint))
     for name, host_info in results.items():
         for problem in [host_info["error"]] if "error" in host_info else host_info["problems"]:
-            hint = "swarmtrain env without --check makes an environment that has it, if it is in the list"
+            hint = "run swarmtrain env without --check to create an environment that has it, if it is in the list"
             report.findings.append(Finding(f"host {name}", f"{python}: {problem}", hint))
     report.findings += _find_version_differences(report.hosts)
     for backend in BACKENDS:
         why = _find_obstacle(backend, report.hosts)
         if not why:
-            report_progress(f"adding up by {backend} over {', '.join(host_group.hosts)}")
+            report_progress(f"testing all-reduce with {backend} over {', '.join(host_group.hosts)}")
             why = _verify_backend(backend, runner, python, host_group)
-            report.findings += [Finding(f"backend {backend}", why, "swarmtrain doctor CONFIG measures the links between hosts")] * bool(why)
+            report.findings += [
+                Finding(f"backend {backend}", why, "measure the links between hosts with: swarmtrain doctor CONFIG")
+            ] * bool(why)
         report.verified[backend] = why
     return report
 
 
 def read_requirements(file: Path) -> tuple[str, ...]:
-    """Return the pins in a file. Raises SwarmtrainError for a line that is not a pin."""
+    """Return the pinned requirements in a file. Raises SwarmtrainError for a line that is not a pin."""
     lines = []
     try:
         text = file.read_text(encoding="utf-8")
@@ -188,32 +197,32 @@ def read_requirements(file: Path) -> tuple[str, ...]:
     for number, line in enumerate(text.splitlines(), 1):
         pin = re.sub(r"(^|\s)#.*", "", line).strip()
         if pin and not _PIN_PATTERN.fullmatch(pin):
-            hint = "every line is NAME==VERSION, as pip freeze writes them: hosts are to get the same, today and later"
-            raise SwarmtrainError(f"{pin!r} pins no version", place=f"{file}:{number}", hint=hint)
+            hint = "write each line as NAME==VERSION, as pip freeze does, so that all hosts always get the same versions"
+            raise SwarmtrainError(f"{pin!r} does not pin a version", place=f"{file}:{number}", hint=hint)
         lines += [pin] if pin else []
     return tuple(lines)
 
 
 def freeze_installed() -> tuple[str, ...]:
-    """Return pins of everything that the running interpreter has. Raises SwarmtrainError for a package that came from no index."""
+    """Return the pins of all packages of the running interpreter. Raises SwarmtrainError for a package that came from no index."""
     pins: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.name).lower()
         if name in pins or name == "pip":
             continue
         if name != "swarmtrain" and distribution.read_text("direct_url.json"):
-            hint = "--requirements FILE lists what hosts are to have, and --wheels DIR holds what no index has"
+            hint = "list the packages for the hosts in --requirements FILE, and put those that no index has into --wheels DIR"
             raise SwarmtrainError(
-                f"{distribution.name} was installed from a file or a folder, so its version names nothing", place="pip freeze", hint=hint
+                f"{distribution.name} was installed from a file or a folder, so its version cannot be pinned", place="pip freeze", hint=hint
             )
         pins[name] = f"{name}=={distribution.version}"
     return tuple(sorted({**pins, "swarmtrain": f"swarmtrain=={__version__}"}.values()))
 
 
 def pin_requirements(lines: Sequence[str], wheels: Path | None, folder: Path, report_progress: ProgressReporter) -> PinnedRequirements:
-    """Return what is to be installed; this version of swarmtrain becomes a wheel in `folder`, built from the running code.
+    """Return the pinned requirements to install. The running version of swarmtrain is built as a wheel into `folder`.
 
-    Raises SwarmtrainError.
+    The wheels in the folder `wheels`, if given, replace the package index. Raises SwarmtrainError if there are none in it.
     """
     wheel_files = sorted(wheels.glob("*.whl")) if wheels else []
     if wheels and not wheel_files:
@@ -226,14 +235,10 @@ def pin_requirements(lines: Sequence[str], wheels: Path | None, folder: Path, re
     return PinnedRequirements(tuple(lines), tuple(wheel_files), use_index=wheels is None)
 
 
-def _list_host_names(runner: RunnerConfig) -> list[str]:
-    return [host.split()[0] for host in runner.hosts or (LOCALHOST,)]
-
-
 def _build_on_hosts(
     host_group: HostGroup, path: str, pins: PinnedRequirements, python: str, report_progress: ProgressReporter
 ) -> dict[str, HostError]:
-    """Build the environment on each host that does not have it; return the errors of hosts that do not have it in the end."""
+    """Build the environment on each host that lacks it. Return the errors of hosts on which it could not be built."""
     owner, digest = f"process {os.getpid()} on {socket.gethostname()}", pins.digest
     failed: dict[str, HostError] = {}
     known_holders: dict[str, str] = {}
@@ -244,7 +249,7 @@ def _build_on_hosts(
         if status["holder"]:
             return str(status["holder"])
         if status["current"]:
-            report_progress(f"{host.name} has it already")
+            report_progress(f"{host.name} already has the environment")
             return ""
         for wheel in pins.wheels:
             with wheel.open("rb") as file:
@@ -258,17 +263,17 @@ def _build_on_hosts(
                 place=f"host {host.name}",
                 hint=_suggest_fix(failure["output"]),
             )
-        report_progress(f"{host.name} has it after {time.monotonic() - started_at:.0f} s")
+        report_progress(f"{host.name} has the environment after {time.monotonic() - started_at:.0f} s")
         return ""
 
     waiting = list(host_group.hosts)
     while waiting:
         holder_by_host, errors = host_group.try_on_all(build_on_host, waiting)
         for name, error in errors.items():
-            report_progress(f"{name} has it not: {error.message.splitlines()[0]}")
+            report_progress(f"{name} does not have the environment: {error.message.splitlines()[0]}")
         for name in holder_by_host.keys() - known_holders.keys():
             if holder_by_host[name]:
-                report_progress(f"{name} is waited for: {holder_by_host[name]} makes it")
+                report_progress(f"{name} is being set up by another command: {holder_by_host[name]} makes it")
         failed |= errors
         known_holders |= {name: holder for name, holder in holder_by_host.items() if holder}
         waiting = [name for name, holder in holder_by_host.items() if holder]
@@ -278,16 +283,19 @@ def _build_on_hosts(
 
 def _suggest_fix(output: str) -> str:
     if "ensurepip" in output:
-        return "the system's package python3-venv, on that host; or --python with another interpreter"
+        return "install the system package python3-venv on that host, or choose another interpreter with --python"
     if "requires" in output and "which is not installed" in output:
-        return "every package's own requirements belong into the list: pip freeze where all of it works"
-    return "what was there before is still used; that host's pip config list shows its index, and --wheels DIR needs none"
+        return "add every package's dependencies to the list, for example with pip freeze in an environment that works"
+    return (
+        "check the package index with pip config list on that host, or use --wheels DIR, which needs no index; the "
+        "previous environment stays in use"
+    )
 
 
 def _run_backend_probe(
     host: Host, python: str, runner: RunnerConfig, question: dict[str, Any], launch_prefix: Sequence[str] = ()
 ) -> dict[str, Any]:
-    gpus = parse_host_gpus(next((entry for entry in runner.hosts or () if entry.split()[0] == host.name), host.name))
+    gpus = next((entry.gpus for entry in runner.host_entries if entry.name == host.name), ())
     env = {**runner.env, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
     argv = [*launch_prefix, python, "-c", _BACKEND_PROBE_SCRIPT.read_text(encoding="utf-8"), json.dumps(question)]
     result = host.call_agent("run_command", timeout=2 * _VERIFY_TIMEOUT_SECONDS, argv=argv, seconds=_VERIFY_TIMEOUT_SECONDS, env=env)
@@ -299,18 +307,18 @@ def _run_backend_probe(
 
 
 def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Yield version differences between the hosts that report them; a different Python is less harmful than a different torch."""
+    """Yield a finding for each version difference between hosts. A different Python is less harmful than a different torch."""
     for component in ("python", "swarmtrain", "torch", "cuda", "nccl"):
         version_by_host = {name: host_info[component] for name, host_info in hosts.items() if host_info.get(component)}
         if len(set(version_by_host.values())) > 1:
             versions = ", ".join(f"{version} on {name}" for name, version in version_by_host.items())
-            yield Finding(component, f"differs: {versions}", "swarmtrain env makes them the same", fatal=component != "python")
+            yield Finding(component, f"differs: {versions}", "make them the same with: swarmtrain env", fatal=component != "python")
 
 
 def _find_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
     """Return why `backend` cannot be tested on all hosts; empty if it can."""
     hosts_by_obstacle = {
-        "nothing to try": [name for name, host_info in hosts.items() if not host_info],
+        "no probe result": [name for name, host_info in hosts.items() if not host_info],
         "no torch": [name for name, host_info in hosts.items() if not host_info.get("torch")],
         "no swarmtrain": [name for name, host_info in hosts.items() if not host_info.get("swarmtrain")],
         f"torch is built without {backend}": [name for name, host_info in hosts.items() if backend not in host_info.get("backends", ())],
@@ -321,7 +329,7 @@ def _find_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
 
 
 def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group: HostGroup) -> str:
-    """Have one process on each host all-reduce its number; return what went wrong, or nothing."""
+    """Run an all-reduce with one process on each host. Return the reason if it fails; empty if the result is correct."""
     names, world_size = list(host_group.hosts), len(host_group.hosts)
     expected_sum = world_size * (world_size + 1) / 2
     # Random, so that two simultaneous tests do not collide.
@@ -329,7 +337,7 @@ def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group:
     try:
         host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host", ports=ports if host.name == names[0] else ()))
         if not (free_ports := [port for port in ports if port not in host_info[names[0]]["taken_ports"]]):
-            return f"something listens at port {ports[0]} of {names[0]} already: -o runner.master_port chooses another"
+            return f"another process listens on port {ports[0]} of {names[0]}: choose another with -o runner.master_port"
         store = f"{resolve_host_address(runner, names[0], host_info)}:{free_ports[0]}"
         question = {"backend": backend, "size": world_size, "store": store, "interface": runner.interface or ""}
         if backend == "mpi":
@@ -342,7 +350,7 @@ def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group:
     except HostError as error:
         return str(error)
     failures = [
-        f"{name}: {result.get('error') or 'it found ' + str(result['sum'])}"
+        f"{name}: {result.get('error') or 'all-reduce returned ' + str(result['sum'])}"
         for name, result in results.items()
         if result.get("sum") != expected_sum
     ]

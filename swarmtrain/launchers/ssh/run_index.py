@@ -1,6 +1,6 @@
-"""The record of a run over SSH: on each of its hosts, and as an index of these hosts on the machine that deployed it.
+"""Record of a run over SSH, stored on each of its hosts, and an index of these hosts on the machine that deployed the run.
 
-The index is `RUN/ssh.json`, or `RUN/ssh_docker.json`, in the user's state directory. What actually runs is determined by the hosts.
+The index is `RUN/ssh.json`, or `RUN/ssh_docker.json`, in the user's state directory. Which processes run is read from the hosts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from swarmtrain.remote.process_spec import write_atomically
 
 @dataclass(frozen=True)
 class SshRunRecord:
-    """What a later launcher must know about the run; the same on every host."""
+    """Record of a run over SSH: the data that a later launcher needs; the same on every host."""
 
     interpreters: dict[str, str]
-    """Interpreter of each host to call, by host name, the coordinator's host first."""
+    """Path of the Python interpreter on each host, by host name, the coordinator's host first."""
     nodes: dict[str, str]
-    """Host of each node."""
+    """Host of each node, by node name."""
     address: str
-    """The coordinator's address for the other hosts."""
+    """Address at which the other hosts reach the coordinator."""
     store_port: int
     coordinator_port: int
     cwd: str
@@ -35,24 +35,24 @@ class SshRunRecord:
     code: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     terminating: bool = False
-    """It was taken down, except on hosts that could not be reached."""
+    """Whether the run was taken down on all hosts except those that could not be reached."""
 
     @property
     def coordinator_host(self) -> str:
-        """The host of the coordinator."""
+        """Name of the host that runs the coordinator."""
         return next(iter(self.interpreters))
 
     def to_json(self) -> str:
-        """Return it as JSON."""
+        """Return the record as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SshRunRecord:
-        """Return the record that `to_json` has serialized. Raises TypeError."""
+        """Return the record that `to_json` serialized. Raises TypeError or KeyError if the fields do not match."""
         return cls(**{**values, "code": tuple(values["code"]), "secrets": tuple(values["secrets"])})
 
     def restrict_to_hosts(self, hosts: list[str]) -> SshRunRecord:
-        """Return the record of a run that still has to be removed from `hosts`."""
+        """Return a record with only `hosts`, from which the run still has to be removed."""
         return replace(self, interpreters={name: self.interpreters[name] for name in hosts}, terminating=True)
 
 
@@ -72,27 +72,29 @@ class RunIndex:
         return names
 
     def read_record(self, run: str) -> SshRunRecord:
-        """Return the run's record. Raises RunNotFound."""
+        """Return the record of run `run`. Raises RunNotFound if there is none."""
         try:
             return SshRunRecord.from_dict(json.loads(self._build_record_path(run).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             known_runs = ", ".join(path.parent.name for path in resolve_state_directory().glob(f"*/{self._file_name}")) or "none"
-            message = f"no run of this name was brought up over SSH from this machine; there is: {known_runs}"
-            raise RunNotFound(message, place=f"run {run}", hint="deploying its config from here finds it, if it is up") from None
+            message = f"no run of this name was deployed over SSH from this machine; existing runs: {known_runs}"
+            raise RunNotFound(
+                message, place=f"run {run}", hint="if the run is up, `swarmtrain deploy CONFIG` on this machine finds it"
+            ) from None
 
     def write_record(self, run: str, record: SshRunRecord) -> None:
-        """Write the run's record. Raises OSError."""
+        """Write the record of run `run` to the index. Raises OSError if it cannot be written."""
         self._build_record_path(run).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._build_record_path(run), record.to_json(), mode=0o600)
 
     def remove_record(self, run: str) -> None:
-        """Remove the run's record, and its folder if that is then empty."""
+        """Remove the record of run `run` from the index, and the run's folder if it is then empty."""
         self._build_record_path(run).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             resolve_run_directory(run).rmdir()
 
     def open_run(self, run: str) -> tuple[SshRunRecord, HostGroup]:
-        """Return the record of `run`, and its hosts. Raises RunNotFound."""
+        """Return the record of `run`, and its group of hosts. Raises RunNotFound if there is no such run."""
         record = self.read_record(run)
         return record, self._connections.build_host_group(list(record.interpreters), record.interpreters)
 

@@ -1,4 +1,4 @@
-"""Updates from the hosts of a run: one thread polls each host, and all of them form one stream."""
+"""Stream of updates from the hosts of a run: one thread polls each host, and their updates are merged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FINAL_STATES = ("complete", "shutdown")
 
 
 def build_task_state(node: str, host: str, state: dict[str, Any] | None) -> TaskState:
-    """Return the state of a process, from its keeper's state."""
+    """Return the TaskState of a process from the state that its process keeper recorded."""
     if state is None:
         return TaskState(node, host, "starting")
     code = state["exit_code"]
@@ -32,7 +32,7 @@ def build_task_state(node: str, host: str, state: dict[str, Any] | None) -> Task
 
 
 def build_unreachable_state(node: str, host: str, error: HostError) -> TaskState:
-    """Return the state of a process whose host cannot be reached."""
+    """Return the TaskState of a process on a host that cannot be reached."""
     return TaskState(node, host, "unreachable", error.message)
 
 
@@ -52,7 +52,7 @@ def read_file_lines(host: Host, run: str, file: str) -> list[str]:
 
 
 def _read_files(host: Host, run: str, only_files: list[str] | None, tail: int | None) -> list[tuple[str, str]]:
-    """Return the lines that files have so far, each with its file's name."""
+    """Return the (file name, line) pairs of the run's files on a host so far."""
     offsets: dict[str, int] = {}
     file_lines: list[tuple[str, str]] = []
     while True:
@@ -74,7 +74,7 @@ def _parse_log_lines(file_lines: list[tuple[str, str]], times: dict[str, float])
 
 
 class HostPoller(threading.Thread):
-    """Polls one host for updates until it is stopped, and puts them into `output_queue`."""
+    """Thread that polls one host for updates until it is stopped, and puts them into `output_queue`."""
 
     def __init__(self, host: Host, run: str, output_queue: queue.Queue[tuple[str, dict[str, Any] | HostError]], tail: int | None) -> None:
         super().__init__(daemon=True)
@@ -83,7 +83,7 @@ class HostPoller(threading.Thread):
         self.running.set()
 
     def run(self) -> None:
-        """Poll until `running` is cleared."""
+        """Poll the host until `running` is cleared."""
         offsets: dict[str, int] = {}
         wait = 0.0
         while self.running.is_set():
@@ -101,7 +101,7 @@ class HostPoller(threading.Thread):
 
 
 class HostUpdateStream:
-    """The pollers of all hosts of a run. Iterating yields a host's update or its error, or None if there was nothing for 0.2 s."""
+    """The pollers of all hosts of a run. Iterating yields (host, update or error), or None if there was no update for 0.2 s."""
 
     def __init__(self, host_group: HostGroup, run: str, tail: int | None) -> None:
         self._output_queue: queue.Queue[tuple[str, dict[str, Any] | HostError]] = queue.Queue()
@@ -126,7 +126,10 @@ class HostUpdateStream:
 
 
 def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator[RunUpdate]:
-    """Yield events from the start, output and states from now on, until the outcome and its last lines, or the run's removal."""
+    """Yield the run's events from the start, and its output and states from now on.
+
+    Ends at the outcome and its last lines, or at the run's removal.
+    """
     states: dict[str, TaskState] = {}
     times: dict[str, float] = {}
     nodes = {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}
@@ -181,7 +184,7 @@ def stream_logs(
             lines_by_host, failed = host_group.try_on_all(lambda host: read_log_lines(host, run, tail))
             for error in failed.values():
                 if report_progress:
-                    report_progress(f"{error}; what it printed is missing here")
+                    report_progress(f"{error}; its output is missing")
             selected = [[line for line in lines if _is_selected(line, node, since)] for lines in lines_by_host.values()]
             yield from heapq.merge(*selected, key=lambda line: line.time)
             return
@@ -204,7 +207,7 @@ def _follow_logs(
             if isinstance(update, HostError):
                 alive[host], lines = False, []
                 if report_progress and reachable.get(host, True):
-                    report_progress(f"{update}; its output comes when it does")
+                    report_progress(f"{update}; its output follows when the host responds again")
             else:
                 if report_progress and not reachable.get(host, True):
                     report_progress(f"host {host} answers again")

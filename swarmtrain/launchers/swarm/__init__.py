@@ -1,4 +1,4 @@
-"""The Swarm launcher: a plan becomes a stack of services, one for each node, on the swarm that DOCKER_HOST points to.
+"""The Swarm launcher: deploys a plan as a stack, with one service for each node, on the swarm that DOCKER_HOST points to.
 
 All of its state is in the swarm: from any machine that reaches a manager, a user can continue where another left off, and a stack that
 plain `docker stack deploy` started is equivalent to one of its own.
@@ -38,10 +38,10 @@ from swarmtrain.render.stack_document import render_stack
 
 
 class SwarmLauncher:
-    """Implements swarmtrain.launchers.base.Launcher, which documents each method."""
+    """Launcher for runs on a Docker Swarm. Implements swarmtrain.launchers.base.Launcher, which documents each method."""
 
     def __init__(self, address: str | None = None, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> None:
-        """Connect to the engine at `address`, or to the one that docker itself would use. Raises EngineError."""
+        """Connect to the engine at `address`, by default the one that docker itself would use. Raises EngineError if no engine answers."""
         self._engine, self._timeouts = DockerEngine(address), timeouts
         self._deployed_at: dict[str, float] = {}
 
@@ -62,7 +62,7 @@ class SwarmLauncher:
         ]
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
-        """Return the steps that `deploy` would take, in order; str() formats each. Raises ImageError, StackError, EngineError."""
+        """Return the steps that `deploy` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
         return self._plan_steps(self._build_specs(plan))
 
     def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
@@ -74,7 +74,7 @@ class SwarmLauncher:
         services = cluster_state.list_run_services(self._engine, run)
         nodes = [service for service in services if service.is_node]
         if not nodes:
-            raise StackError("it has no nodes, only what an unfinished removal left", place=f"run {run}", hint=f"swarmtrain down {run}")
+            raise StackError("has no nodes, only leftovers of an incomplete removal", place=f"run {run}", hint=f"swarmtrain down {run}")
         container = nodes[0].spec["TaskTemplate"]["ContainerSpec"]
         files = {item["File"]["Name"]: item for item in container.get("Configs", [])}
         config = Config.from_json(self._read_config_content(files.pop(CONFIG_PATH)["ConfigID"]).decode())
@@ -135,7 +135,7 @@ class SwarmLauncher:
 
     def stop(self, run: str, report_progress: ProgressReporter) -> None:
         cluster_state.list_run_services(self._engine, run)
-        lock = RunLock(self._engine, run, "stops it", self._timeouts)
+        lock = RunLock(self._engine, run, "is stopping it", self._timeouts)
         with lock.holding(report_progress):
             teardown.stop_nodes(self._engine, run, cluster_state.list_run_services(self._engine, run), report_progress, lock.check_held)
 
@@ -144,8 +144,8 @@ class SwarmLauncher:
         if plan_checks.is_foreign_stack(list(existing.services.values())) or (
             existing.is_empty and run not in cluster_state.list_terminating_runs(self._engine)
         ):
-            raise cluster_state.build_run_not_found(self._engine, run)
-        lock = RunLock(self._engine, run, "takes it down", self._timeouts)
+            raise cluster_state.build_run_not_found_error(self._engine, run)
+        lock = RunLock(self._engine, run, "is removing it", self._timeouts)
         with lock.holding(report_progress):
             teardown.tear_down_stack(self._engine, run, report_progress, lock.check_held)
         report_progress(f"nothing of {run} is left")
@@ -164,7 +164,7 @@ class SwarmLauncher:
         return build_stack_specs(desired, {image: pin_image(self._engine, image) for image in images})
 
     def _find_ended_run(self, services: list[cluster_state.Service], run: str) -> EndedRun | None:
-        """Return how the run ended, if its coordinator has exited; without a recorded outcome, it counts as failed."""
+        """Return how the run ended if its coordinator has exited, else None. Without a recorded outcome, the run counts as failed."""
         coordinator = cluster_state.find_coordinator(services, run)
         task = (
             cluster_state.find_newest_task(cluster_state.list_tasks(self._engine, run), coordinator.id)
@@ -196,7 +196,7 @@ class SwarmLauncher:
     def _read_log_lines(
         self, services: list[cluster_state.Service], run: str, tail: int | None, since: float | None
     ) -> list[ContainerLogLine]:
-        """Return what is available of the services' logs, ordered by time."""
+        """Return the available lines of the services' logs, ordered by time."""
         with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
             read_service = partial(container_logs.read_lines, self._engine, tail=tail, since=since)
             lines_by_service = list(pool.map(lambda service: read_service(service.api_path, _strip_run_prefix(service, run)), services))

@@ -1,4 +1,4 @@
-"""The current state: a stack's services, networks, configs, secrets and tasks, found by their label, and the swarm's nodes."""
+"""Current state of the swarm: a stack's services, networks, configs, secrets and tasks, found by the stack label, and the swarm's nodes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FINAL_STATES = frozenset({"complete", "shutdown", "failed", "rejected", "remove"
 
 @dataclass(frozen=True)
 class Service:
-    """A service in the swarm; `version` guards an update against a concurrent one."""
+    """A service of the swarm. `version` detects a concurrent update when the service is updated."""
 
     id: str
     version: int
     spec: dict[str, Any]
     is_modified: bool = False
-    """It was updated after its creation."""
+    """Whether the service has been updated since its creation."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Task:
-    """One start of a service's container."""
+    """A task of a service: one start of its container."""
 
     id: str
     service_id: str
@@ -80,13 +80,13 @@ class Task:
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing of it runs, and nothing will."""
+        """Whether the task has ended and will not be restarted."""
         return self.state in FINAL_STATES
 
 
 @dataclass(frozen=True)
 class StackState:
-    """What the swarm has under one stack's label, by full name. `network_ids` has the names of all networks of the swarm, by id."""
+    """All objects of the swarm with one stack's label, by full name. `network_ids` maps ids to the names of all networks of the swarm."""
 
     stack: str
     services: Mapping[str, Service]
@@ -102,12 +102,12 @@ class StackState:
         return not (self.services or self.networks or self.configs or self.secrets)
 
     def strip_stack_prefix(self, service: Service) -> str:
-        """Return the service's name in the document, such as node0."""
+        """Return the service's name without the stack's prefix, such as node0."""
         return service.name.removeprefix(f"{self.stack}_")
 
 
 def read_stack_state(engine: DockerEngine, stack: str) -> StackState:
-    """Return the state of `stack`. Raises EngineError."""
+    """Return the state of the stack `stack`. Raises EngineError if the manager does not answer."""
     label = f"{LABEL_STACK}={stack}"
     networks = engine.list_objects("/networks")
     services = list_services(engine, stack)
@@ -123,7 +123,7 @@ def read_stack_state(engine: DockerEngine, stack: str) -> StackState:
 
 
 def _resolve_unlisted_networks(engine: DockerEngine, services: list[Service], networks: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the names, by id, of networks that services use and no listing shows: the host network, of which the swarm has its own."""
+    """Return the names, by id, of networks that services use but the engine does not list: the swarm's own host network."""
     targets = {network["Target"] for service in services for network in service.spec["TaskTemplate"].get("Networks") or []}
     names: dict[str, str] = {}
     for target in targets - {name for item in networks for name in (item["Id"], item["Name"])}:
@@ -150,33 +150,34 @@ def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
     """Return the services of `run`, nodes first. Raises RunNotFound if there is no such run, or the stack is not a run of swarmtrain."""
     services = list_services(engine, run)
     if not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services):
-        raise build_run_not_found(engine, run)
+        raise build_run_not_found_error(engine, run)
     return services
 
 
-def build_run_not_found(engine: DockerEngine, run: str) -> RunNotFound:
-    """Return the error for a run that does not exist, which lists the existing ones."""
+def build_run_not_found_error(engine: DockerEngine, run: str) -> RunNotFound:
+    """Return the error for a run that does not exist; its message lists the existing runs."""
     if queue_entries := [item["Spec"]["Labels"] for item in engine.list_objects("/configs", label=f"{LABEL_QUEUE}={run}")]:
-        message = (
-            f"it is not up yet: {queue_entries[0].get(LABEL_LOCK_OWNER, 'somebody')} {queue_entries[0].get(LABEL_LOCK_ACTION, 'waits')}"
-        )
+        message = f"is not up yet: {queue_entries[0].get(LABEL_LOCK_OWNER, 'somebody')} {queue_entries[0].get(LABEL_LOCK_ACTION, 'waits')}"
         return RunNotFound(message, place=f"run {run}", hint=f"swarmtrain down {run} gives up its place in the queue")
     if run in list_terminating_runs(engine):
-        hint = f"swarmtrain down {run} returns when nothing of it is left"
-        return RunNotFound("it is going down, or was left half made", place=f"run {run}", hint=hint)
+        hint = f"swarmtrain down {run} waits until it is removed completely"
+        return RunNotFound("is being removed, or was only partially created", place=f"run {run}", hint=hint)
     known_runs = ", ".join(list_runs(engine)) or "none"
-    message = f"there is no such run on the swarm at {engine.address}; there is: {known_runs}"
+    message = f"unknown run on the swarm at {engine.address}; existing runs: {known_runs}"
     return RunNotFound(message, place=f"run {run}", hint="docker stack ls")
 
 
 def list_runs(engine: DockerEngine) -> list[str]:
-    """Return the stacks whose services carry swarmtrain's label, sorted. Raises EngineError."""
+    """Return the names of the stacks whose services have swarmtrain's label, sorted. Raises EngineError."""
     services = engine.list_objects("/services", label=LABEL_RUN)
     return sorted({item["Spec"]["Labels"].get(LABEL_STACK, "") for item in services} - {""})
 
 
 def list_terminating_runs(engine: DockerEngine) -> list[str]:
-    """Return the runs without services of which something still exists or is still stopping, sorted. Raises EngineError."""
+    """Return the names of runs whose services are removed but of which other objects or stopping tasks still exist, sorted.
+
+    Raises EngineError.
+    """
     configs = engine.list_objects("/configs")
     terminating = {
         _get_stack_label(item)
@@ -193,7 +194,7 @@ def list_terminating_runs(engine: DockerEngine) -> list[str]:
 
 
 def is_marker_config(stack: str, config: str) -> bool:
-    """Return whether this config is the one by which a run is found when its services are gone."""
+    """Return whether `config` is the marker of the stack: the config object by which a run is found after its services are removed."""
     return bool(_MARKER_CONFIG_PATTERN.fullmatch(config.removeprefix(f"{stack}_")))
 
 
@@ -230,17 +231,20 @@ def _parse_task(item: dict[str, Any]) -> Task:
 
 
 def find_newest_task(tasks: list[Task], service_id: str) -> Task | None:
-    """Return the newest task of the service with this id."""
+    """Return the newest task of the service with this id; None if there is none."""
     return next((task for task in reversed(tasks) if task.service_id == service_id), None)
 
 
 def find_replaced_tasks(tasks: list[Task], service_id: str) -> frozenset[str]:
-    """Return the ids of the service's tasks that a newer one has replaced."""
+    """Return the ids of the tasks of a service that a newer task has replaced."""
     return frozenset([task.id for task in tasks if task.service_id == service_id][:-1])
 
 
 def build_task_state(node_name: str, tasks: list[Task], service: Service, hosts: Mapping[str, str]) -> TaskState:
-    """Return the state of `service`, in Swarm's words; while a task waits to start, the reason is why the previous one ended."""
+    """Return the state of `service` as a TaskState, in Swarm's terms.
+
+    While a task is pending, `reason` is why the previous task ended.
+    """
     task = find_newest_task(tasks, service.id)
     host = service.spec.get("Labels", {}).get("swarmtrain.host", "")
     if task is None or (service.replicas == 0 and task.is_final):
@@ -250,19 +254,19 @@ def build_task_state(node_name: str, tasks: list[Task], service: Service, hosts:
         earlier_failures = [
             candidate for candidate in tasks if candidate.service_id == service.id and candidate.id != task.id and candidate.reason
         ]
-        reason = f"starts again after: {earlier_failures[-1].reason}" if earlier_failures else ""
+        reason = f"restarting after: {earlier_failures[-1].reason}" if earlier_failures else ""
     return TaskState(node_name, hosts.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus)
 
 
 def list_stopping_nodes(tasks: list[Task], services: list[Service], hosts: Mapping[str, str]) -> list[TaskState]:
-    """Return the nodes whose services are removed, but whose containers still run."""
+    """Return the states of nodes whose services are removed but whose containers still run."""
     service_ids = {service.id for service in services}
     leftover = [task for task in tasks if task.service_id not in service_ids and task.node_id and not task.is_final]
     return [TaskState(task.node_name, hosts.get(task.node_id, ""), "stopping", "its service is removed") for task in leftover]
 
 
 def read_host_names(engine: DockerEngine) -> dict[str, str]:
-    """Return the host name of each node id. Raises EngineError."""
+    """Return the host name of each swarm node by node id. Raises EngineError."""
     return {node["ID"]: node["Description"]["Hostname"] for node in engine.list_objects("/nodes")}
 
 
@@ -272,12 +276,12 @@ def list_managers(engine: DockerEngine) -> list[str]:
 
 
 def read_down_nodes(engine: DockerEngine) -> dict[str, str]:
-    """Return the host names, by id, of nodes that do not answer the managers. Raises EngineError."""
+    """Return the host names, by node id, of nodes that the managers consider down. Raises EngineError."""
     return {node["ID"]: node["Description"]["Hostname"] for node in engine.list_objects("/nodes") if node["Status"]["State"] == "down"}
 
 
 def read_inventory(engine: DockerEngine) -> Inventory:
-    """Return the swarm's nodes sorted by name, node2 before node10. Raises EngineError."""
+    """Return the inventory: the swarm's nodes, sorted by name with node2 before node10. Raises EngineError."""
     machines = sorted(
         (_parse_machine(node) for node in engine.list_objects("/nodes")), key=lambda machine: (natural_sort_key(machine.host), machine.id)
     )
@@ -307,10 +311,10 @@ def _describe_unavailability(node: dict[str, Any]) -> str:
 
 
 def natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a key that sorts the numbers in a name as numbers."""
+    """Return a sort key in which numbers in a name are compared as numbers."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
 
 
 def find_coordinator(services: list[Service], stack: str) -> Service | None:
-    """Return the rendezvous service."""
+    """Return the rendezvous service, which runs the coordinator; None if there is none."""
     return next((service for service in services if service.name == f"{stack}_{RENDEZVOUS_SERVICE}"), None)

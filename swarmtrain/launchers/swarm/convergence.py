@@ -1,4 +1,4 @@
-"""Waits until a stack runs, shows what each service waits for in Swarm's own words, and detects when waiting is pointless.
+"""Wait until a stack runs, report the pending tasks in Swarm's own words, and detect when waiting is pointless.
 
 A task that no node can take at the moment is shown and then left pending: a node may come back. A task that its node repeatedly rejects
 (no such image, no such folder) is an error.
@@ -24,13 +24,13 @@ _POLL_SECONDS = 0.5
 _REMINDER_SECONDS = 15.0
 _START_TIMEOUT_SECONDS = 1800.0
 # What a node reports when it cannot start a container, how often that may happen, and a hint.
-_NO_FOLDER_HINT = "make the folder on every node, or mount a disk there that all nodes share"
-_NO_PROGRAM_HINT = "the image needs python3 and swarmtrain in it: swarmtrain image build makes one from any base image"
+_NO_FOLDER_HINT = "create the folder on every node, or mount a shared disk there"
+_NO_PROGRAM_HINT = "use an image that contains python3 and swarmtrain; swarmtrain image build creates one from any base image"
 _START_FAILURES = (
     ("bind source path does not exist", 2, _NO_FOLDER_HINT),
     ("source path not found", 2, _NO_FOLDER_HINT),
-    ("No such image: sha256:", 2, "swarmtrain image distribute IMAGE gives it to the nodes that do not have it"),
-    ("No such image", 2, "docker pull IMAGE on that node shows why; a registry without TLS must be in its engine's insecure-registries"),
+    ("No such image: sha256:", 2, "copy the image to the nodes that lack it with: swarmtrain image distribute IMAGE"),
+    ("No such image", 2, "run docker pull IMAGE on that node to see why; add a registry without TLS to its engine's insecure-registries"),
     ("executable file not found", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (127)", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (126)", 2, _NO_PROGRAM_HINT),
@@ -41,7 +41,7 @@ _OTHER_START_FAILURE = (5, "docker service ps shows every attempt; docker events
 # pending.
 _CONSTRAINTS_NOT_MET = "assigned node no longer meets constraints"
 # No restart budget covers the coordinator itself.
-_COORDINATOR_FAILURE = (3, "its log says why; an image without swarmtrain needs swarmtrain image build")
+_COORDINATOR_FAILURE = (3, "see its log for the reason; if the image lacks swarmtrain, build one with swarmtrain image build")
 # Seconds without a change: for a start, and for a coordinator that has already failed.
 _STEADY_SECONDS = 0.8
 _STEADY_AFTER_FAILURE_SECONDS = 3.0
@@ -50,7 +50,7 @@ _FINAL_LINES = 5
 
 @dataclass
 class _StartupProgress:
-    """What was already reported, and when something last changed."""
+    """What the wait has already reported, and when the state last changed."""
 
     reported_lines: dict[str, str] = field(default_factory=dict)
     started_at: float = field(default_factory=time.monotonic)
@@ -59,7 +59,7 @@ class _StartupProgress:
 
 
 def list_task_ids(engine: DockerEngine, stack: str) -> frozenset[str]:
-    """Return the ids of the tasks that exist before anything is changed: their failures do not belong to this deploy."""
+    """Return the ids of the tasks that exist before a deploy: their failures do not belong to the deploy."""
     return frozenset(task.id for task in cluster_state.list_tasks(engine, stack))
 
 
@@ -73,7 +73,7 @@ def wait_until_running(
     check_ownership: Callable[[], None],
     timeouts: SwarmTimeouts,
 ) -> None:
-    """Return when every service of `stack` runs, has run, or waits for a node that is not available.
+    """Wait until every service of `stack` runs, has completed, or waits for a node that is not available.
 
     `old_task_ids` are the tasks that existed before; the services in `restarted_service_ids` get a new task. `check_ownership` is
     called on each poll, and raises if somebody else has changed the stack.
@@ -118,7 +118,7 @@ def _has_converged(state: TaskState) -> bool:
 
 
 def _is_steady(stack: str, services: list[Service], new_tasks: list[Task], progress: _StartupProgress) -> bool:
-    """Return whether what was started has run long enough to rule out a container that fails immediately."""
+    """Return whether the started tasks have run long enough to rule out containers that fail immediately."""
     coordinator = cluster_state.find_coordinator(services, stack)
     has_coordinator_failed = coordinator is not None and any(
         task.service_id == coordinator.id and task.state == "failed" for task in new_tasks
@@ -158,7 +158,7 @@ def _should_stop_waiting(
     names = "; ".join(_format_state(state) for state in waiting)
     all_pending = all(state.state in ("new", "allocated", "pending") for state in waiting)
     if (all_pending and now - progress.changed_at > timeouts.pending_seconds) or now - progress.started_at > _START_TIMEOUT_SECONDS:
-        report_progress(f"left waiting: {names}")
+        report_progress(f"no longer waiting for: {names}")
         return True
     if now - progress.reminded_at > _REMINDER_SECONDS:
         progress.reminded_at = now
@@ -192,7 +192,10 @@ def _raise_if_unstartable(engine: DockerEngine, stack: str, services: list[Servi
 
 
 def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:
-    """Return whether a container could not be started, as opposed to one that ran and failed; for the coordinator, both count."""
+    """Return whether the task's container could not be started, as opposed to one that ran and failed.
+
+    For the coordinator, both count.
+    """
     if task.state == "failed":
         return is_coordinator or task.exit_code in (126, 127) or task.reason.startswith("starting container failed")
     return task.state == "rejected" and _CONSTRAINTS_NOT_MET not in task.reason

@@ -1,11 +1,11 @@
-"""Gang scheduling of GPUs: a run gets all of its GPUs at once, or waits for all of them. Two runs that each hold half would deadlock.
+"""Gang scheduling of GPUs: a run gets all of its GPUs at once, or waits. Otherwise two runs that each hold half of them would deadlock.
 
-Swarm gives each service what it reserves as soon as it is free, one by one, and in no particular order. So a run that finds too little
-free creates nothing: it records in the swarm what it waits for, in a config object in addition to its lock, and polls. Earlier runs are
-counted as if they already had what they want: first come, first served, without starvation. The order of the entries is that in which
-the managers created them. A run polls only once it has an entry, and gives it up only when its services exist, so that of two that poll
-at once the later one sees the earlier one. Entries are renewed every few seconds; one that is no longer renewed has lost its owner and
-no longer counts.
+Swarm assigns resources to each service as soon as they are free, one by one, and in no particular order. So a run that finds too few free
+resources creates no service: it records its request in the swarm, in a config object in addition to its lock, and polls. The requests of
+earlier runs count as assigned: first come, first served, without starvation. The order of the entries is that in which the managers
+created them. A run polls only once it has an entry, and removes the entry only when its services exist, so that of two that poll at once
+the later one sees the earlier one. Entries are renewed every few seconds; an entry that is no longer renewed has lost its owner and no
+longer counts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ApiObject = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a run reserves: how many of `kind`, by the constraint that pins each of its nodes. An empty request need not wait.
+    """Resources that a run requests: how many of `kind`, by the constraint that pins each of its nodes. An empty request need not wait.
 
-    Without `can_wait`, it is refused instead of waiting.
+    If `can_wait` is False, the request is refused instead of queued.
     """
 
     run: str
@@ -55,15 +55,15 @@ def waiting_for_resources(
     report_progress: ProgressReporter,
     timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS,
 ) -> Iterator[None]:
-    """Enter when all that the run reserves is free and no other run has waited longer for it; exit when its services exist.
+    """Wait until all resources that the run requests are free and no earlier run waits for them.
 
-    `lock` is the run's, and held; it is preemptible while this waits. Raises EngineError; StackError if somebody else takes the lock
-    meanwhile, or for a node that does not have what is requested.
+    Exit the context once the services exist. `lock` is the run's, and held; it is preemptible while this waits. Raises EngineError;
+    StackError if somebody else takes the lock meanwhile, or for a node that does not have what is requested.
     """
     if not request.amounts:
         yield
         return
-    queue_entry = RunLock(engine, request.run, f"waits for {request.kind} of other runs", timeouts, kind_label=LABEL_QUEUE)
+    queue_entry = RunLock(engine, request.run, f"waits for {request.kind} held by other runs", timeouts, kind_label=LABEL_QUEUE)
     queue_entry.labels = {_KIND_LABEL: request.kind, _AMOUNTS_LABEL: json.dumps(dict(request.amounts), sort_keys=True)}
     with queue_entry.holding(report_progress):
         # Later updates change the version index: the first one is its position.
@@ -80,14 +80,14 @@ def _wait_for_turn(
     reported, reminded_at, is_preemptible = "", time.monotonic(), False
     while missing := _describe_missing(engine, request, timeouts):
         if not request.can_wait:
-            hint = "wait until they are, or ask without a probe: swarmtrain doctor CONFIG --no-probe"
-            raise StackError(f"not all its {request.kind} are free: {missing}", place=f"run {request.run}", hint=hint)
+            hint = "wait until they are free, or skip the probe with: swarmtrain doctor CONFIG --no-probe"
+            raise StackError(f"not all of its {request.kind} are free: {missing}", place=f"run {request.run}", hint=hint)
         if not is_preemptible:
             lock.allow_preemption()
             is_preemptible = True
         if missing != reported or time.monotonic() - reminded_at > _REMINDER_SECONDS:
             reported, reminded_at = missing, time.monotonic()
-            report_progress(f"waiting until all its {request.kind} are free: {missing}")
+            report_progress(f"waiting until all of its {request.kind} are free: {missing}")
         time.sleep(_POLL_SECONDS)
         if not lock.is_ours():
             raise lock.build_preempted_error()
@@ -96,7 +96,7 @@ def _wait_for_turn(
 
 
 def _describe_missing(engine: DockerEngine, request: ResourceRequest, timeouts: SwarmTimeouts) -> str:
-    """Return what is not free for this run, and who holds it; empty if it is the run's turn."""
+    """Return which requested resources are not free, and who holds them; empty if the run can start."""
     # The entries are read first: a run whose entry is gone by now already has its services, and those are read next.
     earlier_requests = list_earlier_requests(engine.list_objects("/configs", label=LABEL_QUEUE), request, timeouts.queue_entry_ttl_seconds)
     nodes = engine.list_objects("/nodes")
@@ -119,8 +119,8 @@ def _describe_shortage(
         return ""  # the node does not exist, and Swarm reports that
     supply = supplies_by_node[node["ID"]]
     if supply.declared < requested:
-        message = f"has {supply.declared} {request.kind}, and {requested} are wanted"
-        raise StackError(message, place=f"node {supply.host}", hint="swarmtrain doctor CONFIG prints the settings that declare them")
+        message = f"has {supply.declared} {request.kind}, and {requested} are requested"
+        raise StackError(message, place=f"node {supply.host}", hint="print the settings that declare them with: swarmtrain doctor CONFIG")
     # What an earlier run already has of its request is counted as claimed.
     claimed_earlier = {
         earlier_request.run: outstanding
@@ -139,7 +139,7 @@ def _count_requested(earlier_request: ResourceRequest, node: ApiObject, nodes: l
 
 
 def _describe_holder(stack: str) -> str:
-    return stack or "a service of no stack"
+    return stack or "a service outside any stack"
 
 
 def _read_own_entry(engine: DockerEngine, request: ResourceRequest) -> ApiObject:
@@ -148,7 +148,10 @@ def _read_own_entry(engine: DockerEngine, request: ResourceRequest) -> ApiObject
 
 
 def list_earlier_requests(entries: list[ApiObject], request: ResourceRequest, ttl_seconds: float) -> list[ResourceRequest]:
-    """Return the requests of earlier runs, in order. Ages are measured by the managers' clock, which wrote all of the timestamps."""
+    """Return the requests of earlier runs, in order.
+
+    Their ages are measured by the managers' clock, which wrote all of the timestamps.
+    """
     positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_position(entry) for entry in entries}
     renewed_at = {entry["ID"]: datetime.fromisoformat(entry["UpdatedAt"]).timestamp() for entry in entries}
     now = max(renewed_at.values(), default=0.0)

@@ -11,7 +11,7 @@ TOOLKIT_CONFIG_PATH = "/etc/nvidia-container-runtime/config.toml"
 
 
 def get_assigned_resources(task: ApiObject) -> list[ApiObject]:
-    """Return the resources assigned to a task; while it is pending, those that it reserves."""
+    """Return the resources assigned to a task; for a pending task, the resources that it reserves."""
     # The engine's API reference uses the second name, its responses the first.
     resources: list[ApiObject] = (
         task.get("GenericResources") or task.get("AssignedGenericResources") or get_reserved_resources(task["Spec"])
@@ -45,15 +45,18 @@ def count_by_kind(resources: Iterable[ApiObject]) -> dict[str, int]:
 
 
 def describe_resources(resources: Iterable[ApiObject]) -> tuple[str, ...]:
-    """Return the ids of the named resources, and a count per kind of the discrete ones."""
+    """Return the ids of the named resources, and "COUNT KIND" for the discrete ones."""
     items = list(resources)
     discrete = [item["DiscreteResourceSpec"] for item in items if item.get("DiscreteResourceSpec")]
     return (*list_resource_ids(items), *(f"{item['Value']} {item['Kind']}" for item in discrete))
 
 
 def format_gpu_settings(kind: str, gpus: Sequence[str] = ()) -> str:
-    """Return the settings with which a node's owner lets Swarm assign its GPUs, and where they go; with the UUIDs `gpus`, if known."""
-    entry_note = "" if gpus else ", an entry for each UUID that nvidia-smi -L shows"
+    """Return the daemon.json settings with which Swarm assigns a node's GPUs, with instructions for its owner.
+
+    `gpus` are the GPUs' UUIDs, if known.
+    """
+    entry_note = "" if gpus else ", with one entry per UUID listed by nvidia-smi -L"
     return (
         f"in its /etc/docker/daemon.json: {json.dumps(build_daemon_json(kind, gpus))}{entry_note}; in its {TOOLKIT_CONFIG_PATH}, as the "
         f"first line: {format_toolkit_setting(kind)}; "
@@ -62,11 +65,11 @@ def format_gpu_settings(kind: str, gpus: Sequence[str] = ()) -> str:
 
 
 def build_daemon_json(kind: str, gpus: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings for the engine's daemon.json with which Swarm assigns its GPUs and containers see them."""
+    """Return the daemon.json settings with which Swarm assigns a node's GPUs and containers see them."""
     nvidia_runtime = {"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "args": []}}}
     return {**nvidia_runtime, "node-generic-resources": [f"{kind}={gpu}" for gpu in gpus or ["GPU-UUID"]]}
 
 
 def format_toolkit_setting(kind: str) -> str:
-    """Return the line of the toolkit's settings with which it shows a container the GPUs that Swarm assigned."""
+    """Return the line of the NVIDIA toolkit's settings that shows a container only the GPUs that Swarm assigned."""
     return f'swarm-resource = "DOCKER_RESOURCE_{kind.upper()}"'

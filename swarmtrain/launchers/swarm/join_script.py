@@ -1,4 +1,4 @@
-"""The commands with which a user adds a machine to the swarm: firewall, daemon.json, token, labels, mounts."""
+"""The commands that add a machine to the swarm: firewall, daemon.json, join token, labels, mounts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NEW_NODE_ADDRESS = "ITS_ADDRESS"
 
 @dataclass(frozen=True)
 class JoinScript:
-    """What a joining machine must know about the swarm, and what the config requires of it. str() gives a shell script."""
+    """Data for joining a machine to the swarm: the swarm's addresses, and the requirements of the config. str() returns a shell script."""
 
     location: str
     manager: str
-    """Address and port of a manager."""
+    """Address and port of the manager to join."""
     token: str
     managers: tuple[str, ...]
-    """Addresses of the managers; `nodes` has those of all nodes."""
+    """Addresses of all managers; `nodes` has the addresses of all nodes."""
     nodes: tuple[str, ...]
     engine: str
     vxlan_port: int
@@ -36,16 +36,16 @@ class JoinScript:
     labels: tuple[tuple[str, str], ...] = ()
     mounts: tuple[str, ...] = ()
     generic_resource: str = ""
-    """Generic resource that runs reserve; empty if they reserve none."""
+    """Kind of generic resource that runs reserve; empty if they reserve none."""
     encrypted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON output."""
+        """Return the data as a JSON-compatible dict, for `--json`."""
         return asdict(self)
 
     def __str__(self) -> str:
         paragraphs = [
-            f"# A new machine for {self.location}. {_NEW_NODE_ADDRESS} is a placeholder for its address in the network of "
+            f"# Add a new machine to {self.location}. {_NEW_NODE_ADDRESS} is a placeholder for its address in the network of "
             f"{', '.join(self.nodes)}"
         ]
         for number, (title, lines) in enumerate(self._list_steps(), start=1):
@@ -53,23 +53,35 @@ class JoinScript:
         return "\n\n".join(paragraphs)
 
     def _list_steps(self) -> Iterator[tuple[str, list[str]]]:
-        yield f"On it: Docker. The others have {self.engine}", ["docker version || echo see https://docs.docker.com/engine/install"]
         yield (
-            "On it, if it has a firewall (this is ufw's language)",
+            f"On the new machine: install Docker. The other nodes have {self.engine}",
+            ["docker version || echo see https://docs.docker.com/engine/install"],
+        )
+        yield (
+            "On the new machine, if it has a firewall (ufw syntax)",
             _format_firewall_rules(self.nodes, 7946, self.vxlan_port, self.encrypted),
         )
         rules = _format_firewall_rules((_NEW_NODE_ADDRESS,), 7946, self.vxlan_port, self.encrypted)
         on_managers = f"ufw allow proto tcp from {_NEW_NODE_ADDRESS} to any port 2377  # on the managers: {', '.join(self.managers)}"
-        yield "On each of the others, if it has one", [*rules, on_managers]
+        yield "On each of the other nodes, if it has a firewall", [*rules, on_managers]
         if daemon_json := self._format_daemon_json():
-            yield "On it: these go into /etc/docker/daemon.json, then systemctl restart docker", daemon_json.splitlines()
+            yield (
+                "On the new machine: add these settings to /etc/docker/daemon.json, then run systemctl restart docker",
+                daemon_json.splitlines(),
+            )
         if self.generic_resource:
-            title = f"On it: an entry for each GPU-UUID that nvidia-smi -L shows, and in {TOOLKIT_CONFIG_PATH}, as the first line"
+            title = (
+                "On the new machine: replace GPU-UUID with one entry per UUID listed by nvidia-smi -L, and add to "
+                f"{TOOLKIT_CONFIG_PATH}, as its first line"
+            )
             yield title, [format_toolkit_setting(self.generic_resource)]
         if self.mounts:
-            yield "On it: what the config mounts, with the same content as on the others", [f"ls -d {path}" for path in self.mounts]
+            yield (
+                "On the new machine: the paths that the config mounts must exist, with the same content as on the other nodes",
+                [f"ls -d {path}" for path in self.mounts],
+            )
         yield (
-            "On it: join. The token is a secret; docker swarm join-token --rotate makes a new one",
+            "On the new machine: join the swarm. The token is a secret; docker swarm join-token --rotate creates a new one",
             [f"docker swarm join --token {self.token} --advertise-addr {_NEW_NODE_ADDRESS} {self.manager}"],
         )
         labels = [f"docker node update --label-add {key}={value} ITS_HOST_NAME" for key, value in self.labels]
@@ -85,7 +97,7 @@ class JoinScript:
 
 
 def build_join_script(engine: DockerEngine, config: Config | None, *, as_manager: bool) -> JoinScript:
-    """Return what a machine must know to join the engine's swarm; `config` adds what its runs require. Raises EngineError."""
+    """Return the script that joins a machine to the engine's swarm; `config` adds the requirements of its runs. Raises EngineError."""
     swarm, info = engine.get("/swarm"), engine.get("/info")
     nodes = engine.list_objects("/nodes")
     managers = [item["ManagerStatus"]["Addr"] for item in nodes if item.get("ManagerStatus", {}).get("Addr")]

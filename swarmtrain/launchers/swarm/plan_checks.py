@@ -1,4 +1,4 @@
-"""Checks of a plan against this swarm that only need the managers."""
+"""Checks of a plan against this swarm that only query the managers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BROKEN_PULL_VERSIONS = ((29, 6, 0), (29, 6, 2))
 
 
 def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
-    """Return what would keep `plan` from working. Raises EngineError if the managers cannot be asked."""
+    """Return the problems that would prevent `plan` from working. Raises EngineError if the managers do not answer."""
     machines = cluster_state.read_inventory(engine).machines
     planned_machines = [machine for node in plan.nodes for machine in machines if node.host in (machine.host, machine.id)]
     return [
@@ -42,7 +42,7 @@ def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
 
 
 def collect_network_findings(specs: StackSpecs, existing: cluster_state.StackState) -> list[Finding]:
-    """Return what keeps the stack's networks from being used as they are."""
+    """Return the problems that prevent the stack from using its existing networks."""
     try:
         check_networks(specs, existing)
     except StackError as error:
@@ -51,13 +51,13 @@ def collect_network_findings(specs: StackSpecs, existing: cluster_state.StackSta
 
 
 def is_foreign_stack(services: list[cluster_state.Service]) -> bool:
-    """Return whether these services are a stack that is not a run of swarmtrain."""
+    """Return whether `services` belong to a stack that is not a run of swarmtrain."""
     return bool(services) and not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services)
 
 
 def build_foreign_stack_finding(run: str) -> Finding:
-    """Return the finding for a foreign stack that has the run's name."""
-    return Finding(f"run {run}", "a stack of this name exists that is not a swarmtrain run", "give the run another name: --name")
+    """Return the finding for a stack named `run` that is not a run of swarmtrain."""
+    return Finding(f"run {run}", "a stack of this name already exists and is not a swarmtrain run", "choose another run name with --name")
 
 
 def _check_foreign_stack(engine: DockerEngine, plan: Plan) -> list[Finding]:
@@ -80,7 +80,7 @@ def _check_image(engine: DockerEngine, plan: Plan) -> list[Finding]:
     if not built and not added:
         return []
     message = f"changed since it was built: {', '.join([*built, *(f'{name}/' for name in added)])}"
-    why = "the nodes run what is in the image; only the script, runner.code and the config come with the run"
+    why = "the nodes run the code in the image; only the script, runner.code and the config are sent with the run"
     return [Finding(f"image {image}", message, contents.build_rebuild_command(image, image_contents, built, added), fatal=False, why=why)]
 
 
@@ -90,7 +90,7 @@ def _check_managers(machines: tuple[Machine, ...]) -> list[Finding]:
         return []
     states = ", ".join(f"{machine.host} is {machine.unavailable_reason}" for machine in managers)
     hint = f"docker node update --availability active {managers[0].host}"
-    return [Finding("rendezvous", f"it runs on a manager, and none takes containers: {states}", hint)]
+    return [Finding("rendezvous", f"runs on a manager, but no manager accepts tasks: {states}", hint)]
 
 
 def _check_ports(engine: DockerEngine, plan: Plan) -> list[Finding]:
@@ -106,8 +106,10 @@ def _check_ports(engine: DockerEngine, plan: Plan) -> list[Finding]:
         if run == plan.run or abs(port - plan.master_port) >= _PORTS_PER_RUN:
             continue
         if HOST_NETWORK in {cluster_state.read_network_name(engine, network["Target"]) for network in template.get("Networks") or []}:
-            hint = f"-o runner.master_port={port + _PORTS_PER_RUN}, or any port with two free ones behind it"
-            findings.append(Finding("config runner.master_port", f"run {run} listens on {port} and the next ones, as this one would", hint))
+            hint = f"-o runner.master_port={port + _PORTS_PER_RUN}, or any port that is followed by two free ports"
+            findings.append(
+                Finding("config runner.master_port", f"run {run} listens on {port} and the ports after it, which this run needs too", hint)
+            )
     return findings
 
 
@@ -119,9 +121,9 @@ def _check_resources(plan: Plan, planned_machines: list[Machine]) -> list[Findin
     return [
         Finding(
             f"node {machine.host}",
-            f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are wanted",
+            f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are requested",
             format_gpu_settings(swarm.generic_resource),
-            why="Swarm knows of no GPUs but those that an engine's settings name; fewer slots would do too",
+            why="Swarm knows only the GPUs that an engine's settings list; using fewer slots also works",
         )
         for machine in planned_machines
         if machine.resources.get(swarm.generic_resource, 0) < slots.get(machine.host, 0)
@@ -140,7 +142,7 @@ def _check_engine_versions(plan: Plan, planned_machines: list[Machine]) -> list[
                 Finding(f"node {machine.host}", message, "update it to 25.0.3, or set runner.swarm.gpu to visible", fatal=False)
             )
         if _BROKEN_PULL_VERSIONS[0] <= version <= _BROKEN_PULL_VERSIONS[1]:
-            message = f"engine {machine.engine} rejects images that it has, if their registry wants a login"
+            message = f"engine {machine.engine} rejects images that it already has if their registry requires a login"
             findings.append(Finding(f"node {machine.host}", message, "update it to 29.7", fatal=False))
     return findings
 

@@ -1,7 +1,7 @@
-"""Desired state and existing state → the steps between them, each with its cause. Values in, values out.
+"""Compute the steps from the existing state of a stack to the desired state, each with its cause. Pure functions.
 
-Services are compared as `docker stack deploy` would leave them: ids are replaced by names, and defaults that the engine fills in count
-as absent. So a stack that plain `docker stack deploy` started is equivalent to one of ours.
+Services are compared as `docker stack deploy` would leave them: ids are replaced by names, and defaults that the engine fills in count as
+absent. So a stack that plain `docker stack deploy` started is equivalent to one of swarmtrain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ObjectKind(StrEnum):
 
 
 class StepVerb(StrEnum):
-    """What a step does."""
+    """Action that a reconcile step performs on its object."""
 
     create = "create"
     update = "update"
@@ -43,7 +43,10 @@ class StepVerb(StrEnum):
 
 @dataclass(frozen=True)
 class ReconcileStep:
-    """One request to the engine, and why. `restarts`: containers are replaced; `interrupts`: these containers are running."""
+    """Reconcile step: one request to the engine, and its cause.
+
+    `restarts`: containers are replaced. `interrupts`: the replaced containers are running.
+    """
 
     verb: StepVerb
     kind: ObjectKind
@@ -61,7 +64,7 @@ class ReconcileStep:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """How a run ended whose coordinator has exited: nothing runs until the run is restarted."""
+    """How a run ended whose coordinator has exited: no process runs until the run is restarted."""
 
     failed: bool
     why: str
@@ -94,16 +97,16 @@ def _describe_restart_cause(desired: StackSpecs, existing: StackState, ended: En
     )
     if is_unchanged and not ended.failed:
         return ""
-    return f"the run had {'failed' if ended.failed else 'ended'} ({ended.why}) and starts again"
+    return f"the run had {'failed' if ended.failed else 'ended'} ({ended.why}) and is restarted"
 
 
 def _plan_creates(kind: ObjectKind, desired: Mapping[str, ApiSpec], existing: Mapping[str, object]) -> list[ReconcileStep]:
-    return [ReconcileStep(StepVerb.create, kind, name, "is not there", spec) for name, spec in desired.items() if name not in existing]
+    return [ReconcileStep(StepVerb.create, kind, name, "does not exist", spec) for name, spec in desired.items() if name not in existing]
 
 
 def _plan_removals(kind: ObjectKind, existing: Mapping[str, str], desired: Mapping[str, ApiSpec]) -> list[ReconcileStep]:
     unused = {name: object_id for name, object_id in sorted(existing.items()) if name not in desired}
-    return [ReconcileStep(StepVerb.remove, kind, name, "nothing uses it any more", id=object_id) for name, object_id in unused.items()]
+    return [ReconcileStep(StepVerb.remove, kind, name, "is no longer used", id=object_id) for name, object_id in unused.items()]
 
 
 def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause: str) -> list[ReconcileStep]:
@@ -111,7 +114,7 @@ def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause
     for name, spec in desired.services.items():
         service = existing.services.get(name)
         if service is None:
-            steps.append(ReconcileStep(StepVerb.create, ObjectKind.service, name, "is not there", spec))
+            steps.append(ReconcileStep(StepVerb.create, ObjectKind.service, name, "does not exist", spec))
             continue
         cause, restarts = _describe_change(spec, service, existing)
         if restart_cause or cause:
@@ -137,13 +140,13 @@ def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause
 
 
 def _set_force_update(spec: ApiSpec, service: Service, *, increment: bool) -> ApiSpec:
-    """Keep the count of forced restarts: a different count would cause another restart."""
+    """Copy the service's count of forced restarts into `spec`, since a different count would cause another restart."""
     count = int(service.spec["TaskTemplate"].get("ForceUpdate", 0)) + int(increment)
     return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ForceUpdate": count}} if count else spec
 
 
 def _describe_change(spec: ApiSpec, service: Service, existing: StackState) -> tuple[str, bool]:
-    """Return what differs, as text for the user, and whether it replaces the container."""
+    """Return a description of the difference between `spec` and `service` for the user, and whether it replaces the container."""
     new, old = canonicalize_spec(spec, existing.network_ids), canonicalize_spec(service.spec, existing.network_ids)
     paths = _find_differences(new, old, "")
     if not paths:
@@ -155,7 +158,7 @@ def _describe_change(spec: ApiSpec, service: Service, existing: StackState) -> t
 
 
 def canonicalize_spec(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -> dict[str, Any]:
-    """Return a service's spec without irrelevant values: ids, the engine's defaults, the count of forced restarts, empty values."""
+    """Return a service's spec without values that do not matter: ids, the engine's defaults, the count of forced restarts, empty values."""
     canonical_spec: dict[str, Any] = _strip_defaults(spec)
     canonical_spec["Replicas"] = canonical_spec.pop("Mode", {}).get("Replicated", {}).get("Replicas", 0)
     task = canonical_spec.get("TaskTemplate", {})
@@ -206,21 +209,24 @@ def _format_value(value: Any) -> str:
 
 
 def check_networks(desired: StackSpecs, existing: StackState) -> None:
-    """Raise StackError for a network that would have to be changed in place, or that does not exist."""
+    """Check that existing networks match the desired ones, and that external ones exist, since Swarm cannot change a network in place.
+
+    Raises StackError if not.
+    """
     for name, spec in desired.networks.items():
         network = existing.networks.get(name)
         if network is not None and (option_changes := find_network_changes(spec, network)):
             raise StackError(
-                f"it exists with other options ({'; '.join(option_changes)}), and Swarm cannot change a network in place",
+                f"exists with different options ({'; '.join(option_changes)}), and Swarm cannot change a network in place",
                 place=f"network {name}",
                 hint=f"swarmtrain down {desired.stack}, then deploy again: training resumes from its newest checkpoint",
             )
     for name in desired.external_networks:
         if name not in existing.network_ids.values():
-            _raise_network_error(name, "it is not on this swarm", f"docker network create --driver overlay {name}")
+            _raise_network_error(name, "does not exist in this swarm", f"docker network create --driver overlay {name}")
         if name in existing.local_networks and name not in _BUILTIN_NETWORKS:
             _raise_network_error(
-                name, "only this one engine has it, and services need one of the swarm", "docker network create --driver overlay NAME"
+                name, "is local to this engine, but services need a swarm network", "docker network create --driver overlay NAME"
             )
 
 
@@ -229,7 +235,7 @@ def _raise_network_error(name: str, reason: str, hint: str) -> NoReturn:
 
 
 def find_network_changes(spec: ApiSpec, network: Mapping[str, Any]) -> list[str]:
-    """Return the options in `spec` that differ from those of `network`. Subnets count only if `spec` has them."""
+    """Return the options of `spec` that differ from those of the existing `network`. Subnets are compared only if `spec` has them."""
     options = {key: value for key, value in (network.get("Options") or {}).items() if key != _VXLAN_IDS_OPTION}
     pairs = [(key, network.get(key), spec[key]) for key in ("Driver", "Internal", "Attachable")]
     pairs += [(key, options.get(key), spec["Options"].get(key)) for key in sorted({*options, *spec["Options"]})]

@@ -1,6 +1,6 @@
-"""Which stacks have which GPUs, or other generic resources, on which node: the engine's responses → values.
+"""Accounting of GPUs and other generic resources: which stack has claimed how many on which node. Computed from the engine's responses.
 
-What a service reserves counts from its creation until its container has finally ended: a service that waits for a GPU will get it, and
+A service's reservation counts from its creation until its container has finally ended: a service that waits for a GPU will get it, and
 one that is being restarted has released it only for a moment.
 """
 
@@ -14,12 +14,15 @@ from swarmtrain.launchers.swarm.generic_resources import ApiObject, count_resour
 from swarmtrain.protocol import LABEL_STACK
 
 RequestedAmounts = Mapping[str, int]
-"""How many of a kind a run reserves, by the constraint that pins its node: node.hostname==gpu-1."""
+"""Requested amount of a resource, by the constraint that pins a node of the run: node.hostname==gpu-1."""
 
 
 @dataclass(frozen=True)
 class ResourceSupply:
-    """The resources of one kind on one node: how many it declares, and how many each other stack has claimed ("": no stack)."""
+    """Supply of one kind of resource on one node: the amount that it declares, and the amounts that other stacks have claimed.
+
+    The key "" stands for tasks without a stack.
+    """
 
     host: str
     declared: int
@@ -51,7 +54,7 @@ def compute_supplies(
 
 
 def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject | None:
-    """Return the node to which a constraint pins, None if it pins to none."""
+    """Return the swarm node to which `constraint` pins; None if it does not pin to a node."""
     key, _, value = (part.strip() for part in constraint.partition("=="))
     pinned = {"node.id": lambda node: node["ID"] == value, "node.hostname": lambda node: node["Description"].get("Hostname") == value}
     return next((node for node in nodes if key in pinned and pinned[key](node)), None)
@@ -69,7 +72,7 @@ def _build_supply(node: ApiObject, claims: Mapping[tuple[str, str, str], int], k
 def _list_pinned_services(
     nodes: list[ApiObject], services: list[ApiObject], tasks: list[ApiObject], kind: str
 ) -> Iterator[tuple[ApiObject, ApiObject, int]]:
-    """Yield the services that have or will have some of `kind` on a specific node, with that node and the count."""
+    """Yield (service, node, amount) for each service that has or will have resources of `kind` on a specific node."""
     finished = _find_finished_services(tasks)
     for service in services:
         template = service["Spec"].get("TaskTemplate") or {}
@@ -83,7 +86,7 @@ def _list_pinned_services(
 
 
 def _find_finished_services(tasks: list[ApiObject]) -> set[str]:
-    """Return the services whose newest task is complete, and which will not be restarted."""
+    """Return the ids of the services whose newest task is complete, and which will not be restarted."""
     newest: dict[str, ApiObject] = {}
     for task in sorted(tasks, key=lambda task: str(task["CreatedAt"])):
         newest[task.get("ServiceID", "")] = task

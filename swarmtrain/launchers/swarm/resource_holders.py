@@ -1,6 +1,6 @@
-"""Which runs hold the GPUs that a node waits for: Swarm reports only that resources are insufficient.
+"""Name the runs that hold the GPUs for which a node waits: Swarm reports only that resources are insufficient.
 
-A run that swarmtrain deploys waits before it starts anything; this is for one that `docker stack deploy` has started.
+A run that swarmtrain deploys waits before it creates services; this module serves runs that `docker stack deploy` has started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INSUFFICIENT_RESOURCES = "insufficient resources"
 
 
 def add_resource_holders(engine: DockerEngine, run: str, services: list[Service], states: list[TaskState]) -> list[TaskState]:
-    """Return `states`; those of nodes that wait for resources also name the holders of these. Raises EngineError."""
+    """Return `states`, with the holders of the resources added to the reason of each node that waits for resources. Raises EngineError."""
     kinds = {kind for service in services for kind in count_by_kind(get_reserved_resources(service.spec["TaskTemplate"]))}
     if not kinds or not any(_INSUFFICIENT_RESOURCES in state.reason for state in states):
         return states
@@ -30,7 +30,7 @@ def add_resource_holders(engine: DockerEngine, run: str, services: list[Service]
 
 
 def add_holders_to_reason(state: TaskState, supplies_by_kind: Mapping[str, Sequence[ResourceSupply]]) -> TaskState:
-    """Return `state`; if its node waits for resources, its reason also names the stacks that hold them, according to `supplies_by_kind`."""
+    """Return `state`. If its node waits for resources, the reason also names the stacks that hold them, taken from `supplies_by_kind`."""
     if _INSUFFICIENT_RESOURCES not in state.reason:
         return state
     host_supplies = [

@@ -1,9 +1,9 @@
-"""One change of a run at a time: a lock in the swarm itself, since any machine that reaches a manager may deploy.
+"""Lock that serializes changes of a run. It is stored in the swarm, since any machine that reaches a manager may deploy.
 
-It is a config object in addition to the stack's own: the managers create only one of a name, and accept an update only with its newest
-version. While the lock is *held*, its holder makes changes and renews it every few seconds; a lock that is no longer renewed has lost
-its holder, and is taken over. While it is *preemptible*, its holder only waits for containers, and any other command that wants to make
-changes takes it: its loss tells the first holder to leave everything alone.
+The lock is a config object in addition to the stack's own: the managers create only one object of a name, and accept an update only with
+its newest version. While the lock is *held*, its holder makes changes and renews the lock every few seconds; a lock that is no longer
+renewed is taken over. While the lock is *preemptible*, its holder only waits for containers, and any other command that wants to make
+changes takes the lock: the first holder notices the loss and makes no more changes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class _LockState:
     labels: dict[str, str]
 
     def __str__(self) -> str:
-        return f"{self.labels.get(LABEL_LOCK_OWNER, 'somebody')} {self.labels.get(LABEL_LOCK_ACTION, 'changes it')}"
+        return f"{self.labels.get(LABEL_LOCK_OWNER, 'somebody')} {self.labels.get(LABEL_LOCK_ACTION, 'is changing it')}"
 
 
 class RunLock:
-    """The lock of one run, for one change. `action` says what is done to the run, in words that follow a name.
+    """Lock of one run, for one change. `action` describes the change, in words that follow a name.
 
-    `kind_label` is the label by which locks of this kind are found, and determines the suffix of the lock's name; `labels` are
-    additional labels.
+    `kind_label` is the label by which locks of this kind are found, and determines the suffix of the lock's name; `labels` are additional
+    labels.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def holding(self, report_progress: ProgressReporter) -> Iterator[None]:
-        """Wait until the lock is acquired, reporting its holder, and release it at the end. Raises EngineError."""
+        """Acquire the lock, reporting its holder while waiting, and release the lock at the end of the body. Raises EngineError."""
         try:
             self._wait_until_ours(report_progress)
             threading.Thread(target=self._renew_periodically, name=f"lock of {self._run}", daemon=True).start()
@@ -80,43 +80,42 @@ class RunLock:
         self._release()
 
     def check_held(self) -> None:
-        """Raise StackError if the lock has been lost, so that nothing more may be changed."""
+        """Check that this process still holds the lock, before each change. Raises StackError if the lock has been lost."""
         if self._is_lost or time.monotonic() - self._renewed_at > self._timeouts.lock_valid_seconds:
             raise StackError(
-                f"this command was suspended for {self._timeouts.lock_valid_seconds:.0f} s or longer, and has lost its turn to change the "
-                f"run",
+                f"this command was suspended for {self._timeouts.lock_valid_seconds:.0f} s or longer, and has lost the lock of the run",
                 place=f"run {self._run}",
-                hint=f"swarmtrain status {self._run}, and repeat the command",
+                hint=f"swarmtrain status {self._run}, then run the command again",
             )
 
     def allow_preemption(self) -> None:
-        """Let other commands take the lock from now on. Raises EngineError, StackError."""
+        """Make the lock preemptible: other commands may take it from now on. Raises EngineError, StackError."""
         self._is_preemptible = True
         if not self._rewrite():
             raise self.build_preempted_error()
 
     def reacquire(self) -> bool:
-        """Hold the lock again; return False if somebody else has taken it meanwhile. Raises EngineError."""
+        """Hold the preemptible lock again. Return False if another command has taken it meanwhile. Raises EngineError."""
         self._is_preemptible = False
         self._is_lost = not self._rewrite()
         return not self._is_lost
 
     def write_labels(self) -> None:
-        """Write the current `labels` to the lock. Raises EngineError, and StackError if it has been lost."""
+        """Write the current `labels` to the lock. Raises EngineError; StackError if the lock has been lost."""
         if not self._rewrite():
             raise self.build_preempted_error()
 
     def is_ours(self) -> bool:
-        """Return whether nobody else has taken the lock since it became preemptible. Raises EngineError."""
+        """Return whether no other command has taken the lock since it became preemptible. Raises EngineError."""
         state = self._read_state()
         return state is not None and state.labels.get(_TOKEN_LABEL) == self._token
 
     def build_preempted_error(self) -> StackError:
-        """Return the error for a lock that somebody else has taken. Raises EngineError."""
+        """Return the error for a lock that another command has taken. Raises EngineError."""
         state = self._read_state()
-        owner = str(state) if state else "somebody has changed it or taken it down"
+        owner = str(state) if state else "another command has changed or removed it"
         return StackError(
-            f"{owner} meanwhile; this command leaves everything alone", place=f"run {self._run}", hint=f"swarmtrain status {self._run}"
+            f"{owner} meanwhile; this command changes nothing", place=f"run {self._run}", hint=f"swarmtrain status {self._run}"
         )
 
     def _wait_until_ours(self, report_progress: ProgressReporter) -> None:
@@ -128,11 +127,11 @@ class RunLock:
                     return
                 continue
             unchanged_polls, previous_state = (unchanged_polls + 1 if state == previous_state else 1), state
-            if (_PREEMPTIBLE_LABEL in state.labels or unchanged_polls > self._timeouts.stale_lock_polls) and self._try_update(state):
+            if (_PREEMPTIBLE_LABEL in state.labels or unchanged_polls > self._timeouts.stale_lock_polls) and self._try_update_lock(state):
                 return
             if time.monotonic() - reported_at > _LOG_INTERVAL_SECONDS:
                 reported_at = time.monotonic()
-                report_progress(f"waiting: {state}, since {state.labels.get(_SINCE_LABEL, 'some time')}")
+                report_progress(f"waiting: {state}, since {state.labels.get(_SINCE_LABEL, 'an unknown time')}")
             time.sleep(_POLL_SECONDS)
 
     def _renew_periodically(self) -> None:
@@ -149,12 +148,12 @@ class RunLock:
                 self._engine.delete(f"/configs/{self._name}")
 
     def _rewrite(self) -> bool:
-        """Write the lock again, held or preemptible; return False if somebody else has it."""
+        """Write the lock again, held or preemptible. Return False if another command has it."""
         while True:
             state = self._read_state()
             if state is None or state.labels.get(_TOKEN_LABEL) != self._token:
                 return False
-            if self._try_update(state):
+            if self._try_update_lock(state):
                 return True
 
     def _read_state(self) -> _LockState | None:
@@ -167,8 +166,10 @@ class RunLock:
         return _LockState(item["ID"], item["Version"]["Index"], item["Spec"].get("Labels") or {})
 
     def _try_create(self) -> bool:
-        """Create the lock; return False if somebody else was faster."""
-        data = base64.b64encode(f"Somebody changes the run {self._run} of swarmtrain. The labels say who.\n".encode()).decode()
+        """Create the lock. Return False if another command was faster."""
+        data = base64.b64encode(
+            f"A command is changing the run {self._run} of swarmtrain. The labels identify its owner.\n".encode()
+        ).decode()
         started_at = time.monotonic()
         try:
             self._engine.post("/configs/create", {**self._build_spec(), "Data": data})
@@ -179,8 +180,8 @@ class RunLock:
         self._renewed_at = started_at
         return True
 
-    def _try_update(self, state: _LockState) -> bool:
-        """Acquire or renew the lock; return False if it has changed since it was read."""
+    def _try_update_lock(self, state: _LockState) -> bool:
+        """Acquire or renew the lock. Return False if the lock has changed since it was read."""
         started_at = time.monotonic()
         try:
             self._engine.post(f"/configs/{state.id}/update", self._build_spec(), {"version": str(state.version)})

@@ -1,4 +1,4 @@
-"""Everything that happens to a run as one stream: output of all nodes, states of their tasks, events of the coordinator."""
+"""Stream of updates of a run: the output of all nodes, the states of their tasks, and the coordinator's events."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ _FINAL_LINES = 1000
 
 @dataclass(frozen=True)
 class LogScope:
-    """Which part of the nodes' logs is followed; the coordinator's is always read from its start."""
+    """Scope of the followed logs of the nodes. The coordinator's log is always read from its start."""
 
     since: float | None = None
-    """Seconds since the epoch, None for everything available."""
+    """Follow lines from this time on, in seconds since the epoch; None: all available lines."""
     tail: int | None = None
-    """Limits the earlier lines of each node."""
+    """Number of earlier lines to read per node."""
     already_read: Sequence[ContainerLogLine] = ()
-    """Lines that were read before, ordered by time: their nodes are followed after them."""
+    """Lines that were read before, ordered by time: the logs of their nodes are followed after them."""
     node: str | None = None
     """The only node to follow."""
 
 
 def watch_run(engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> Iterator[RunUpdate]:
-    """Yield what happens to `run` until its outcome or its removal.
+    """Yield updates of `run` until its outcome or removal.
 
-    When the manager does not answer, a note reports that, and another when it answers again; nothing is lost meanwhile. Raises
-    EngineError if it does not answer for `timeouts.manager_seconds`.
+    When the manager does not answer, an update reports it, and another one when it answers again; no events or lines are lost. Raises
+    EngineError if the manager does not answer for `timeouts.manager_seconds`.
     """
     stream = _SwarmStream(engine, run, scope, timeouts)
     try:
@@ -91,7 +91,7 @@ def _drain_queue(lines: queue.Queue[ContainerLogLine]) -> Iterator[ContainerLogL
 
 
 def describe_manager(engine: DockerEngine) -> str:
-    """Return the name of the manager in messages; notes about it have this as their node."""
+    """Return the manager's name for messages; updates about the manager have this name as their node."""
     return f"the manager at {engine.address}"
 
 
@@ -113,7 +113,7 @@ class _SwarmStream:
         self._lost_reason = ""
 
     def stream_updates(self) -> Iterator[RunUpdate]:
-        """Poll, read, and stop when nothing more will come."""
+        """Yield updates: poll the states and read the logs until the run has ended."""
         outcome_at: float | None = None
         self._poller.start()
         while True:
@@ -129,7 +129,7 @@ class _SwarmStream:
                 return
 
     def close(self) -> None:
-        """End all threads and close the record."""
+        """End all reader threads, and close the recorder."""
         self._poller.close()
         for reader in self._readers.values():
             reader.close()
@@ -158,7 +158,7 @@ class _SwarmStream:
         return is_quiet and (self._is_removed or (self._finished_since is not None and now - self._finished_since > _FINISHED_SECONDS))
 
     def _stream_states(self) -> Iterator[RunUpdate]:
-        """Yield updates from the newest snapshots, or one note that there are none. Raises EngineError if there were none for too long."""
+        """Yield updates from the newest snapshots, or one update that there are none. Raises EngineError if there are none for too long."""
         while not self._poller.snapshots.empty():
             snapshot = self._poller.snapshots.get()
             self._answered_at = time.monotonic()
@@ -246,7 +246,7 @@ class _SwarmStream:
 
 
 def _is_finished(service: Service, tasks: list[Task]) -> bool:
-    """Return whether nothing of the service runs, and nothing will."""
+    """Return whether all tasks of the service have ended and will not be restarted."""
     task = cluster_state.find_newest_task(tasks, service.id)
     if service.replicas == 0:
         return task is None or task.is_final

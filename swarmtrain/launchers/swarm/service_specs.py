@@ -36,7 +36,7 @@ _NETWORK_KEYS = {"driver", "driver_opts", "attachable", "internal", "ipam", "lab
 
 @dataclass(frozen=True)
 class StackSpecs:
-    """All objects of a stack, by full name. `external_networks` must already exist."""
+    """Specs of all objects of a stack, by full name. `external_networks` must already exist."""
 
     stack: str
     networks: Mapping[str, ApiSpec]
@@ -47,7 +47,7 @@ class StackSpecs:
 
 
 def build_stack_specs(stack: Stack, pins: Mapping[str, PinnedImage]) -> StackSpecs:
-    """Return the specs of `stack`; `pins` maps each image as written to the pinned one.
+    """Return the specs of all objects of `stack`; `pins` maps each image reference in the document to its pinned reference.
 
     Raises StackError for a key that `docker stack deploy` might honour and this does not.
     """
@@ -278,7 +278,7 @@ def normalize_capability(name: str) -> str:
 
 
 def parse_duration_ns(duration: str) -> int:
-    """Return a duration in Go's notation (`1m30s`, `2.5s`) in nanoseconds. Raises StackError if it is invalid."""
+    """Return the duration, given in Go's notation (`1m30s`, `2.5s`), in nanoseconds. Raises StackError if it is invalid."""
     parts = re.findall(r"([0-9.]+)(h|ms|us|ns|m|s)", duration)
     if not parts or "".join(number + unit for number, unit in parts) != duration:
         raise StackError(f"{duration!r} is not a duration such as 90s or 1m30s", place="stack document")
@@ -286,20 +286,20 @@ def parse_duration_ns(duration: str) -> int:
 
 
 def parse_size_bytes(text: str) -> int:
-    """Return a size (`512m`, `16gib`, bytes) in bytes, with units as powers of 1024. Raises StackError if it is invalid."""
+    """Return the size (`512m`, `16gib`, or bytes) in bytes; units are powers of 1024. Raises StackError if it is invalid."""
     match = re.fullmatch(r"([0-9.]+) ?([kmgt]?)i?(b?)", text.lower())
     try:
         return int(Decimal(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else int(text)
     except (InvalidOperation, ValueError):
-        raise StackError(f"{text!r} is not a size such as 512m", place="stack document") from None
+        raise StackError(f"{text!r} is not a valid size such as 512m", place="stack document") from None
 
 
 def _drop_empty_values(spec: ApiSpec, keep: set[str] | frozenset[str] = frozenset()) -> ApiSpec:
-    """Leave out empty values, as the CLI's JSON does; `Resources` is a pointer there, sent even when empty."""
+    """Return `spec` without empty values, as the CLI's JSON omits them. `Resources` is a pointer there, and is sent even when empty."""
     return {key: value for key, value in spec.items() if key in keep or key == "Resources" or value not in (None, "", 0, [], {})}
 
 
 def _check_known_keys(keys: Any, known_keys: set[str], location: str) -> None:
     unknown = sorted(set(keys) - known_keys)
     if unknown:
-        raise StackError(f"{location} has {', '.join(unknown)}, which the Swarm launcher cannot send", place="stack document")
+        raise StackError(f"{location} has {', '.join(unknown)}, which the Swarm launcher does not support", place="stack document")

@@ -1,4 +1,4 @@
-"""Deploys a stack: one deploy at a time, whatever exists or is still being removed, with a rollback if a first deploy fails."""
+"""Deploy a stack: one deploy at a time, on top of existing objects or after their removal, with a rollback if a first deploy fails."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def deploy_stack(
     report_progress: ProgressReporter,
     timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS,
 ) -> None:
-    """Carry out the steps that `plan_steps` then returns, and return when the stack runs. Raises SwarmtrainError.
+    """Apply the steps that `plan_steps` returns under the run's lock, and wait until the stack runs. Raises SwarmtrainError.
 
-    If `request` has reserved resources, nothing is changed before all of them are free. The lock is held during changes, and
-    preemptible while resources or containers are waited for: another command may then go first, and this one leaves everything alone.
+    If `request` has reserved resources, nothing is changed before all of them are free. The lock is held during changes, and preemptible
+    while this waits for resources or containers: if another command takes the lock then, this deploy makes no more changes.
     """
     deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts)
     with deployment.lock.holding(report_progress):
@@ -55,11 +55,11 @@ class _StackDeployment:
             timeouts,
         )
         self._stack = request.run
-        self.lock = RunLock(engine, request.run, "brings it up", timeouts)
+        self.lock = RunLock(engine, request.run, "is deploying it", timeouts)
         self._created: set[str] = set()
 
     def run(self) -> None:
-        """Deploy, with the lock held."""
+        """Deploy the stack, with the lock held."""
         is_first_deploy = self._wait_for_earlier_teardown()
         try:
             self._apply_and_wait()
@@ -69,7 +69,7 @@ class _StackDeployment:
             raise
 
     def _wait_for_earlier_teardown(self) -> bool:
-        """Wait until no earlier stack of this name is being removed; return whether this is a first deploy."""
+        """Wait until no earlier stack of this name is being removed. Return whether this is a first deploy."""
         if cluster_state.list_services(self._engine, self._stack):
             return False
         if cluster_state.list_tasks(self._engine, self._stack):
@@ -84,7 +84,7 @@ class _StackDeployment:
             old_task_ids = list_task_ids(self._engine, self._stack)
             applied = self._apply_steps()
         if not applied:
-            self._report_progress(f"{self._stack} is as it should be: nothing to do")
+            self._report_progress(f"{self._stack} is up to date: nothing to do")
         self.lock.allow_preemption()
         restarted_service_ids = frozenset(step.id for step in applied if step.restarts)
         wait_until_running(
@@ -100,14 +100,14 @@ class _StackDeployment:
         teardown.wait_until_stopped(self._engine, self._stack, removed_services, self._report_progress)
 
     def _compute_request(self) -> ResourceRequest:
-        """Return an empty request if no container is to be started: a finished run needs no resources to stay as it is."""
+        """Return the resources that the deploy must wait for. Empty if no container is to be started, as for an unchanged finished run."""
         starts_containers = self._request.amounts and any(
             step.kind is ObjectKind.service and step.verb is not StepVerb.remove for step in self._plan_steps()
         )
         return self._request if starts_containers else ResourceRequest(self._stack)
 
     def _apply_steps(self) -> list[ReconcileStep]:
-        """Make the changes; retry if an object that they depend on disappears meanwhile. Return the steps that were taken."""
+        """Apply the steps, and retry if an object that they depend on disappears meanwhile. Return the applied steps."""
         applied: list[ReconcileStep] = []
         for attempts_left in reversed(range(_MAX_APPLY_ATTEMPTS)):
             steps = self._plan_steps()
@@ -125,23 +125,23 @@ class _StackDeployment:
             except EngineError as error:
                 if not is_not_found(error) or not attempts_left:
                     raise
-                self._report_progress(f"{error.message}: once more")
+                self._report_progress(f"{error.message}: retrying")
             time.sleep(_RETRY_SECONDS)
         return applied
 
     def _check_ownership(self) -> None:
-        """Raise StackError if somebody else has changed the stack, or taken it down."""
+        """Check that no other command has changed the stack or taken it down. Raises StackError if one has."""
         if not self.lock.is_ours():
             raise self.lock.build_preempted_error()
         if not cluster_state.list_services(self._engine, self._stack):
-            raise StackError("it was taken down meanwhile", place=f"run {self._stack}", hint="deploy again")
+            raise StackError("was removed during this deploy", place=f"run {self._stack}", hint="deploy again")
 
     def _roll_back(self) -> None:
         try:
             if not self.lock.reacquire():
-                self._report_progress("failed or interrupted: somebody else has changed the run since, so nothing is removed")
+                self._report_progress("failed or interrupted: another command has changed the run since, so nothing is removed")
                 return
-            self._report_progress("failed or interrupted: removing what was made")
+            self._report_progress("failed or interrupted: removing the created objects")
             teardown.roll_back_deploy(self._engine, self._stack, self._created, self._report_progress, self.lock.check_held)
         except SwarmtrainError as error:
-            self._report_progress(f"what was made could not be removed: {error}; swarmtrain down {self._stack} does that")
+            self._report_progress(f"the created objects could not be removed: {error}; swarmtrain down {self._stack} does that")

@@ -1,4 +1,4 @@
-"""The state of a run, polled every second by a thread: a manager that hangs must not hold back what is already known."""
+"""Thread that polls the state of a run every second, so that a manager that hangs does not block the display of known updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SwarmSnapshot:
 
 
 class StatePoller(threading.Thread):
-    """Polls until it is closed. The results are in `snapshots`."""
+    """Thread that polls the swarm until it is closed. The snapshots are in `snapshots`."""
 
     def __init__(self, engine: DockerEngine, run: str) -> None:
         super().__init__(name=f"states of {run}", daemon=True)
@@ -36,10 +36,10 @@ class StatePoller(threading.Thread):
         self.snapshots: queue.SimpleQueue[SwarmSnapshot] = queue.SimpleQueue()
         self.managers: list[str] = []
         self.last_error: EngineError | None = None
-        """Why the last poll failed."""
+        """The error of the last poll; None if it succeeded."""
 
     def run(self) -> None:
-        """Poll until closed."""
+        """Poll the swarm until the poller is closed."""
         while not self._closing.is_set():
             try:
                 self.snapshots.put(self._take_snapshot())
@@ -49,7 +49,7 @@ class StatePoller(threading.Thread):
             self._closing.wait(_POLL_SECONDS)
 
     def close(self) -> None:
-        """End the thread after its next poll."""
+        """Stop the thread after its next poll."""
         self._closing.set()
 
     def _take_snapshot(self) -> SwarmSnapshot:

@@ -1,4 +1,4 @@
-"""Steps → requests to the engine: first what services need, then the services in parallel."""
+"""Apply reconcile steps by requests to the engine: first the objects that services need, then the services in parallel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_UPDATE_ATTEMPTS = 10
 _Item = TypeVar("_Item")
 
 LockCheck = Callable[[], None]
-"""Raises StackError if nothing may be changed any more."""
+"""Function that raises StackError if the lock is lost, so that no more changes may be made."""
 
 
 def apply_steps(
@@ -31,9 +31,9 @@ def apply_steps(
     report_progress: ProgressReporter,
     check_lock: LockCheck,
 ) -> None:
-    """Carry out `steps`, reporting each. Raises EngineError, StackError.
+    """Apply `steps` in order, reporting each. Raises EngineError, StackError.
 
-    The names of created objects are added to `created` before the request is sent: the response may be lost.
+    The name of an object is added to `created` before its request is sent, since the response may be lost.
     """
     for step in steps:
         if step.verb is StepVerb.create and step.kind is not ObjectKind.service:
@@ -55,7 +55,7 @@ def apply_steps(
 
 
 def run_parallel(work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
-    """Run `work` on all items, a few at a time; the first error is raised when those already started have finished."""
+    """Call `work` on all items, a few at a time. The first error is raised after the calls that have already started."""
     pool = ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="swarm")
     try:
         for future in [pool.submit(work, item) for item in items]:
@@ -84,9 +84,9 @@ def _create_object(engine: DockerEngine, step: ReconcileStep, created: set[str])
 def _check_secret_content(step: ReconcileStep) -> None:
     if step.kind is ObjectKind.secret and not (step.spec or {}).get("Data"):
         raise StackError(
-            "its content is not on the swarm any more and cannot be read back",
+            "its content is no longer in the swarm and cannot be read back",
             place=f"secret {step.name}",
-            hint="swarmtrain deploy CONFIG, which reads the secret's file again",
+            hint="run swarmtrain deploy CONFIG, which reads the secret's file again",
         )
 
 
@@ -112,12 +112,12 @@ def _create_service(engine: DockerEngine, step: ReconcileStep, spec: ApiSpec, im
         if error.status is not None:
             created.discard(step.name)
         if error.status == 409:
-            raise StackError("somebody else has made it meanwhile", place=f"service {step.name}", hint="deploy again") from None
+            raise StackError("was created by another command in the meantime", place=f"service {step.name}", hint="deploy again") from None
         raise
 
 
 def update_service(engine: DockerEngine, service: str, version: int, spec: ApiSpec) -> None:
-    """Give the service its new spec; retry if somebody else has changed the service since it was read. Raises EngineError."""
+    """Update the service to the new spec. Retry if it was changed since it was read. Raises EngineError if the update is refused."""
     image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
     for attempt in range(_MAX_UPDATE_ATTEMPTS):
         try:
@@ -142,7 +142,7 @@ def resolve_file_ids(spec: ApiSpec, configs: Mapping[str, str], secrets: Mapping
 def _resolve_file_id(reference: dict[str, Any], kind: str, ids: Mapping[str, str]) -> dict[str, Any]:
     name = reference[f"{kind}Name"]
     if name not in ids:
-        raise StackError("it was removed while the stack was brought up", place=f"{kind.lower()} {name}", hint="deploy again")
+        raise StackError("was removed while the stack was being deployed", place=f"{kind.lower()} {name}", hint="deploy again")
     return {**reference, f"{kind}ID": ids[name]}
 
 

@@ -1,7 +1,7 @@
-"""Takes a stack down, or only its nodes, and returns when that is really done.
+"""Remove a stack, or stop only its nodes, and wait until the removal is complete.
 
 `docker stack rm` returns while tasks still stop and the network is still in use, which is why a deploy right after it fails. Here each
-kind of object is gone before the next is touched; leftovers of earlier attempts are removed too.
+kind of object is gone before the next is removed; leftovers of earlier attempts are removed, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NETWORK_TIMEOUT_SECONDS = 60.0
 
 
 def tear_down_stack(engine: DockerEngine, stack: str, report_progress: ProgressReporter, check_lock: LockCheck = lambda: None) -> None:
-    """Remove everything that is labelled as part of `stack` and return when it is gone. Raises StackError if that takes too long.
+    """Remove all objects with the label of `stack`, and wait until they are gone. Raises StackError if that takes too long.
 
     `check_lock` is called before each change, and raises if nothing may be changed any more.
     """
@@ -43,15 +43,15 @@ def tear_down_stack(engine: DockerEngine, stack: str, report_progress: ProgressR
         engine.delete(f"/secrets/{secret}")
     for config in _order_marker_last(existing):
         engine.delete(f"/configs/{config}")
-    _wait_until_gone(f"what is left of {stack}", _STOP_MARGIN_SECONDS, report_progress, lambda: _list_remaining_objects(engine, stack))
+    _wait_until_gone(f"remaining objects of {stack}", _STOP_MARGIN_SECONDS, report_progress, lambda: _list_remaining_objects(engine, stack))
 
 
 def roll_back_deploy(
     engine: DockerEngine, stack: str, created: Collection[str], report_progress: ProgressReporter, check_lock: LockCheck
 ) -> None:
-    """Remove a stack whose first deploy has failed, except services that somebody else has created or changed since.
+    """Remove the stack of a first deploy that has failed, except services that another command has created or changed since.
 
-    `created` has the names of what that deploy has created. Raises StackError, EngineError.
+    `created` has the names of the objects that the deploy has created. Raises StackError, EngineError.
     """
     services = cluster_state.list_services(engine, stack)
     ours = [service for service in services if service.name in created and not service.is_modified]
@@ -59,12 +59,12 @@ def roll_back_deploy(
         tear_down_stack(engine, stack, report_progress, check_lock)
         return
     kept_names = ", ".join(service.name for service in services if service not in ours)
-    report_progress(f"somebody else has made or changed {kept_names}: it remains, with what it uses")
+    report_progress(f"another command has created or changed {kept_names}: not removed, nor the objects that it uses")
     _remove_services(engine, stack, ours, report_progress, check_lock)
 
 
 def _order_marker_last(existing: cluster_state.StackState) -> list[str]:
-    """Return the ids of the configs, the marker last: by it, a run that is only partly removed is found."""
+    """Return the ids of the configs with the marker last: by the marker, a partly removed run is found."""
     return [
         existing.configs[name] for name in sorted(existing.configs, key=lambda name: cluster_state.is_marker_config(existing.stack, name))
     ]
@@ -82,7 +82,7 @@ def _remove_services(
 
 
 def wait_until_stopped(engine: DockerEngine, stack: str, services: list[Service], report_progress: ProgressReporter) -> None:
-    """Return when no container of `services` is running. Raises StackError if one still is after its grace period plus a minute."""
+    """Wait until no container of `services` is running. Raises StackError if one still is after its grace period plus a minute."""
     service_ids = {service.id for service in services}
     grace = max((_get_stop_grace(service) for service in services), default=0.0)
     _wait_until_gone(
@@ -94,21 +94,21 @@ def wait_until_stopped(engine: DockerEngine, stack: str, services: list[Service]
 
 
 def wait_until_tasks_cleared(engine: DockerEngine, stack: str, report_progress: ProgressReporter) -> None:
-    """Return when Swarm has deleted the tasks of removed services: until then they keep the network in use.
+    """Wait until Swarm has deleted the tasks of removed services: until then they keep the network in use.
 
-    Raises StackError if it has not after their grace period plus a minute.
+    Raises StackError if the tasks remain after their grace period plus a minute.
     """
     orphans = _list_orphaned_tasks(engine, stack)
     grace = max((task.stop_grace for task in orphans), default=0.0)
     _wait_until_gone(
-        "tasks that are going down", grace + _STOP_MARGIN_SECONDS, report_progress, lambda: _describe_uncleared_tasks(engine, stack)
+        "tasks that are shutting down", grace + _STOP_MARGIN_SECONDS, report_progress, lambda: _describe_uncleared_tasks(engine, stack)
     )
 
 
 def stop_nodes(engine: DockerEngine, stack: str, services: list[Service], report_progress: ProgressReporter, check_lock: LockCheck) -> None:
-    """Set the nodes' replicas to 0 and return when none of their containers runs. Raises StackError, EngineError.
+    """Set the replicas of the node services to 0, and wait until none of their containers runs. Raises StackError, EngineError.
 
-    The coordinator stays, and with it everything that is known about the run.
+    The coordinator is kept, and with it the state of the run.
     """
     nodes = [service for service in services if service.is_node]
     running = [service for service in nodes if service.replicas]
@@ -140,7 +140,7 @@ def _get_stop_grace(service: Service) -> float:
 
 
 def _describe_running_tasks(engine: DockerEngine, stack: str, service_ids: set[str], report_progress: ProgressReporter) -> list[str]:
-    """Return the services' tasks whose containers may still run. A node that is down cannot report them, and is not waited for."""
+    """Return the services' tasks whose containers may still run, except those on a node that is down, which cannot report them."""
     running = [
         task for task in cluster_state.list_tasks(engine, stack) if task.service_id in service_ids and task.node_id and not task.is_final
     ]
@@ -151,12 +151,12 @@ def _describe_running_tasks(engine: DockerEngine, stack: str, service_ids: set[s
     lost_hosts = sorted({down_nodes[task.node_id] for task in running if task.node_id in down_nodes})
     waiting = [f"{task.state} on {hosts.get(task.node_id, task.node_id)}" for task in running if task.node_id not in down_nodes]
     if lost_hosts and not waiting:
-        report_progress(f"{', '.join(lost_hosts)} is down: what runs there is removed when it comes back")
+        report_progress(f"{', '.join(lost_hosts)} is down: its tasks are removed when it comes back")
     return waiting
 
 
 def _describe_uncleared_tasks(engine: DockerEngine, stack: str) -> list[str]:
-    """Return the tasks that Swarm has not deleted yet, except those of a node that is down, which stay until it comes back."""
+    """Return the tasks that Swarm has not deleted yet, except those on a node that is down, which are kept until the node comes back."""
     orphans = _list_orphaned_tasks(engine, stack)
     down_nodes = cluster_state.read_down_nodes(engine) if orphans else {}
     return [f"{task.node_name} ({task.state})" for task in orphans if task.node_id not in down_nodes]
@@ -181,7 +181,7 @@ def _remove_network(engine: DockerEngine, network_id: str, name: str, report_pro
             if error.status is None:
                 raise
             if time.monotonic() > deadline:
-                hint = "remove what uses it, and repeat"
+                hint = "remove what uses it, then run the command again"
                 raise StackError(f"cannot be removed: {error.message}", place=f"network {name}", hint=hint) from None
         time.sleep(_POLL_SECONDS)
 
@@ -192,13 +192,13 @@ def _list_remaining_objects(engine: DockerEngine, stack: str) -> list[str]:
 
 
 def _wait_until_gone(subject: str, timeout: float, report_progress: ProgressReporter, list_remaining: Callable[[], list[str]]) -> None:
-    """Return when `list_remaining` returns nothing. Raises StackError after `timeout` seconds."""
+    """Wait until `list_remaining` returns an empty list. Raises StackError after `timeout` seconds."""
     started_at = reported_at = time.monotonic()
     while remaining := list_remaining():
         now = time.monotonic()
         if now - started_at > timeout:
             message = f"{subject}: still there after {timeout:.0f} s: {', '.join(remaining)}"
-            raise StackError(message, hint="repeat it; docker node ls shows nodes that hang")
+            raise StackError(message, hint="run the command again; docker node ls shows unresponsive nodes")
         if now - reported_at > _LOG_INTERVAL_SECONDS:
             reported_at = now
             report_progress(f"waiting for {subject}: {', '.join(remaining)}")

@@ -1,4 +1,4 @@
-"""Timeouts of the Swarm launcher, as a value, since callers differ in how long they can wait."""
+"""Timeouts of the Swarm launcher, as one object, since callers differ in how long they can wait."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SwarmTimeouts:
-    """In seconds, unless stated otherwise."""
+    """Timeouts of the Swarm launcher, in seconds unless stated otherwise."""
 
     lock_renew_seconds: float = 3.0
-    """Between two renewals of the lock by its holder."""
+    """Interval at which the holder renews the lock."""
     lock_valid_seconds: float = 10.0
     """After this time without a renewal, the holder makes no more changes; a waiting command takes over a little later."""
     stale_lock_polls: int = 30
@@ -23,7 +23,7 @@ class SwarmTimeouts:
     pending_seconds: float = 20.0
     """A deploy stops waiting for tasks that are only pending when nothing has changed for this long; pulling an image may take longer."""
     manager_seconds: float = 120.0
-    """Following a run ends with an error after this time without an answer from the manager."""
+    """Following a run fails after this time without an answer from the manager."""
 
 
 DEFAULT_TIMEOUTS = SwarmTimeouts()

@@ -1,17 +1,19 @@
-"""Checkpoints: save and restore model and optimizer, completely or not at all, in the topology of any world.
+"""Checkpoints: save and restore model and optimizer atomically, with any number of ranks and in any topology.
+
+A world is the set of ranks of one rendezvous round: each restart of a run forms a new world.
 
 state               what is saved: model and optimizer, or the state of a custom script
-tensor_storage      tensor bytes, behind torch's distributed checkpoint
-compatibility       whether a checkpoint belongs to this model and this optimizer
-restore             loading model and optimizer state
-manifest            everything else, as JSON, with digests
-commit              written to a staging folder, committed by rename; the checkpoints of save_dir
-retention           which of them are kept
-background_task     writing while training continues
-storage_backend     a disk that all nodes share, or one per node
-discovery           the newest complete checkpoint
-just_in_time        written by the surviving ranks when a world breaks
-fence               only one world at a time can commit
+tensor_storage      storage of tensor bytes for torch's distributed checkpoint (DCP)
+compatibility       check that a checkpoint belongs to this model and optimizer
+restore             load model and optimizer state
+manifest            everything except tensors, as JSON, with digests of all files
+commit              publish a staging folder as a checkpoint by rename; list and remove checkpoints
+retention           which checkpoints are kept
+background_task     write checkpoints while training continues
+storage_backend     one disk that all nodes share, or one disk per node
+discovery           find the newest complete checkpoint
+just_in_time        checkpoint that surviving ranks write when a peer fails
+fence               only the newest world can commit checkpoints
 """
 
 from __future__ import annotations
@@ -50,17 +52,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Progress:
-    """The training progress of a run."""
+    """The training progress of a run, as stored in a checkpoint."""
 
     step: int = 0
     consumed_samples: int = 0
     initial_validation_loss: float | None = None
-    """Validation loss before the first step."""
+    """Validation loss in nats before the first step."""
     validation_loss: float | None = None
-    """Validation loss after `step`, if it was evaluated."""
+    """Validation loss in nats after `step`; None if it was not evaluated."""
 
     def with_validation_loss(self, loss: float) -> Progress:
-        """Return the same progress with validation loss `loss` at this step."""
+        """Return this progress with validation loss `loss` at the current step."""
         return replace(
             self,
             validation_loss=loss,
@@ -68,71 +70,76 @@ class Progress:
         )
 
     def advance_to(self, step: int, consumed_samples: int) -> Progress:
-        """Return the progress after another step."""
+        """Return the progress after another step, with number `step`. `consumed_samples`: samples consumed so far."""
         return replace(self, step=step, consumed_samples=consumed_samples, validation_loss=None)
 
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written in the background."""
 
     step: int
     folder: Path
     write_task: BackgroundTask[None]
     commit_task: BackgroundTask[SavedCheckpoint] | None
-    """Set on ranks that commit: see storage_backend.py."""
+    """Task that commits the checkpoint, on ranks that commit (see storage_backend.py); None on other ranks."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A committed checkpoint."""
+    """A committed checkpoint: its step and path, and the time that saving it took."""
 
     step: int
     path: Path
     save_seconds: float
-    """From the start of the save to the commit."""
+    """Seconds from the start of the save to the commit."""
     stall_seconds: float
-    """Seconds of these during which training was stalled."""
+    """Seconds for which the save stalled training."""
 
 
 class CheckpointManager:
-    """The checkpoints of one run, as seen by one world. All methods are called by all ranks together, unless they say otherwise."""
+    """Saves and finds the checkpoints of a run, on behalf of one world.
+
+    All methods are called by all ranks together, unless documented otherwise.
+    """
 
     def __init__(self, runtime: Runtime, state: CheckpointState, data_fingerprint: str, report_warning: WarningReporter) -> None:
-        """Claim save_dir for this world.
+        """Claim save_dir for this world, so that older worlds can no longer commit checkpoints.
 
-        `data_fingerprint` is that of the training data. `report_warning` is called for checkpoints that are skipped, and for those that
-        cannot be written.
-        Raises CheckpointError if save_dir cannot be written, or is not the same folder on all nodes.
+        `data_fingerprint`: fingerprint of the training data. `report_warning` is called with a message for each checkpoint that is
+        skipped or cannot be written. Raises CheckpointError if save_dir cannot be written, or is not the same folder on all nodes.
         """
         self._runtime, self._state, self._data_fingerprint, self._report_warning = runtime, state, data_fingerprint, report_warning
         self.save_dir = runtime.config.trainer.save_dir
         self.latest_step: int | None = None
-        """Step of the newest checkpoint that this world has started to write, or has loaded."""
+        """Step of the newest checkpoint that this world has loaded or started to write; None before."""
         self._committed_step: int | None = None
         self._staging_buffer = StagingBuffer(runtime.device)
         self._all_written = threading.Event()
         self._pending_save: _PendingSave | None = None
         self._completed_saves: list[SavedCheckpoint] = []
         self._known_checkpoints: dict[Path, CheckpointInfo] = {}
-        """Metadata of the checkpoints in save_dir, cached: no other world commits there while this one may."""
+        """Cache of the metadata of checkpoints in save_dir.
+
+        It stays valid, since no other world can commit there while this world can.
+        """
         self._await_rescue()
         self.storage = storage_backend.build_storage_backend(runtime, self.save_dir, report_warning) if self.save_dir else None
         self.generation = self.storage.claim_generation() if self.storage else 0
 
-    def find_newest(self) -> FoundCheckpoint | None:
-        """Return the newest valid checkpoint of save_dir, None if there is none. Raises CheckpointError."""
-        checkpoint = self.storage.find_newest(self.generation) if self.storage else None
+    def find_newest_checkpoint(self) -> FoundCheckpoint | None:
+        """Return path and manifest of the newest valid checkpoint in save_dir; None if there is none. Raises CheckpointError."""
+        checkpoint = self.storage.find_newest_checkpoint(self.generation) if self.storage else None
         if checkpoint:
             self.latest_step = self._committed_step = checkpoint[1].step
         return checkpoint
 
     def save(self, progress: Progress) -> None:
-        """Start writing a checkpoint into save_dir, which must be set.
+        """Start writing a checkpoint of `progress` to save_dir, which must be set.
 
-        Waits for the previous checkpoint first, and for this one unless trainer.save_in_background is set. If a checkpoint cannot be
-        written, it is reported and abandoned: training can continue, and the next one may succeed.
-        Raises WorldError if a newer world has taken over.
+        First waits until the previous checkpoint is committed. Waits for this one too, unless trainer.save_in_background is set. If a
+        checkpoint cannot be written, a warning is reported and training continues; the next checkpoint may succeed. Raises WorldError if
+        a newer world has taken over.
         """
         self._finish_pending_save()
         try:
@@ -143,7 +150,7 @@ class CheckpointManager:
             self._finish_pending_save()
 
     def save_and_wait(self, progress: Progress) -> None:
-        """Return when the checkpoint of `progress` is committed, at the end of a run or of a world.
+        """Save a checkpoint of `progress` at the end of a run or world, and wait until it is committed; a no-op if it is saved already.
 
         Raises CheckpointError if it cannot be written, WorldError if a newer world has taken over.
         """
@@ -152,8 +159,9 @@ class CheckpointManager:
             self._wait_for_commit(self._start_save(progress))
 
     def stage_local_part(self, folder: Path, part: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
-        """Copy this rank's tensors into memory; return the writer that writes them into `folder` as `part`, and their index. Not
-        collective.
+        """Copy this rank's tensors into the staging buffer, without communication.
+
+        Return the writer that will write them to `folder` as part number `part`, and the index of the part's tensors.
         """
         if self._pending_save:
             self._pending_save.write_task.wait_until_done()  # it uses the same buffer, and is valid if all ranks could write
@@ -161,14 +169,17 @@ class CheckpointManager:
         return writer, writer.stage_local_tensors(self._state.collect_tensors())
 
     def wait_for_pending_save(self) -> None:
-        """Return when the pending checkpoint is committed, or after some seconds: an error is about to end this rank. Not collective."""
+        """Wait until the pending checkpoint is committed, for at most 10 s per task.
+
+        Called on one rank whose process is about to end with an error; no communication.
+        """
         if pending_save := self._pending_save:
             pending_save.write_task.wait_until_done(_DRAIN_TIMEOUT_SECONDS)
             if pending_save.commit_task:
                 pending_save.commit_task.wait_until_done(_DRAIN_TIMEOUT_SECONDS)
 
     def take_completed_saves(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints committed since the last call, as far as this rank commits them. Rank 0 always does."""
+        """Return the checkpoints that this rank has committed since the last call. Rank 0 commits all checkpoints."""
         commit_task = self._pending_save.commit_task if self._pending_save else None
         if commit_task and commit_task.is_done and not commit_task.has_failed:
             self._record_commit()
@@ -176,10 +187,10 @@ class CheckpointManager:
         return completed
 
     def _start_save(self, progress: Progress) -> _PendingSave:
-        """Copy the state into memory, and start writing it. Raises CheckpointError, WorldError."""
+        """Copy the state into memory, and start the tasks that write and commit it. Raises CheckpointError, WorldError."""
         save_dir, storage = self.save_dir, self.storage
         if save_dir is None or storage is None:
-            raise ValueError("a checkpoint without trainer.save_dir")
+            raise ValueError("cannot save a checkpoint without trainer.save_dir")
         start_time, in_background = time.monotonic(), self._runtime.config.trainer.save_in_background
         folder = storage.create_staging_folder(progress.step, self.generation)
         writer = storage.build_writer(folder, self._staging_buffer)
@@ -208,7 +219,7 @@ class CheckpointManager:
         return self._pending_save
 
     def _wait_for_commit(self, pending_save: _PendingSave) -> None:
-        """Return when `pending_save` is committed. Raises CheckpointError, WorldError."""
+        """Wait until `pending_save` is committed. Raises CheckpointError, WorldError."""
         # Each rank's own part first: a dead rank is detected here, while the commit below would wait for it in vain.
         collectives.run_on_all_ranks(pending_save.write_task.result)
         self._all_written.set()
@@ -216,7 +227,10 @@ class CheckpointManager:
         self._committed_step, self._pending_save = pending_save.step, None
 
     def _finish_pending_save(self) -> None:
-        """Return when no checkpoint is being written; one that cannot be written is removed. Raises WorldError."""
+        """Wait until no checkpoint is being written. If the pending checkpoint cannot be written, remove it and report a warning.
+
+        Raises WorldError.
+        """
         if pending_save := self._pending_save:
             try:
                 self._wait_for_commit(pending_save)
@@ -224,34 +238,43 @@ class CheckpointManager:
                 self._abandon_save(pending_save.step, pending_save, error)
 
     def _abandon_save(self, step: int, pending_save: _PendingSave | None, error: CheckpointError) -> None:
-        """Report why there is no checkpoint of `step`. All ranks have raised the same `error`, and none is still writing."""
+        """Discard the incomplete checkpoint of `step`, and report `error` as the reason.
+
+        All ranks have raised this error, and none is still writing.
+        """
         self.latest_step, self._pending_save = self._committed_step, None
         if pending_save and pending_save.commit_task:
             commit.discard_staging_folder(pending_save.folder)
             self._all_written.set()  # a task that waits for parts fails: the folder is gone, or its deadline passes
             pending_save.commit_task.wait_until_done()
         rank_prefix = f"rank {error.rank}: " if error.rank is not None else ""
-        newest_text = "there is none yet" if self._committed_step is None else f"the newest is of step {self._committed_step}"
-        self._report_warning(f"no checkpoint of step {step}: {rank_prefix}{error}; training continues, {newest_text}")
+        newest_text = (
+            "no checkpoint exists yet" if self._committed_step is None else f"the newest checkpoint is from step {self._committed_step}"
+        )
+        self._report_warning(f"cannot save the checkpoint of step {step}: {rank_prefix}{error}; training continues, {newest_text}")
 
     def _record_commit(self) -> None:
-        """Record that this rank's commit is done. Raises what committing raised."""
+        """Record that this rank has committed the pending checkpoint. Raises the commit's error if it failed."""
         pending_save = self._pending_save
         if pending_save and pending_save.commit_task:
             self._completed_saves.append(pending_save.commit_task.result())
             self._pending_save = replace(pending_save, commit_task=None)
 
     def _await_rescue(self) -> None:
-        """Wait until surviving ranks of the last world have saved: claiming the folder now would lose their state."""
+        """Wait until the surviving ranks of the previous world have written their just-in-time checkpoint.
+
+        Claiming save_dir earlier would lose it.
+        """
         if self._runtime.is_rank_zero and self._runtime.coordinator_address and self.save_dir:
             just_in_time.await_rescue(CoordinatorClient(self._runtime.coordinator_address))
 
     def commit_checkpoint(
         self, save_dir: Path, staging_folder: Path, progress: Progress, files: FileDigests, tensors: dict[str, Any]
     ) -> Path:
-        """Turn `staging_folder`, which holds `files` with `tensors` in them, into the checkpoint of a step. Called by one rank.
+        """Write the manifest and publish `staging_folder` as the checkpoint of `progress`. Return its path. Called by one rank.
 
-        Raises WorldError if a newer world has taken over, CheckpointError if a file is missing, OSError.
+        `files`: digests of the files in the folder; `tensors`: index of the tensors in them. Raises WorldError if a newer world has taken
+        over, CheckpointError if a file is missing, OSError.
         """
         config = self._runtime.config
         manifest = Manifest(
@@ -279,6 +302,6 @@ class CheckpointManager:
 
 
 def describe_first_failure(error: CheckpointException) -> str:
-    """Return why torch's distributed checkpoint failed, on the first rank where it did."""
+    """Return a description of why a torch distributed checkpoint operation failed, on the first rank on which it failed."""
     rank, (message, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {message}"

@@ -1,4 +1,7 @@
-"""How a checkpoint is committed to save_dir: written to a staging folder, and published by one atomic rename. And how it is removed."""
+"""Commit of checkpoints: they are written to a staging folder and published by one atomic rename.
+
+Also lists and removes checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,32 @@ _VISIBILITY_TIMEOUT_SECONDS = 10.0
 
 
 def run_translating_os_errors(save_dir: Path, action: Callable[[], T]) -> T:
-    """Return the result of `action`, which works in `save_dir`. Raises CheckpointError for an OSError."""
+    """Run `action`, which accesses `save_dir`, and return its result. An OSError is raised as CheckpointError."""
     try:
         return action()
     except OSError as error:
         name = f"{Path(error.filename).name}: " if error.filename else ""
         raise CheckpointError(
-            f"{name}{describe_os_error(error)}", place=f"config trainer.save_dir {save_dir}", hint="is the disk full, or gone?"
+            f"{name}{describe_os_error(error)}",
+            place=f"config trainer.save_dir {save_dir}",
+            hint="check that the disk is mounted and not full",
         ) from None
 
 
 def build_checkpoint_path(save_dir: Path, step: int) -> Path:
-    """Return the path of the committed checkpoint of `step`."""
+    """Return the path of the committed checkpoint of `step` in `save_dir`."""
     return save_dir / f"step-{step:08}"
 
 
 def build_staging_path(save_dir: Path, step: int, generation: int) -> Path:
-    """Return the staging folder of the world with this `generation` for the checkpoint of `step`."""
+    """Return the path of the staging folder for the checkpoint of `step`, written by the world with this `generation`."""
     return save_dir / f".step-{step:08}.world-{generation}"
 
 
 def create_staging_folder(save_dir: Path, step: int, generation: int) -> Path:
     """Create and return an empty staging folder for the checkpoint of `step`.
 
-    Raises WorldError if a newer world has taken over, CheckpointError if save_dir is no longer the same folder, OSError.
+    Raises WorldError if a newer world has taken over, CheckpointError if save_dir was replaced by another folder, OSError.
     """
     fence.check_fence(save_dir, generation)
     folder = build_staging_path(save_dir, step, generation)
@@ -54,15 +59,15 @@ def create_staging_folder(save_dir: Path, step: int, generation: int) -> Path:
 
 
 def discard_staging_folder(folder: Path) -> None:
-    """Remove the incomplete `folder`, as far as possible."""
+    """Remove the staging folder `folder`; errors are ignored."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit_checkpoint(save_dir: Path, staging_folder: Path, content: Manifest, generation: int | None = None) -> Path:
-    """Turn `staging_folder`, complete except for its manifest, into the checkpoint of its step, and return its new path.
+    """Write the manifest `content` to `staging_folder`, and publish the folder as the checkpoint of its step. Return its new path.
 
-    `generation`: of the world that commits, if another world wrote the checkpoint.
-    Raises WorldError if a newer world has taken over, CheckpointError if a part is missing, OSError.
+    `generation`: generation of the committing world; None: that of the manifest. They differ if another world wrote the checkpoint.
+    Raises WorldError if a newer world has taken over, CheckpointError if a file is missing, OSError.
     """
     _await_parts(staging_folder, content)
     with (staging_folder / manifest.MANIFEST_NAME).open("x") as file:
@@ -73,7 +78,7 @@ def commit_checkpoint(save_dir: Path, staging_folder: Path, content: Manifest, g
     target = build_checkpoint_path(save_dir, content.step)
     fence.check_fence(save_dir, content.generation if generation is None else generation)
     if target.exists():
-        # From an older world, or corrupt: this world has passed that step, so the new checkpoint supersedes it.
+        # The existing checkpoint is from an older world, or corrupt. The new checkpoint supersedes it.
         remove_checkpoint(target)
     staging_folder.rename(target)
     _fsync_folder(save_dir)
@@ -81,9 +86,10 @@ def commit_checkpoint(save_dir: Path, staging_folder: Path, content: Manifest, g
 
 
 def scan_checkpoints(save_dir: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
-    """Yield every checkpoint folder in `save_dir` with its manifest, or with the error that makes it unusable.
+    """Yield each checkpoint folder in `save_dir` with its manifest, or with the error that makes it unusable.
 
-    Raises IncompatibleCheckpoint for one of another format: skipping it would start training from scratch, and remove it in the end.
+    Raises IncompatibleCheckpoint if a checkpoint has another format version: if it were skipped, training would start from scratch, and
+    the checkpoint would be removed in the end.
     """
     for folder in sorted(save_dir.glob("step-*")) if save_dir.is_dir() else []:
         try:
@@ -95,16 +101,16 @@ def scan_checkpoints(save_dir: Path) -> Iterator[tuple[Path, Manifest | Checkpoi
 
 
 def list_checkpoints_newest_first(save_dir: Path) -> list[tuple[Path, Manifest]]:
-    """Return the checkpoints with a valid manifest, by (generation, step), newest first."""
+    """Return path and manifest of the checkpoints with a valid manifest in `save_dir`, sorted by (generation, step), newest first."""
     valid = [(folder, content) for folder, content in scan_checkpoints(save_dir) if isinstance(content, Manifest)]
     return sorted(valid, key=lambda pair: (pair[1].generation, pair[1].step), reverse=True)
 
 
 def prune_checkpoints(save_dir: Path, policy: RetentionPolicy, generation: int, known_checkpoints: dict[Path, CheckpointInfo]) -> None:
-    """Remove the checkpoints that `policy` does not retain, and what worlds before `generation` left half written or half removed.
+    """Remove the checkpoints that `policy` does not retain, and incomplete folders that worlds before `generation` have left.
 
-    `known_checkpoints` caches the metadata of checkpoints in `save_dir`, and is updated: otherwise a run that keeps many checkpoints
-    would read all manifests each time. Raises OSError.
+    `known_checkpoints` caches the metadata of the checkpoints in `save_dir`, and is updated. Without it, a run that keeps many
+    checkpoints would read all manifests each time. Raises OSError.
     """
     checkpoints: dict[Path, CheckpointInfo | None] = {}
     for folder in save_dir.glob("step-*"):
@@ -126,7 +132,10 @@ def prune_checkpoints(save_dir: Path, policy: RetentionPolicy, generation: int, 
 
 
 def _read_checkpoint_info(folder: Path) -> CheckpointInfo | None:
-    """Return what retention needs to know of the checkpoint in `folder`, None if it is corrupt. Raises IncompatibleCheckpoint."""
+    """Return the metadata of the checkpoint in `folder` that retention needs; None if its manifest is corrupt.
+
+    Raises IncompatibleCheckpoint.
+    """
     try:
         content = manifest.read_manifest(folder)
     except IncompatibleCheckpoint:
@@ -137,23 +146,26 @@ def _read_checkpoint_info(folder: Path) -> CheckpointInfo | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove the checkpoint `folder`; it is renamed out of sight before its first file is deleted. Raises OSError."""
+    """Remove the checkpoint `folder`. It is renamed first, so that a partly deleted folder is never mistaken for a checkpoint.
+
+    Raises OSError.
+    """
     removed_folder = folder.with_name(f".{folder.name}.removed-{time.time_ns()}")
     folder.rename(removed_folder)
     shutil.rmtree(removed_folder, ignore_errors=True)
 
 
 def _await_parts(folder: Path, content: Manifest) -> None:
-    """Wait until all files of `content` are in `folder`: a network disk may show another node's file late.
+    """Wait until `folder` contains all files of the manifest `content`: a network disk may show another node's file late.
 
-    Raises CheckpointError if one does not appear within seconds.
+    Raises CheckpointError if a file does not appear within 10 s.
     """
     deadline = time.monotonic() + _VISIBILITY_TIMEOUT_SECONDS
     for name, expected in content.files.items():
         while not (folder / name).is_file() or (folder / name).stat().st_size != expected["size"]:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{name}, written by another node, is not to be seen here",
+                    f"{name}, written by another node, is not visible on this node",
                     place=f"config trainer.save_dir {folder.parent}",
                     hint=fence.NOT_SHARED_HINT,
                 )

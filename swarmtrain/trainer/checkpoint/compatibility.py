@@ -1,4 +1,4 @@
-"""Whether a checkpoint matches what is trained: the same parameters, and state of the same optimizer."""
+"""Check that a checkpoint matches the training state: the same parameters, and state of the same optimizer."""
 
 from __future__ import annotations
 
@@ -19,29 +19,35 @@ _MODEL_PREFIX, _OPTIMIZER_PREFIX = "model/", "optimizer/"
 
 @dataclass(frozen=True)
 class LoadRules:
-    """What to load from a checkpoint, and what may differ. Patterns are regular expressions, searched in parameter names."""
+    """Which tensors are loaded from a checkpoint, and which differences are allowed.
+
+    Patterns are regular expressions, searched in parameter names.
+    """
 
     ignored_patterns: tuple[str, ...] = ()
     allowed_missing: tuple[str, ...] = ()
     allowed_unexpected: tuple[str, ...] = ()
     load_optimizer_state: bool = True
     should_log: bool = True
-    """Whether to log what is loaded, since it may not be everything."""
+    """Whether to log what is loaded; useful if the rules may exclude tensors."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> LoadRules:
-        """Return the rules for trainer.load_dir."""
-        # Adapters may be added to a model that was trained without.
+        """Return the rules for checkpoints in trainer.load_dir, from the trainer config."""
+        # LoRA and adapters may be added to a model that was trained without them.
         missing = (*config.allowed_missing_keys_in_checkpoint, re.escape(LORA_KEY), re.escape(ADAPTER_KEY))
         unexpected = config.allowed_unexpected_keys_in_checkpoint
         return cls(config.ignore_keys_in_checkpoint, missing, unexpected, config.load_optimizer_states)
 
     def should_load(self, name: str) -> bool:
-        """Return whether to load the tensor `name` if the checkpoint has it."""
+        """Return whether to load the tensor `name` (model/… or optimizer/…), if the checkpoint has it."""
         return not _matches_any(self.ignored_patterns, name) and (self.load_optimizer_state or name.startswith(_MODEL_PREFIX))
 
     def is_allowed(self, name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
-        """Return whether the parameter `name` may be in the checkpoint alone (`in_checkpoint`), or in the model alone (`in_model`)."""
+        """Return whether the parameter `name` may be missing in the model or in the checkpoint.
+
+        `in_checkpoint`: the checkpoint has it; `in_model`: the model has it.
+        """
         if _matches_any(self.ignored_patterns, name):
             return True
         return (in_checkpoint or _matches_any(self.allowed_missing, name)) and (in_model or _matches_any(self.allowed_unexpected, name))
@@ -53,11 +59,12 @@ LOAD_EVERYTHING = LoadRules(should_log=False)
 def select_names_to_load(
     available: TensorSizes, expected: TensorSizes, place: str, rules: LoadRules = LOAD_EVERYTHING, cause: str = ""
 ) -> list[str]:
-    """Return which of the `expected` tensors to load from a checkpoint that holds `available`, all named model/… or optimizer/KIND/….
+    """Return the names of the `expected` tensors to load from a checkpoint with the tensors `available`.
 
-    State that the checkpoint lacks is initialized if nothing is lost by that: if the checkpoint has no state at all of that parameter,
-    or if the state does not belong to one parameter.
-    Raises IncompatibleCheckpoint if the checkpoint is of another model, for the reason `cause`, or has another optimizer's state.
+    Tensors are named model/PARAMETER or optimizer/KIND/PARAMETER, and map to their shapes. Optimizer state that the checkpoint lacks is
+    initialized instead, if it has no state at all of that parameter, or if the state does not belong to one parameter. `cause` is
+    appended to the error message. Raises IncompatibleCheckpoint if the checkpoint is of another model, or has the state of another
+    optimizer.
     """
     mismatched = [
         name
@@ -68,9 +75,10 @@ def select_names_to_load(
         name = mismatched[0]
         saved_size, current_size = available.get(name, "missing"), expected.get(name, "missing")
         raise IncompatibleCheckpoint(
-            f"is of another model: {name} is {saved_size} there and {current_size} here; {len(mismatched)} differ{cause}",
+            f"belongs to a different model: {name} is {saved_size} in the checkpoint and {current_size} here; {len(mismatched)} "
+            f"differ{cause}",
             place=place,
-            hint="make transformer_architecture what it was, or choose another trainer.save_dir",
+            hint="restore the previous transformer_architecture, or choose another trainer.save_dir",
         )
     loadable = {name: size for name, size in available.items() if rules.should_load(name)}
     saved_kinds, expected_kinds = _group_state_kinds(loadable), _group_state_kinds(expected)
@@ -81,10 +89,10 @@ def select_names_to_load(
 
 
 def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) -> dict[str, int]:
-    """Return for each tensor the index of the checkpoint in `names_by_checkpoint` to load it from.
+    """Return for each tensor the index of the checkpoint to load it from, given the tensor names of each checkpoint.
 
-    That is the first one with the parameter. Optimizer state is loaded from the same checkpoint or not at all, since other state
-    belongs to other parameter values.
+    That is the first checkpoint that has the parameter. Optimizer state is loaded from the same checkpoint as its parameter or not at
+    all, since it belongs to those parameter values.
     """
     source_of: dict[str, int] = {}
     source_of_parameter: dict[str, int] = {}
@@ -100,15 +108,15 @@ def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) ->
 
 
 def describe_selection(available: TensorSizes, expected: TensorSizes, names: Sequence[str]) -> str:
-    """Describe which parameters and which optimizer state are loaded if `names` are, and which are not."""
+    """Return a message that lists which parameters and how much optimizer state are loaded, if the tensors `names` are loaded."""
     clauses = []
     for kind, noun in ((_MODEL_PREFIX, "parameters"), (_OPTIMIZER_PREFIX, "tensors of optimizer state")):
         expected_names, available_names = ([name for name in sizes if name.startswith(kind)] for sizes in (expected, available))
         taken = {name for name in names if name.startswith(kind)}
-        clauses.append(f"{len(taken)} of {len(expected_names)} {noun} taken")
+        clauses.append(f"{len(taken)} of {len(expected_names)} {noun} loaded")
         for label, remaining in (
             ("start from scratch", [name for name in expected_names if name not in taken]),
-            ("not taken", [n for n in available_names if n not in taken]),
+            ("not loaded", [n for n in available_names if n not in taken]),
         ):
             if remaining and kind == _MODEL_PREFIX:
                 clauses.append(f"{label}: {', '.join(name.removeprefix(kind) for name in sorted(remaining))}")
@@ -116,19 +124,25 @@ def describe_selection(available: TensorSizes, expected: TensorSizes, names: Seq
 
 
 def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str) -> list[str]:
-    """Return the values that differ between two configs, side by side; keys that only one of them has are ignored."""
+    """Return one line for each value that differs between two configs, with both values.
+
+    Keys that only one config has are ignored.
+    """
     lines = []
     for name in saved.keys() & current.keys():
         saved_value, current_value = saved[name], current[name]
         if isinstance(saved_value, dict) and isinstance(current_value, dict):
             lines += diff_configs(saved_value, current_value, f"{prefix}.{name}")
         elif saved_value != current_value:
-            lines.append(f"{prefix}.{name} is {json.dumps(saved_value)} there and {json.dumps(current_value)} here")
+            lines.append(f"{prefix}.{name} is {json.dumps(saved_value)} in the checkpoint and {json.dumps(current_value)} here")
     return sorted(lines)
 
 
 def _is_allowed_difference(available: TensorSizes, expected: TensorSizes, name: str, rules: LoadRules) -> bool:
-    """Return whether `name` may be on one side only; what is on both sides may differ only if it is ignored."""
+    """Return whether the difference of the tensor `name` between checkpoint and model is allowed.
+
+    A tensor may be missing on one side if `rules` allow it. A tensor that both have may differ only if it is not loaded.
+    """
     in_checkpoint, in_model = name in available, name in expected
     return rules.is_allowed(name, in_checkpoint=in_checkpoint, in_model=in_model) and (
         not (in_checkpoint and in_model) or not rules.should_load(name)
@@ -141,10 +155,10 @@ def _matches_any(patterns: Iterable[str], name: str) -> bool:
 
 def _raise_optimizer_mismatch(name: str, saved_kinds: Iterable[str], expected_kinds: Iterable[str], place: str) -> NoReturn:
     raise IncompatibleCheckpoint(
-        f"has another optimizer's state: of {name} it has {' and '.join(sorted(saved_kinds))}, and "
+        f"has the state of a different optimizer: for {name} it has {' and '.join(sorted(saved_kinds))}, and "
         f"{' and '.join(sorted(expected_kinds))} is expected",
         place=place,
-        hint="make optimizer.method (or the group's) what it was, or choose another trainer.save_dir",
+        hint="restore the previous optimizer.method (or the group's), or choose another trainer.save_dir",
     )
 
 

@@ -1,4 +1,4 @@
-"""The full parameters of a model, one at a time: from a checkpoint, whatever topology saved it, or from trainer.init_from."""
+"""Load full parameters of a model one at a time, from a checkpoint of any topology or from trainer.init_from."""
 
 from __future__ import annotations
 
@@ -29,26 +29,29 @@ _MODEL_PREFIX = "model/"
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The model that a run is initialized from."""
+    """The parameters of the model that a run is initialized from."""
 
     load_parameter: Callable[[str, torch.Size], Tensor]
-    """Returns a full parameter, by its name and size."""
+    """Function that returns a full parameter, given its name and shape."""
     fingerprint: str
-    """Digest of the model's content."""
+    """Digest of the model's files."""
 
 
 @dataclass(frozen=True)
 class ConsolidatedCheckpoint:
-    """A complete checkpoint."""
+    """A complete checkpoint, from which full parameters can be loaded."""
 
     path: Path
     manifest: Manifest
     base_folder: Path | None = None
-    """Where the base model of its adapter is now, if not where its config says."""
+    """Folder of the base model, if the checkpoint is an adapter and the base model has moved.
+
+    None: the folder in the checkpoint's config.
+    """
 
     @cached_property
     def config(self) -> Config:
-        """The config that it was trained with. Raises CheckpointError if it is not valid in this version."""
+        """Config of the run that wrote the checkpoint. Raises CheckpointError if it is not valid in this version."""
         try:
             return Config.model_validate_json(json.dumps(self.manifest.config))
         except ValueError as error:
@@ -56,15 +59,15 @@ class ConsolidatedCheckpoint:
             raise CheckpointError(reason, place=str(self.path), hint="use the version that wrote it") from None
 
     def find_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter. Raises CheckpointError if there is no parameter of this name."""
+        """Return the dtype of the parameter `name`. Raises CheckpointError if the checkpoint has no parameter with this name."""
         if _MODEL_PREFIX + name not in self.manifest.tensors:
             if self.manifest.base_fingerprint:
                 return torch.float64 if self.config.transformer_architecture.precision is Precision.float64 else torch.float32
-            raise CheckpointError(f"has no parameter {name}", place=str(self.path), hint="it is of another model")
+            raise CheckpointError(f"has no parameter {name}", place=str(self.path), hint="use a checkpoint of this model")
         return DTYPES_BY_NAME[self.manifest.tensors[_MODEL_PREFIX + name]["dtype"]]
 
     def load_parameter(self, name: str, size: torch.Size | tuple[int, ...]) -> Tensor:
-        """Return parameter `name`, which has this size, on the CPU. Raises CheckpointError."""
+        """Return the full parameter `name`, with shape `size`, on the CPU. Raises CheckpointError if it cannot be read."""
         if self.manifest.base_fingerprint and _MODEL_PREFIX + name not in self.manifest.tensors:
             return self._base_weights.load_parameter(name, torch.Size(size)).to(self.find_dtype(name))
         values = {_MODEL_PREFIX + name: torch.empty(size, dtype=self.find_dtype(name))}
@@ -78,28 +81,31 @@ class ConsolidatedCheckpoint:
 
     @cached_property
     def _base_weights(self) -> BaseWeights:
-        """The base model, with the parameters that are not in the checkpoint. Raises CheckpointError if it has changed or is missing."""
+        """The base model, which has the parameters that are not in the checkpoint.
+
+        Raises CheckpointError if it is missing or was changed.
+        """
         architecture, folder = self.config.transformer_architecture, self.base_folder or self.config.trainer.init_from
         sizes = {
             name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_added_parameter(name)
         }
         if folder is None or not folder.exists():
-            reason = f"is an adapter of the model {folder}, which is not here"
-            raise CheckpointError(reason, place=str(self.path), hint="--base names where that is")
+            reason = f"is an adapter of the model {folder}, which is not on this machine"
+            raise CheckpointError(reason, place=str(self.path), hint="pass the path of the base model with --base")
         base_weights = open_base_weights(folder, architecture, sizes)
         if base_weights.fingerprint != self.manifest.base_fingerprint:
-            reason = f"is an adapter of a model that {folder} is not, or not any more"
-            raise CheckpointError(reason, place=str(self.path), hint="--base names where that is")
+            reason = f"is an adapter whose base model is not {folder}, or that model has changed"
+            raise CheckpointError(reason, place=str(self.path), hint="pass the path of the base model with --base")
         return base_weights
 
 
 def open_base_weights(
     folder: Path, architecture: TransformerArchitectureConfig, sizes: Mapping[str, torch.Size], *, file_shard: tuple[int, int] = (0, 1)
 ) -> BaseWeights:
-    """Return the model in `folder`: a Hugging Face model or a checkpoint.
+    """Return the parameters of the model in `folder`, a Hugging Face model or a checkpoint.
 
-    Of a checkpoint's files this process verifies only its `file_shard`: (index, number of shards).
-    Raises IncompatibleCheckpoint if it is another model, with the differences; CheckpointError if it cannot be read.
+    `sizes`: shapes of the expected parameters. If it is a checkpoint, this process verifies only the files of its `file_shard` (index,
+    number of shards). Raises IncompatibleCheckpoint with the differences if it is another model; CheckpointError if it cannot be read.
     """
     if not (folder / manifest.MANIFEST_NAME).exists():
         return BaseWeights(pretrained.open_parameters(folder, architecture, sizes), pretrained.compute_fingerprint(folder))
@@ -107,22 +113,27 @@ def open_base_weights(
     saved_shape, place = checkpoint.config.transformer_architecture, f"config trainer.init_from {folder}"
     if differing_fields := pretrained.find_differences(saved_shape, architecture):
         raise IncompatibleCheckpoint(
-            f"is another model: {'; '.join(differing_fields)}", place=place, hint="make transformer_architecture what it is there"
+            f"is a different model: {'; '.join(differing_fields)}",
+            place=place,
+            hint="set transformer_architecture to that of the checkpoint",
         )
     if saved_shape.peft_fields:
-        reason = f"has {saved_shape.peft_fields[0]} of its own"
-        raise IncompatibleCheckpoint(reason, place=place, hint="initialize from its base model, or from what swarmtrain export merges")
+        reason = f"already has {saved_shape.peft_fields[0]}"
+        raise IncompatibleCheckpoint(
+            reason, place=place, hint="initialize from its base model, or from the merged model that swarmtrain export writes"
+        )
     if saved_shape.embedding_head_config:
-        raise IncompatibleCheckpoint("has embedding_head_config of its own", place=place, hint="trainer.load_dir resumes from it")
+        raise IncompatibleCheckpoint("already has an embedding_head_config", place=place, hint="use trainer.load_dir to resume from it")
     shard_index, shard_count = file_shard
     manifest.verify_files(folder, checkpoint.manifest, sorted(checkpoint.manifest.files)[shard_index::shard_count])
     return BaseWeights(checkpoint.load_parameter, checkpoint.manifest.fingerprint)
 
 
 def find_checkpoint(source: Path, base_folder: Path | None = None) -> ConsolidatedCheckpoint:
-    """Return the checkpoint `source`, or the newest complete one in it. Raises CheckpointError if there is none.
+    """Return the checkpoint in the folder `source`, or the newest complete checkpoint if `source` is a save_dir.
 
-    `base_folder`: where the base model is, if the checkpoint holds only what was trained.
+    `base_folder`: folder of the base model, if the checkpoint holds only trained parameters and the base model has moved. Raises
+    CheckpointError if there is no complete checkpoint.
     """
     if (source / manifest.MANIFEST_NAME).exists():
         content = manifest.read_manifest(source)
@@ -136,4 +147,4 @@ def find_checkpoint(source: Path, base_folder: Path | None = None) -> Consolidat
             damage = damage or f": {error}"
         else:
             return ConsolidatedCheckpoint(path, content, base_folder)
-    raise CheckpointError(f"has no complete checkpoint{damage}", place=str(source), hint="name the trainer.save_dir of a run")
+    raise CheckpointError(f"has no complete checkpoint{damage}", place=str(source), hint="pass the trainer.save_dir of a run")

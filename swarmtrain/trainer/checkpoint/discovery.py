@@ -1,4 +1,7 @@
-"""The newest complete checkpoint: in one folder, or across the folders of all nodes, from which it is then copied to each."""
+"""Find the newest complete checkpoint, in one shared folder or in the folders of all nodes.
+
+In the latter case, it is copied to all nodes.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ WarningReporter = Callable[[str], None]
 FoundCheckpoint = tuple[Path, Manifest]
 
 
-def find_newest_in_folder(runtime: Runtime, folder: Path, report_warning: WarningReporter) -> FoundCheckpoint | None:
-    """Return the newest complete checkpoint in `folder`, which all ranks see. Called by all ranks together.
+def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warning: WarningReporter) -> FoundCheckpoint | None:
+    """Return path and manifest of the newest complete checkpoint in `folder`, which all ranks can read; None if there is none.
 
-    `report_warning` is called for each checkpoint that is skipped.
+    Called by all ranks together. `report_warning` is called with a message for each checkpoint that is skipped.
     """
     for path, text in collectives.run_on_rank_zero(lambda: _list_candidates(folder, report_warning)):
         content = Manifest.from_text(text, str(path))
@@ -35,12 +38,12 @@ def find_newest_in_folder(runtime: Runtime, folder: Path, report_warning: Warnin
             return path, content
         report_warning(f"skipped {path}: {faults[0]}")
     if runtime.is_rank_zero and any(True for _ in commit.scan_checkpoints(folder)):
-        report_warning(f"no checkpoint in {folder} is complete: it counts as empty")
+        report_warning(f"no checkpoint in {folder} is complete: the folder is treated as empty")
     return None
 
 
 class _CheckpointIdentity(NamedTuple):
-    """What is equal in all nodes' copies of a checkpoint."""
+    """Identifies a checkpoint: equal for all nodes' copies of it."""
 
     generation: int
     step: int
@@ -49,17 +52,20 @@ class _CheckpointIdentity(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeLocalFolders:
-    """The folders `save_dir` of all `nodes`, claimed by the world with this `generation`. All methods are called by all ranks together."""
+    """The folders `save_dir` on the disks of all `nodes`, claimed by the world with this `generation`.
+
+    All methods are called by all ranks together.
+    """
 
     nodes: NodeGroups
     save_dir: Path
     generation: int
     report_warning: WarningReporter
 
-    def find_newest(self) -> FoundCheckpoint | None:
-        """Return the newest checkpoint of which the nodes together have all files, once it is committed on each node.
+    def find_newest_checkpoint(self) -> FoundCheckpoint | None:
+        """Return the newest checkpoint whose files exist on the nodes together, after copying it to all nodes; None if there is none.
 
-        Raises CheckpointError if a node cannot write it, IncompatibleCheckpoint if there is one of another format.
+        Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version.
         """
         scanned: list[tuple[Path, Manifest | CheckpointError]] = []
         collectives.run_on_all_ranks(lambda: scanned.extend(commit.scan_checkpoints(self.save_dir)))
@@ -68,20 +74,20 @@ class NodeLocalFolders:
         answers = collectives.all_gather_objects((tuple(local_copies), corrupt) if self.nodes.leader_group else ((), []))
         for rank, (_, messages) in enumerate(answers):
             for message in messages:
-                self.report_warning(f"{self._find_node_name(rank)} has no use of {message}")
+                self.report_warning(f"{self._find_node_name(rank)} skipped {message}")
         copy_counts = Counter(copy for copies, _ in answers for copy in copies)
         # Of two with the same generation and step, the one that most nodes have needs the fewest copies.
         for copy in sorted(copy_counts, key=lambda copy: (copy.generation, copy.step, copy_counts[copy], copy.digest), reverse=True):
             if checkpoint := self._assemble_checkpoint(copy, local_copies.get(copy)):
                 return checkpoint
         if any(copies or messages for copies, messages in answers):
-            self.report_warning(f"no checkpoint in {self.save_dir} is complete, on all nodes together: it counts as empty")
+            self.report_warning(f"no checkpoint in {self.save_dir} is complete across all nodes: the folder is treated as empty")
         return None
 
     def _assemble_checkpoint(self, identity: _CheckpointIdentity, local_checkpoint: FoundCheckpoint | None) -> FoundCheckpoint | None:
-        """Return the checkpoint `identity`, `local_checkpoint` on this node, once it is on all nodes.
+        """Copy the checkpoint `identity` to all nodes that do not have it completely, and return its path and manifest.
 
-        None if the nodes together do not have all of its files.
+        `local_checkpoint`: this node's copy, if any. None if some file is missing or corrupt on all nodes.
         """
         names, path = (
             tuple(sorted(local_checkpoint[1].files)) if local_checkpoint else (),
@@ -108,9 +114,9 @@ class NodeLocalFolders:
         return path, manifest.read_manifest(path)
 
     def _copy_to_incomplete_nodes(self, local_checkpoint: FoundCheckpoint | None, valid_names: set[str], source_node: int) -> None:
-        """Copy the checkpoint that `source_node` has to the nodes that lack some of its files.
+        """Copy the checkpoint of which `source_node` has the manifest to all nodes that lack some of its files.
 
-        `local_checkpoint`: this node's copy, if any; `valid_names`: the valid files in it. Done by leaders; a no-op on other ranks.
+        `local_checkpoint`: this node's copy, if any; `valid_names`: the valid files in it. Leaders copy; a no-op on other ranks.
         """
         if self.nodes.leader_group is None:
             return
@@ -150,7 +156,7 @@ def _identify_checkpoint(content: Manifest) -> _CheckpointIdentity:
 
 
 def _find_valid_files(path: Path, content: Manifest, names: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return those of the files `names` that match the manifest, and the first fault in the others."""
+    """Return which of the files `names` in `path` match the manifest, and a description of the first that does not (None if all match)."""
     valid_names, fault = [], None
     for name in names:
         try:

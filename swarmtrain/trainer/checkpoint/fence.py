@@ -1,7 +1,8 @@
-"""The fence: only one world at a time can commit checkpoints.
+"""Fencing of checkpoints: only the newest world can commit them. A world is the set of ranks of one rendezvous round.
 
-Each world that starts takes a generation higher than any before it, and creates the file `fence/GENERATION` in save_dir. A world
-that was cut off and continues to train finds the higher generation before its next rename, and stops.
+Each world that starts takes a generation (a fencing token) higher than all before it, and creates the file `fence/GENERATION` in
+save_dir. A world that was cut off by a network failure and continues to train finds the higher generation before its next commit, and
+stops.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import CheckpointError, WorldError
 
 LOG = logging.getLogger("swarmtrain")
-NOT_SHARED_HINT = "mount a disk there that all nodes share; or, if each has its own: trainer.save_dir_shared: false"
+NOT_SHARED_HINT = "mount a disk there that all nodes share; or, if each node has its own, set trainer.save_dir_shared: false"
 _POLL_SECONDS = 0.1
 _LOG_AFTER_SECONDS = 2.0
 
 
 def claim_generation(save_dir: Path, above: int) -> int:
-    """Take and return the lowest free generation higher than `above` and than all taken ones.
+    """Take and return the lowest free generation that is higher than `above` and higher than all taken generations.
 
     Raises CheckpointError if save_dir cannot be written.
     """
@@ -34,7 +35,10 @@ def claim_generation(save_dir: Path, above: int) -> int:
 
 
 def try_take_generation(save_dir: Path, generation: int) -> bool:
-    """Take `generation`, and return whether it was free. Raises CheckpointError if save_dir cannot be written."""
+    """Take `generation` by creating its fence file. Return False if it is already taken.
+
+    Raises CheckpointError if save_dir cannot be written.
+    """
     folder = save_dir / "fence"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,9 +53,10 @@ def try_take_generation(save_dir: Path, generation: int) -> bool:
 
 
 def wait_for_fence(save_dir: Path, generation: int, timeout_seconds: float = 60.0) -> None:
-    """Wait on any rank for the fence file that rank 0 has created, for `timeout_seconds`: a network file system may show it late.
+    """Wait until this node sees the fence file that rank 0 has created: a network file system may show it late.
 
-    Raises CheckpointError if save_dir is another folder here than on rank 0, or cannot be written here.
+    Raises CheckpointError if it does not appear within `timeout_seconds`, so save_dir is not the same folder as on rank 0, or if save_dir
+    cannot be written on this node.
     """
     start_time, is_logged = time.monotonic(), False
     while True:
@@ -66,12 +71,12 @@ def wait_for_fence(save_dir: Path, generation: int, timeout_seconds: float = 60.
         waited = time.monotonic() - start_time
         if waited > timeout_seconds:
             raise CheckpointError(
-                "is another folder here than on the first rank's node",
+                "is not the same folder as on rank 0's node",
                 place=f"config trainer.save_dir {save_dir}",
                 hint=NOT_SHARED_HINT,
             )
         if waited > _LOG_AFTER_SECONDS and not is_logged:
-            LOG.warning("waiting up to %.0f s for %s to show what the first rank wrote there", timeout_seconds, save_dir)
+            LOG.warning("waiting up to %.0f s for %s to show the file that rank 0 wrote there", timeout_seconds, save_dir)
             is_logged = True
         time.sleep(_POLL_SECONDS)
     try:
@@ -85,37 +90,40 @@ def _build_unwritable_error(save_dir: Path, error: OSError) -> CheckpointError:
     place, message = f"config trainer.save_dir {save_dir}", f"cannot be written: {describe_os_error(error)}"
     existing_path = _find_existing_ancestor(Path(error.filename or save_dir)) if error.errno in (errno.EACCES, errno.EPERM) else None
     if existing_path is None:
-        return CheckpointError(message, place=place, hint="the user that trains needs write access to it")
+        return CheckpointError(message, place=place, hint="give the training user write access to it")
     owner_stat = existing_path.stat()
     owner, user = f"{owner_stat.st_uid}:{owner_stat.st_gid}", f"{os.geteuid()}:{os.getegid()}"
-    hint = f"chown -R {user} {existing_path}, or what is mounted there"
+    hint = f"chown -R {user} {existing_path}, or the folder that is mounted there"
     if owner_stat.st_uid not in (0, os.geteuid()):
-        hint = f"runner.docker_config.user: {owner}; or {hint}"
-    return CheckpointError(f"{message}; {existing_path} belongs to {owner}, and the ranks are {user}", place=place, hint=hint)
+        hint = f"set runner.docker_config.user: {owner}; or {hint}"
+    return CheckpointError(f"{message}; {existing_path} belongs to {owner}, and the ranks run as {user}", place=place, hint=hint)
 
 
 def _find_existing_ancestor(path: Path) -> Path | None:
-    """Return the deepest existing ancestor of `path`, or `path` itself, as far as permissions show."""
+    """Return `path` or its deepest ancestor that exists; None if permissions hide all of them."""
     return next((candidate for candidate in (path.absolute(), *path.absolute().parents) if os.access(candidate, os.F_OK)), None)
 
 
 def find_highest_generation(save_dir: Path) -> int:
-    """Return the highest generation taken so far, 0 if none."""
+    """Return the highest generation taken in `save_dir`; 0 if none is taken."""
     folder = save_dir / "fence"
     return max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
 
 
 def check_fence(save_dir: Path, generation: int) -> None:
-    """Raise WorldError if a newer world has taken over `save_dir`, CheckpointError if `generation` was not taken in that folder."""
+    """Raise WorldError if a newer world has taken over `save_dir`.
+
+    Raise CheckpointError if the fence file of `generation` is missing.
+    """
     newest_generation = find_highest_generation(save_dir)
     if newest_generation > generation:
         raise WorldError(
             f"world {generation} is cut off: world {newest_generation} has taken over {save_dir}",
-            hint="nothing to do: the newer world continues; this one saved nothing since",
+            hint="no action needed: the newer world continues; this one has saved nothing since",
         )
     if newest_generation < generation:
         raise CheckpointError(
-            f"is not the folder that it was: fence/{generation} is gone",
+            f"is no longer the same folder: fence/{generation} is gone",
             place=f"config trainer.save_dir {save_dir}",
-            hint="is the disk still mounted there?",
+            hint="check that the disk is still mounted there",
         )

@@ -1,14 +1,14 @@
-"""Just-in-time checkpoint: when a world breaks, surviving ranks that together hold the last completed step save it before they exit.
+"""Just-in-time checkpoint: if a peer fails, the surviving ranks save the last completed step before they exit.
 
-    a peer dies      collectives fail; all communication of a step comes before its first update, so what a rank holds
-                     is the end of a step, or of one and everything that the next one needs
-    disconnect       surviving ranks that wait for each other detect it at once
+    a peer dies      collectives fail. All communication of a step comes before its first update, so each rank holds the state at the
+                     end of a step, and possibly everything that it needs to complete the next step without communication
+    disconnect       surviving ranks close their connections, so that ranks that wait for them fail at once
     report state     to the coordinator, which decides which step is saved, and which rank writes which part of it
-    write            each writer its part, with a completion marker; the first of the writers commits, as for any checkpoint.
-                     If each node has its own disk, all ranks of disks with all parts write, and the first of each node commits
+    write            each chosen rank writes its part and a completion marker; the first of them commits, as for any checkpoint. If each
+                     node has its own disk, ranks of every disk that has all parts write, and the first rank of each node commits
 
-No collective is used: the process groups are broken. A rank that is not chosen stays until the checkpoint is committed, since it may
-be needed if a writer dies too. The fence applies as for every checkpoint, and the next world claims it when this is over.
+No collective is used: the process groups are broken. A rank that is not chosen waits until the checkpoint is committed, since it may be
+needed if a writer dies too. The fence applies as for every checkpoint. The next world claims the fence only after that.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("swarmtrain")
 _POLL_SECONDS = 0.05
 _REPORT_INTERVALS_SECONDS = 0.2, 1.0
-"""Seconds between two reports to the coordinator: at first, and later."""
+"""Seconds between two reports of a surviving rank to the coordinator: in the first 10 s, and later."""
 _FAST_REPORT_SECONDS = 10.0
 _COORDINATOR_TIMEOUT_SECONDS = 25.0
-"""Seconds without the coordinator's answer after which a surviving rank exits. A coordinator whose machine failed too may be back by
-then, and torch gives ranks 30 s.
+"""Seconds without a response of the coordinator after which a surviving rank exits.
+
+A coordinator whose machine failed too may be restarted within this time. torchrun kills ranks after 30 s.
 """
 
 
@@ -59,10 +60,10 @@ def saving_on_peer_failure(
     get_progress: Callable[[], Progress],
     on_saved: Callable[[int], None],
 ) -> Iterator[None]:
-    """Train in the body; an exception there breaks the world, and its surviving ranks save what they hold.
+    """Context manager for training: if the body raises an exception because a peer failed, the surviving ranks save a checkpoint.
 
-    `get_progress` returns the current progress. `on_saved` is called with the step on the rank that has saved it for all.
-    A SwarmtrainError is raised unchanged: either all ranks raise it, or the rank that does holds nothing worth saving.
+    `get_progress` returns the current progress. `on_saved` is called with the saved step, on the rank that has committed the checkpoint.
+    A SwarmtrainError is raised without saving: either all ranks raise it, or the state of the rank that raises it is not usable.
     """
     try:
         yield
@@ -74,23 +75,23 @@ def saving_on_peer_failure(
             if step := _run_rescue(runtime, model, optimizer, checkpoint_manager, get_progress()):
                 on_saved(step)
         except Exception as error:  # noqa: BLE001  # raise the error that broke the world, not its consequence
-            LOG.warning("rank %d could not save what it holds: %s", runtime.rank, str(error).partition("\n")[0])
+            LOG.warning("rank %d could not save its shards: %s", runtime.rank, str(error).partition("\n")[0])
         raise
 
 
 def await_rescue(coordinator: CoordinatorClient) -> None:
-    """Return when no surviving ranks of another world are still saving. If the coordinator does not answer, none are assumed."""
+    """Wait until no surviving ranks of another world are still saving. Returns at once if the coordinator is not reachable."""
     with contextlib.suppress(CoordinatorError):
         start_time = logged_time = time.monotonic()
         while coordinator.is_rescue_pending():
             if logged_time == start_time and time.monotonic() - start_time > 2.0:
-                LOG.warning("waiting for the just-in-time checkpoint of the last world")
+                LOG.warning("waiting for the just-in-time checkpoint of the previous world")
                 logged_time = time.monotonic()
             time.sleep(_POLL_SECONDS * 4)
 
 
 def close_peer_connections() -> None:
-    """Shut down this process's TCP connections. Peers that wait for this rank fail at once, as if it had died."""
+    """Shut down all TCP connections of this process, so that peers that wait for this rank fail at once, as if it had died."""
     for name in os.listdir("/dev/fd"):  # noqa: PTH208  # only names are needed
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -101,7 +102,7 @@ def close_peer_connections() -> None:
 def _run_rescue(
     runtime: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoint_manager: CheckpointManager, progress: Progress
 ) -> int | None:
-    """Return the step that this rank has saved for all, None if it has not."""
+    """Take part in the just-in-time checkpoint. Return the saved step if this rank has committed it, else None."""
     holders = model.mesh.replica_ranks
     part = next(number for number, ranks in enumerate(holders) if runtime.rank in ranks)
     is_consistent = not optimizer.is_updating and optimizer.last_step in (0, progress.step)
@@ -109,7 +110,7 @@ def _run_rescue(
     if runtime.coordinator_address is None or storage is None or not is_consistent or len(holders) == runtime.world_size:
         return None  # without a coordinator, or without other ranks that hold the same state, there is nothing to agree on
     disk_of_rank = storage.nodes.node_of_rank if storage.nodes else (0,) * runtime.world_size
-    if not _has_complete_disk(disk_of_rank, holders):
+    if not _has_disk_with_all_shards(disk_of_rank, holders):
         return None
     close_peer_connections()
     survivor_state = SurvivorState(
@@ -134,10 +135,10 @@ def _run_rescue(
         return saved_step
 
 
-def _has_complete_disk(disk_of_rank: Sequence[int], holders: Sequence[Sequence[int]]) -> bool:
-    """Return whether the ranks of one disk hold all parts.
+def _has_disk_with_all_shards(disk_of_rank: Sequence[int], holders: Sequence[Sequence[int]]) -> bool:
+    """Return whether there is a disk to which the ranks together can write all parts.
 
-    `disk_of_rank`: the disk that each rank saves to; `holders`: the ranks that hold each part.
+    `disk_of_rank`: the disk that each rank saves to; `holders`: for each part the ranks that hold it.
     """
     return any(all(disk in {disk_of_rank[rank] for rank in ranks} for ranks in holders) for disk in set(disk_of_rank))
 
@@ -145,10 +146,13 @@ def _has_complete_disk(disk_of_rank: Sequence[int], holders: Sequence[Sequence[i
 def _save_part(
     runtime: Runtime, checkpoint_manager: CheckpointManager, progress: Progress, rescue: RescueAssignment, rescue_client: _RescueClient
 ) -> bool:
-    """Write this rank's part; the first writer of this disk commits all of them. Return whether this rank committed."""
+    """Write this rank's part of the checkpoint. The first writer of each disk waits for all parts and commits.
+
+    Return whether this rank has committed.
+    """
     save_dir = checkpoint_manager.save_dir
     if save_dir is None:
-        raise ValueError("a checkpoint without trainer.save_dir")
+        raise ValueError("cannot save a checkpoint without trainer.save_dir")
     start_time, local_writers = time.monotonic(), rescue_client.select_local_writers(rescue)
     is_leader = runtime.rank == local_writers[0]
     try:
@@ -165,7 +169,7 @@ def _save_part(
         checkpoint_manager.latest_step = progress.step
         seconds = round(time.monotonic() - start_time, 3)
         ranks = ", ".join(map(str, local_writers))
-        LOG.warning("step %d is saved by what has survived, rank %s: %s, in %.2f s", progress.step, ranks, path, seconds)
+        LOG.warning("step %d is saved by the surviving ranks %s: %s, in %.2f s", progress.step, ranks, path, seconds)
         if runtime.rank == rescue.writers[0]:
             event_fields = {"step": progress.step, "path": str(path), "seconds": seconds, "surviving_ranks": list(rescue.writers)}
             rescue_client.coordinator.post(Event(protocol.EVENT_CHECKPOINT, event_fields))
@@ -176,7 +180,7 @@ def _save_part(
 
 
 def _is_committed(save_dir: Path, step: int, checkpoint_manager: CheckpointManager) -> bool:
-    """Return whether the checkpoint of `step` is committed already, by this world, or as the one that it resumed from."""
+    """Return whether the checkpoint of `step` was already committed by this world, or is the one that this world resumed from."""
     newest = next(iter(commit.list_checkpoints_newest_first(save_dir)), None)
     return newest is not None and newest[1].step == step == checkpoint_manager.latest_step
 
@@ -188,7 +192,7 @@ def _write_marker(folder: Path, rank: int, marker: dict[str, Any]) -> None:
 
 
 def _collect_markers(folder: Path, rescue: RescueAssignment, rescue_client: _RescueClient) -> list[dict[str, Any]]:
-    """Wait for the completion markers of all writers to this disk, remove and return them; none if a writer has died."""
+    """Wait for the completion markers of all writers to this disk, remove them, and return their contents; empty if a writer has died."""
     expected_names = {f"note-{rank:05}.json" for rank in rescue_client.select_local_writers(rescue)}
     while not expected_names <= set(os.listdir(folder)):  # noqa: PTH208  # listing makes a network file system look again
         if rescue_client.latest.attempt != rescue.attempt or rescue_client.latest.is_finished:
@@ -201,7 +205,10 @@ def _collect_markers(folder: Path, rescue: RescueAssignment, rescue_client: _Res
 
 
 def _merge_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return files and tensors of all parts. Chunks that several parts hold are taken from the first."""
+    """Return the files and the tensor index of all parts together.
+
+    A tensor chunk that several parts contain is taken from the first.
+    """
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
     for marker in markers:
@@ -214,7 +221,7 @@ def _merge_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[
 
 
 class _RescueClient:
-    """Reports to the coordinator, from a thread, that this rank is alive, and its state; `latest` is the coordinator's last answer.
+    """Reports this rank's state to the coordinator from a background thread. `latest` is the coordinator's last response.
 
     `disk_of_rank`: the disk that each rank saves to.
     """
@@ -240,7 +247,7 @@ class _RescueClient:
         self._is_stopped.set()
 
     def select_local_writers(self, rescue: RescueAssignment) -> tuple[int, ...]:
-        """Return the writers that write to this rank's disk."""
+        """Return the ranks among the writers of `rescue` that write to the same disk as this rank."""
         return tuple(rank for rank in rescue.writers if self._disk_of_rank[rank] == self._disk_of_rank[self._rank])
 
     def _report_until_over(self) -> None:
@@ -248,12 +255,12 @@ class _RescueClient:
         while not self._is_stopped.is_set() and not self.latest.is_finished:
             try:
                 self.latest, last_answer_time = (
-                    self.coordinator.report_survivor(self.world, self._rank, self.survivor_state),
+                    self.coordinator.report_surviving_rank(self.world, self._rank, self.survivor_state),
                     time.monotonic(),
                 )
             except CoordinatorError as error:
                 if time.monotonic() - last_answer_time > _COORDINATOR_TIMEOUT_SECONDS:
-                    LOG.warning("rank %d leaves without saving: %s", self._rank, error)
+                    LOG.warning("rank %d exits without saving: %s", self._rank, error)
                     self.latest = replace(self.latest, is_finished=True)
             self._is_stopped.wait(
                 _REPORT_INTERVALS_SECONDS[0] if time.monotonic() - start_time < _FAST_REPORT_SECONDS else _REPORT_INTERVALS_SECONDS[1]

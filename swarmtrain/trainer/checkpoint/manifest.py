@@ -1,4 +1,7 @@
-"""A checkpoint's manifest: everything but the tensors, as JSON, with the size and SHA-256 of every file and of itself."""
+"""Manifest of a checkpoint: everything except the tensors, as JSON, with size and SHA-256 of every file.
+
+It also contains a digest of itself.
+"""
 
 from __future__ import annotations
 
@@ -13,61 +16,64 @@ from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
-"""Version 1 had other keys; no release wrote it."""
+"""Version of the manifest format. Version 1 had other keys and was not part of any release."""
 BASE_KEY = "base"
-"""Key in a manifest's `state`: see Manifest.base_fingerprint."""
+"""Key in the manifest's `state` under which the base model's fingerprint is stored: see Manifest.base_fingerprint."""
 _BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds, and the training progress at it."""
+    """The content of a checkpoint, and the training progress when it was written."""
 
     generation: int
-    """Generation of the world that wrote it; checkpoints are ordered by (generation, step)."""
+    """Generation of the world that wrote the checkpoint; checkpoints are ordered by (generation, step)."""
     step: int
-    """Completed optimizer steps."""
+    """Number of completed optimizer steps."""
     consumed_samples: int
-    """Position in the order of samples."""
+    """Number of samples consumed so far: the position in the sample order."""
     initial_validation_loss: float | None
-    """Validation loss before the first step."""
+    """Validation loss in nats before the first step."""
     data_fingerprint: str
     """Fingerprint of the training data."""
     rng: dict[str, Any]
-    """What random numbers are derived from. Generator state is not saved: each micro batch sets the seed."""
+    """Values from which random numbers are derived. The state of generators is not saved, since each micro batch sets its seed."""
     topology: dict[str, int]
     files: dict[str, dict[str, Any]]
-    """Name to size in bytes and SHA-256."""
+    """Size in bytes and SHA-256 of each file, by file name."""
     tensors: dict[str, Any]
-    """Name to dtype, size and chunks, each with file and offset."""
+    """Dtype, shape and chunks of each tensor, by name. A chunk has its file and its byte offset."""
     config: dict[str, Any]
     versions: dict[str, str] = field(default_factory=dict)
     validation_loss: float | None = None
-    """Validation loss after `step`, if it was evaluated."""
+    """Validation loss in nats after `step`; None if it was not evaluated."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What else a custom script saves: see state_tree.py."""
+    """Other state that a custom script saves: see state_tree.py."""
     format: int = FORMAT_VERSION
 
     @property
     def fingerprint(self) -> str:
-        """Digest of its tensors, including those of the base model that it adapts."""
+        """Digest of the checkpoint's tensors; for an adapter also of the base model's tensors."""
         files = sorted((name, facts["sha256"]) for name, facts in self.files.items())
         return hashlib.sha256(json.dumps([files, self.base_fingerprint]).encode()).hexdigest()
 
     @property
     def base_fingerprint(self) -> str | None:
-        """The fingerprint of the model trainer.init_from, which holds what was not trained; None if everything is in this checkpoint."""
+        """Fingerprint of the base model (trainer.init_from), which has the frozen parameters; None if the checkpoint has all parameters."""
         value: str | None = self.state.get(BASE_KEY)
         return value
 
     def to_text(self) -> str:
-        """Return the manifest as JSON, with its own digest."""
+        """Return the manifest as JSON text, including a digest of itself."""
         values = asdict(self)
         return json.dumps({"digest": _compute_digest(values), **values}, indent=1) + "\n"
 
     @classmethod
     def from_text(cls, text: str, place: str) -> Manifest:
-        """Parse what to_text() returned. Raises CheckpointError if it is corrupt, IncompatibleCheckpoint if it has another format."""
+        """Parse the JSON text of a manifest. `place` names the checkpoint in errors.
+
+        Raises CheckpointError if the text is corrupt, IncompatibleCheckpoint if it has another format version.
+        """
         try:
             values = json.loads(text)
             digest = values.pop("digest")
@@ -75,7 +81,7 @@ class Manifest:
             raise CheckpointError(f"its {MANIFEST_NAME} is corrupt", place=place) from None
         if values.get("format") != FORMAT_VERSION:
             raise IncompatibleCheckpoint(
-                f"has format {values.get('format')}, and this version of swarmtrain reads format {FORMAT_VERSION}",
+                f"has format {values.get('format')}, but this version of swarmtrain reads format {FORMAT_VERSION}",
                 place=place,
                 hint="continue with the version that wrote it, or set trainer.save_dir to another folder",
             )
@@ -86,9 +92,9 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest in `folder`.
+    """Return the manifest in the checkpoint folder `folder`.
 
-    Raises CheckpointError if it is missing or corrupt, IncompatibleCheckpoint if it has another format.
+    Raises CheckpointError if it is missing or corrupt, IncompatibleCheckpoint if it has another format version.
     """
     try:
         text = (folder / MANIFEST_NAME).read_text()
@@ -100,7 +106,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the files `names` with the manifest. Raises CheckpointError for the first that is missing, of another size or modified."""
+    """Compare the files `names` in `folder` with the manifest.
+
+    Raises CheckpointError for the first file that is missing, or whose size or SHA-256 differs.
+    """
     for name in names:
         expected, path = manifest.files[name], folder / Path(name).name
         try:
@@ -108,7 +117,7 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             if size != expected["size"]:
                 raise CheckpointError(f"{name} has {size} bytes instead of {expected['size']}", place=str(folder))
             if _compute_file_digest(path) != expected["sha256"]:
-                raise CheckpointError(f"{name} is damaged: its SHA-256 is another", place=str(folder))
+                raise CheckpointError(f"{name} is damaged: its SHA-256 does not match", place=str(folder))
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error.strerror}", place=str(folder)) from None
 

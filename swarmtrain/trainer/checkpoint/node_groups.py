@@ -1,4 +1,4 @@
-"""Which ranks are on the same node. One rank of each node, the lowest, is its leader: it manages the node's own disk."""
+"""Groups of ranks by node. The lowest rank of each node is its leader, which manages the node's own disk."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """The nodes of one world, as seen by one of its ranks. They are numbered in the order of their leaders' ranks."""
+    """The nodes of one world, as seen by the rank `rank`. Nodes are indexed in the order of their leaders' ranks."""
 
     rank: int
     node_of_rank: tuple[int, ...]
-    """The node of each rank."""
+    """Index of the node of each rank, by rank."""
     node_names: tuple[str, ...]
-    """The name of each node in the run."""
+    """Name of each node, by node index."""
     leader_group: dist.ProcessGroup | None
-    """All leaders, in the order of their nodes, for their background threads only: training uses the other groups. None on other ranks."""
+    """Process group of all leaders, in the order of their nodes; None on other ranks. Only the leaders' background threads use it."""
 
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> NodeGroups:
@@ -48,18 +48,21 @@ class NodeGroups:
 
     @property
     def node(self) -> int:
-        """The node of this rank."""
+        """Index of this rank's node."""
         return self.node_of_rank[self.rank]
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of this node."""
+        """Ranks on this rank's node."""
         return tuple(rank for rank, node in enumerate(self.node_of_rank) if node == self.node)
 
     def run_on_leaders(self, action: Callable[[], T], save_dir: Path) -> T:
-        """Return the result of `action` here once every leader has run it. Called by leaders. Raises CheckpointError, on all of them."""
+        """Run `action` on every leader, and return this leader's result once all have run it. Called by all leaders together.
+
+        Raises CheckpointError on every leader if it fails on any.
+        """
         return collectives.run_on_all_ranks(lambda: run_translating_os_errors(save_dir, action), self.leader_group)[self.node]
 
     def find_leader(self, node: int) -> int:
-        """Return the rank that is the leader of `node`."""
+        """Return the rank of the leader of the node with index `node`."""
         return self.node_of_rank.index(node)

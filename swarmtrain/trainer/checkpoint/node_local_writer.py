@@ -1,7 +1,7 @@
-"""What each node writes of a checkpoint if each has its own disk: everything that its ranks hold, to minimize network traffic.
+"""Checkpoint writer for nodes that each have their own disk.
 
-Parts are the same as on a shared disk, one per rank. If ranks of several nodes hold the content of a part, as all ranks do with
-unsharded state, each of these nodes writes it.
+A node writes everything that its ranks hold, to minimize network traffic. Parts are the same as on a shared disk, one per rank. If ranks
+of several nodes hold the content of a part, as all ranks do with unsharded state, each of these nodes writes it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from swarmtrain.trainer.checkpoint.tensor_storage import StagingBuffer, TensorSt
 
 
 class NodeLocalWriter(TensorStorageWriter):
-    """Writes the parts of its node that are assigned to its rank: a node writes each part that one of its ranks holds completely, even if
-    it is another node's. After torch's save(), `stage_assigned_parts` assigns the parts and copies them into memory.
+    """Writes the parts that are assigned to this rank.
+
+    A node writes every part that one of its ranks holds completely, even if it is the part of another node's rank. After torch's save(),
+    `stage_assigned_parts` assigns the node's parts to its ranks, and copies this rank's parts into memory.
     """
 
     def __init__(self, folder: Path, nodes: NodeGroups, staging_buffer: StagingBuffer) -> None:
@@ -43,10 +45,13 @@ class NodeLocalWriter(TensorStorageWriter):
         return super().write_data(plan, planner)
 
     def _stage_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """A no-op: this rank's own part may not be all that it has to write. See `stage_assigned_parts`."""
+        """A no-op: this rank may have to write more than its own part. `stage_assigned_parts` copies its parts instead."""
 
     def stage_assigned_parts(self) -> None:
-        """Agree which rank of a node writes which parts, and copy this rank's. Called by all ranks together, after torch's save()."""
+        """Assign the parts of each node to its ranks, and copy this rank's parts into memory.
+
+        Called by all ranks together, after torch's save().
+        """
         self.tensor_index = collectives.run_on_rank_zero(lambda: self.tensor_index)
         parts = group_index_by_file(self.tensor_index)
         writable = collectives.all_gather_objects(
@@ -58,7 +63,7 @@ class NodeLocalWriter(TensorStorageWriter):
 
 
 def group_index_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
-    """Return the entries of `tensor_index` by file, in their order in the file."""
+    """Return the entries of `tensor_index` by file name, in the order of their offsets in the file."""
     chunks_by_file: dict[str, list[tuple[int, MetadataIndex]]] = defaultdict(list)
     for name, entry in tensor_index.items():
         for chunk in entry["chunks"]:
@@ -67,7 +72,11 @@ def group_index_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[Metad
 
 
 def assign_parts_to_ranks(writable: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
-    """Assign each part that `ranks` of a node can write (`writable`, by rank) to one rank: its own, else the one with the fewest."""
+    """Assign each part that can be written on a node to one of the node's `ranks`.
+
+    `writable`: for each rank the parts that it can write. A rank gets its own part; any other part goes to the rank with the fewest
+    parts. Return the assigned part names by rank.
+    """
     assigned: dict[int, list[str]] = {rank: [] for rank in ranks}
     for name in sorted({name for rank in ranks for name in writable[rank]}):
         chosen = min(

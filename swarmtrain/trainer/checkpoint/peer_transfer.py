@@ -1,8 +1,8 @@
-"""Copy files from nodes that have them to nodes that lack them, from disk to disk, in blocks. For the leaders' threads.
+"""Copy files between nodes, from disk to disk, in blocks, so that all nodes have them. Used by the threads of leaders.
 
-In round k each node sends to the k-th node after it and receives from the k-th before it, so that all links are busy in both
-directions and none carries the same bytes twice. A node that cannot read or write continues to the end, so that no peer waits
-for it, and raises its error then.
+In round k each node sends to the k-th node after it and receives from the k-th node before it, so that all links are busy in both
+directions and no link carries the same bytes twice. A node that cannot read or write still takes part in all rounds, so that no peer
+waits for it, and raises its error afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.node_groups import NodeGroups
 
 FileDigestsView = Mapping[str, Mapping[str, Any]]
-"""Name to size in bytes and SHA-256."""
+"""Size in bytes and SHA-256 of each file, by file name."""
 LOG = logging.getLogger("swarmtrain")
 _BLOCK_BYTES = 1 << 22
 _LOG_AFTER_SECONDS = 2.0
@@ -34,11 +34,11 @@ _LOG_INTERVAL_SECONDS = 10.0
 
 
 def exchange_files(folder: Path, available: FileDigestsView, nodes: NodeGroups, *, label: str | None = None) -> dict[str, dict[str, Any]]:
-    """Return when `folder` holds on each node, on disk, the files that any node has; and their digests. Called by all leaders together.
+    """Copy files between the nodes until `folder` on each node has all files that any node has. Return the digests of all files.
 
-    `available`: the files in `folder` on this node. Of files with the same name that differ, the first node's is copied to the others.
-    `label` names the transfer in the progress that is logged if it takes more than seconds.
-    Raises CheckpointError, on all leaders alike.
+    Called by all leaders together. `available`: digests of the files in `folder` on this node. If files with the same name differ, the
+    copy of the first node is sent to the others. `label` names the transfer in progress messages, which are logged if it takes long.
+    Raises CheckpointError on every leader if the transfer fails on any.
     """
     offers = collectives.all_gather_objects(available, nodes.leader_group)
     all_files = {name: dict(digest) for offer in reversed(offers) for name, digest in offer.items()}
@@ -65,11 +65,11 @@ def exchange_files(folder: Path, available: FileDigestsView, nodes: NodeGroups, 
 
 def _raise_if_failed(fault: str | None, folder: Path) -> None:
     if fault:
-        raise CheckpointError(fault, place=f"config trainer.save_dir {folder.parent}", hint="is the disk full, or gone?")
+        raise CheckpointError(fault, place=f"config trainer.save_dir {folder.parent}", hint="check that the disk is mounted and not full")
 
 
 class _FileSender:
-    """Reads files for other nodes."""
+    """Reads files and splits them into blocks, for other nodes."""
 
     def __init__(self, folder: Path, files: FileDigestsView) -> None:
         self._folder, self._files = folder, files
@@ -77,7 +77,10 @@ class _FileSender:
         self.fault: str | None = None
 
     def iterate_blocks(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield the bytes of the files `names`. If a file cannot be read, wrong bytes are sent, which the receiver detects by the hash."""
+        """Yield the bytes of the files `names` in blocks.
+
+        If a file cannot be read, wrong bytes are sent, which the receiver detects by the SHA-256.
+        """
         for name in names:
             for start in range(0, self._files[name]["size"], _BLOCK_BYTES):
                 yield self._read_block(name, start)
@@ -94,7 +97,7 @@ class _FileSender:
 
 
 class _FileReceiver:
-    """Writes what other nodes send."""
+    """Writes the files that other nodes send, and verifies their SHA-256."""
 
     def __init__(self, folder: Path, files: FileDigestsView, total_bytes: int, label: str | None) -> None:
         self._folder, self._files, self._total_bytes, self._label = folder, files, total_bytes, label
@@ -104,7 +107,7 @@ class _FileReceiver:
         self.fault: str | None = None
 
     def iterate_buffers(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield buffers for the bytes of the files `names`; a buffer's content is written when the next one is requested."""
+        """Yield a buffer for each block of the files `names`. The buffer's content is written when the next buffer is requested."""
         for name in names:
             yield from self._receive_file(name)
 
@@ -127,10 +130,10 @@ class _FileReceiver:
             yield from (self._buffer[:size] for size in sizes)
             return
         if self.fault is None and digest.hexdigest() != self._files[name]["sha256"]:
-            self.fault = f"{name} has come here damaged: its SHA-256 is another"
+            self.fault = f"{name} was corrupted in transfer: its SHA-256 does not match"
 
     def _log_progress(self, size: int) -> None:
         self._received_bytes += size
         if self._label and time.monotonic() - self._last_logged > _LOG_INTERVAL_SECONDS:
             self._last_logged = time.monotonic()
-            LOG.warning("%s comes from another node: %.0f of %.0f MB", self._label, self._received_bytes / 1e6, self._total_bytes / 1e6)
+            LOG.warning("%s is copied from another node: %.0f of %.0f MB", self._label, self._received_bytes / 1e6, self._total_bytes / 1e6)

@@ -1,4 +1,4 @@
-"""Restore a model and its optimizer from checkpoints: the run's own, or those of trainer.load_dir."""
+"""Restore a model and its optimizer from checkpoints: from the run's save_dir, or from trainer.load_dir."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ def restore_training_state(
     data_fingerprint: str,
     report_warning: WarningReporter,
 ) -> tuple[Progress, Path | None]:
-    """Load the newest valid checkpoint of save_dir, else of load_dir, into model and optimizer. Called by all ranks together.
+    """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, those in trainer.load_dir.
 
-    `data_fingerprint` is that of the training data. `report_warning` is called for what is skipped, and for what is loaded from another
-    run. Return the progress and the checkpoint's path; an initial Progress and None if there is none and load_dir is not set.
-    Raises IncompatibleCheckpoint if it belongs to another model or other data, CheckpointError if load_dir has none.
+    Called by all ranks together. `data_fingerprint`: fingerprint of the training data. `report_warning` is called for checkpoints that
+    are skipped, and for what is loaded from another run. Return the progress and the checkpoint's path; an initial Progress and None if
+    nothing is loaded.
+
+    Raises IncompatibleCheckpoint if the checkpoint belongs to another model or other data, CheckpointError if load_dir has no complete
+    checkpoint.
     """
     loader = _CheckpointLoader(runtime, training_state, data_fingerprint, report_warning)
-    if newest := checkpoint_manager.find_newest():
+    if newest := checkpoint_manager.find_newest_checkpoint():
         progress = loader.build_progress(*newest, is_foreign=False)
         loader.load([newest], loader.build_own_rules(*newest))
         return progress, newest[0]
@@ -64,12 +67,12 @@ class _CheckpointLoader:
     report_warning: WarningReporter
 
     def find_source(self, folder: Path) -> FoundCheckpoint:
-        checkpoint = discovery.find_newest_in_folder(self.runtime, folder, self.report_warning)
+        checkpoint = discovery.find_newest_checkpoint_in_folder(self.runtime, folder, self.report_warning)
         if checkpoint is None:
             raise CheckpointError(
                 "has no complete checkpoint",
                 place=f"config trainer.load_dir {folder}",
-                hint="is it mounted here? without trainer.load_dir the run starts from scratch",
+                hint="check that it is mounted on this machine, or remove trainer.load_dir to start from scratch",
             )
         return checkpoint
 
@@ -81,21 +84,21 @@ class _CheckpointLoader:
         if is_foreign:
             return Progress(manifest.step, 0, None)
         raise IncompatibleCheckpoint(
-            f"was trained on other data, or in another order{self._describe_changes(manifest, 'data')}",
+            f"was trained on different data, or in a different order{self._describe_changes(manifest, 'data')}",
             place=str(path),
-            hint="choose another trainer.save_dir, or bring the data back",
+            hint="choose another trainer.save_dir, or restore the data",
         )
 
     def build_own_rules(self, path: Path, manifest: Manifest) -> LoadRules:
-        """Return the rules for the run's own checkpoint. Raises IncompatibleCheckpoint if its base model is another."""
+        """Return the load rules for the run's own checkpoint. Raises IncompatibleCheckpoint if it belongs to another base model."""
         if manifest.base_fingerprint is None:
             return LOAD_EVERYTHING
         if manifest.base_fingerprint != self.training_state.model.base_fingerprint:
-            reason = "is missing here" if self.training_state.model.base_fingerprint is None else "is another model, or has changed"
+            reason = "is missing here" if self.training_state.model.base_fingerprint is None else "is a different model, or has changed"
             raise IncompatibleCheckpoint(
-                f"has what was trained alone, and trainer.init_from, which has the rest, {reason}",
+                f"contains only the trained parameters, and trainer.init_from, which has the rest, {reason}",
                 place=str(path),
-                hint=f"make trainer.init_from what it was: {manifest.config['trainer']['init_from']}",
+                hint=f"set trainer.init_from back to its previous value: {manifest.config['trainer']['init_from']}",
             )
         return LoadRules(allowed_missing=tuple(f"^{re.escape(name)}$" for name in self.training_state.frozen_names), should_log=False)
 
@@ -103,7 +106,7 @@ class _CheckpointLoader:
         tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in sources)
         source_of = assign_source_checkpoints([manifest.tensors for _, manifest in sources])
         available = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in source_of.items()}
-        # torch's planner handles sharding within a tensor; which tensors the pipeline stages have together is gathered here.
+        # torch's planner handles sharding within a tensor. The names of tensors on other pipeline stages are gathered here.
         shapes = collectives.all_gather_objects({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         expected = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
         names = select_names_to_load(available, expected, place, rules, self._describe_changes(sources[0][1], "transformer_architecture"))
@@ -117,6 +120,9 @@ class _CheckpointLoader:
                 raise CheckpointError(describe_first_failure(error), place=str(path)) from None
 
     def _describe_changes(self, manifest: Manifest, section: str) -> str:
-        """Return the differences between the checkpoint's config and this one, side by side."""
+        """Return a text with the values that differ between the checkpoint's config and the current config in `section`.
+
+        Empty if none differ.
+        """
         current_config = self.runtime.config.model_dump(mode="json")
         return "".join(f"; {line}" for line in diff_configs(manifest.config.get(section, {}), current_config[section], section))

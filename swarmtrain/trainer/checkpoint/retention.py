@@ -1,4 +1,4 @@
-"""Which checkpoints are kept when a newer one is committed: a function of the existing checkpoints and the config."""
+"""Retention of checkpoints: which are kept when a newer one is committed, as a function of their metadata and the config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarmtrain.config.schema.trainer import BestCheckpointMode, TrainerConfig
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """The metadata of a committed checkpoint that retention depends on."""
+    """Metadata of a committed checkpoint that retention depends on."""
 
     generation: int
     step: int
@@ -19,16 +19,16 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How many checkpoints to keep. A checkpoint that any of the three rules selects is kept."""
+    """Rules that select the checkpoints to keep: a checkpoint that any of the three rules selects is kept."""
 
     newest_count: int
-    """How many of the newest, by (generation, step); at least one."""
+    """Number of newest checkpoints to keep, by (generation, step); at least one."""
     best_count: int = 0
-    """How many of those with the best validation loss, or custom metric."""
+    """Number of checkpoints to keep with the best validation loss or custom metric."""
     step_multiple: int | None = None
-    """All whose step is a multiple of this."""
+    """Keep all checkpoints whose step is a multiple of this; None: no such rule."""
     higher_is_better: bool = False
-    """Whether a higher metric is better."""
+    """Whether a higher custom metric is better; a validation loss is better if lower."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> RetentionPolicy:
@@ -37,10 +37,10 @@ class RetentionPolicy:
 
 
 def select_retained(checkpoints: Iterable[CheckpointInfo], policy: RetentionPolicy) -> set[CheckpointInfo]:
-    """Return which of `checkpoints` are kept.
+    """Return the checkpoints that `policy` keeps.
 
-    A checkpoint that a newer world has superseded by resuming from before it (an older generation with an equal or higher step) is no
-    longer part of the run: it is kept only while it is among the newest, as a fallback.
+    A checkpoint of an older generation whose step is equal to or higher than that of a newer generation's checkpoint is superseded: the
+    newer world resumed from before it. It is kept only while it is among the newest, as a fallback.
     """
     newest_first = sorted(checkpoints, key=lambda one: (one.generation, one.step), reverse=True)
     active: list[CheckpointInfo] = []

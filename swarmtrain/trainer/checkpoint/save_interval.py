@@ -1,11 +1,11 @@
-"""When a checkpoint is due.
+"""Schedule of checkpoints: by steps, by epochs, by time, or automatic.
 
-A schedule by steps is known to all ranks alike. A schedule by the clock is known to rank 0: it requests a checkpoint, and the request
-is part of the sums that ranks exchange at the end of each step anyway, so that all save the same step.
+A schedule by steps or epochs gives the same result on all ranks. A schedule by time uses the clock of rank 0, whose request is included
+in the all-reduce at the end of each step, so that all ranks save the same step.
 
-`auto` is Young's interval (CACM 17(9), 1974; Daly refined it, FGCS 22(3), 2006), which minimizes the sum of the time that saving
-costs and the work that a failure loses: the square root of twice the cost of a save times the mean time between failures. It is
-extended if saving would take more than 1 % of the time.
+`auto` is Young's interval (CACM 17(9), 1974; refined by Daly, FGCS 22(3), 2006), which minimizes the expected time lost to saving and to
+recomputation after failures: sqrt(2 x cost of a save x mean time between failures). It is extended if saving would take more than 1 % of
+the time.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from swarmtrain.config.schema.interval import AUTO, parse_interval
 from swarmtrain.config.schema.trainer import TrainerConfig
 
 MIN_AUTO_INTERVAL_SECONDS = 60.0
-"""Seconds until the first checkpoint with `auto`, which measures the costs; no interval is shorter."""
+"""Minimum interval in seconds with `auto`. The first checkpoint is due after this time, and measures the cost of saving."""
 _MEAN_SECONDS_BETWEEN_FAILURES = 24 * 3600.0
-"""Seconds: one failed machine per day, which is what a few dozen machines see on a bad day. An error of 4× here is an error of 2× in the
-interval.
+"""Assumed mean time between failures in seconds: one failed machine per day.
+
+A few dozen machines have that on a bad day. If it is wrong by a factor of 4, the interval is wrong by a factor of 2.
 """
 _MAX_STALL_FRACTION, _MAX_WRITE_FRACTION = 0.01, 0.25
-"""Maximum fractions of the time for which checkpoints may stall training, and for which the disk may be busy with them."""
+"""Maximum fraction of the time for which checkpoints may stall training, and for which the disk may be busy writing them."""
 
 
 def compute_auto_interval(stall_seconds: float, write_seconds: float) -> float:
-    """Return the seconds between two checkpoints, if each stalls training for `stall_seconds` and takes `write_seconds` to write."""
+    """Return the interval between two checkpoints in seconds.
+
+    Each stalls training for `stall_seconds`, and takes `write_seconds` to write.
+    """
     return max(
         MIN_AUTO_INTERVAL_SECONDS,
         math.sqrt(2 * stall_seconds * _MEAN_SECONDS_BETWEEN_FAILURES),
@@ -38,7 +42,7 @@ def compute_auto_interval(stall_seconds: float, write_seconds: float) -> float:
 
 
 class SaveInterval:
-    """When one world's checkpoints are due. An epoch has `samples_per_epoch` samples, a step has `batch_size`."""
+    """Determines when a checkpoint is due. `samples_per_epoch`: samples in an epoch; `batch_size`: samples in a step."""
 
     def __init__(self, config: TrainerConfig, samples_per_epoch: int, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         interval = parse_interval(config.save_interval)
@@ -52,9 +56,9 @@ class SaveInterval:
         self._last_save_time = clock()
 
     def is_due(self, step: int, consumed_samples: int, *, has_validation_loss: bool) -> bool:
-        """Return whether a checkpoint is due after `step`, and `consumed_samples` in all. The same on all ranks.
+        """Return whether a checkpoint is due after `step` by the schedule of steps and epochs. All ranks get the same result.
 
-        `has_validation_loss`: the validation loss of this step is known.
+        `consumed_samples`: samples consumed so far. `has_validation_loss`: the validation loss after this step is known.
         """
         by_step = any(step % steps == 0 for steps in self._step_multiples)
         by_epoch = (
@@ -65,16 +69,16 @@ class SaveInterval:
 
     @property
     def is_due_by_clock(self) -> bool:
-        """Whether a checkpoint is due by this rank's clock."""
+        """True if a checkpoint is due by this rank's clock."""
         return self._interval_seconds is not None and self._clock() - self._last_save_time >= self._interval_seconds
 
     def record_stall(self, seconds: float) -> None:
-        """Record that a checkpoint was started, or abandoned, and stalled training for `seconds`."""
+        """Record that saving a checkpoint has stalled training for `seconds`, and restart the interval."""
         self._last_save_time, self._stall_seconds = self._clock(), seconds
         self._update_interval()
 
     def record_write(self, seconds: float) -> None:
-        """Record that a checkpoint was committed, `seconds` after its start."""
+        """Record that a checkpoint was committed `seconds` after its save started."""
         self._write_seconds = seconds
         self._update_interval()
 

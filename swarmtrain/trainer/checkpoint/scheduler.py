@@ -1,4 +1,7 @@
-"""Checkpoints during training: when they are due, when a stop is requested, and at the end; and how they are reported."""
+"""Saves checkpoints during training: when they are due, after a stop request, and at the end of the run.
+
+Reports committed checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from swarmtrain.trainer.metrics import RunReporter
 
 
 class CheckpointScheduler:
-    """Saves into the run's save_dir, if it has one.
+    """Saves checkpoints to the run's save_dir; a no-op if it is not set.
 
-    All methods but `is_due_by_clock` and `report_saved` are called by all ranks together.
+    All methods except `is_due_by_clock` and `report_saved` are called by all ranks together.
     """
 
     def __init__(
@@ -33,13 +36,13 @@ class CheckpointScheduler:
 
     @property
     def is_due_by_clock(self) -> bool:
-        """Whether a checkpoint is due by this rank's clock, which all ranks learn at the end of the next step."""
+        """True if a checkpoint is due by this rank's clock. Rank 0's value is exchanged with all ranks in the next step."""
         return self._save_interval.is_due_by_clock
 
     def save_if_due(self, progress: Progress, *, save_requested: bool) -> None:
-        """Start a checkpoint if some rank requested one, or one is due after this step, unless there is one of this step.
+        """Start a checkpoint if any rank has requested one or one is due, unless this step is saved already.
 
-        Raises what CheckpointManager.save does.
+        `save_requested`: any rank has requested one. Raises the errors of CheckpointManager.save.
         """
         is_due = save_requested or self._save_interval.is_due(
             progress.step, progress.consumed_samples, has_validation_loss=progress.validation_loss is not None
@@ -53,19 +56,19 @@ class CheckpointScheduler:
         self.report_saved()
 
     def save_and_wait(self, progress: Progress) -> None:
-        """Return when the checkpoint of this step is committed. Raises what CheckpointManager.save_and_wait does."""
+        """Save a checkpoint of `progress` and wait until it is committed. Raises the errors of CheckpointManager.save_and_wait."""
         with self._collective_timeout.suspended():
             self._checkpoint_manager.save_and_wait(progress)
         self.report_saved()
 
     def report_saved(self) -> None:
-        """Report the checkpoints committed since the last call."""
+        """Report the checkpoints that were committed since the last call."""
         for saved in self._checkpoint_manager.take_completed_saves():
             self._reporter.report_checkpoint(saved)
             self._save_interval.record_write(saved.save_seconds)
 
     def save_and_exit(self, progress: Progress) -> NoReturn:
-        """Save this step, and exit this rank gracefully."""
+        """Save a checkpoint of `progress`, then exit this rank gracefully by raising SystemExit."""
         if progress.step:
             self.save_and_wait(progress)
         with self._collective_timeout.suspended():

@@ -1,6 +1,6 @@
-"""The sidecar files that rank 0 writes next to checkpoints.
+"""Sidecar files that rank 0 writes next to checkpoints: metrics.jsonl and wandb-id.
 
-If each node has its own disk, they are copied to the node that has rank 0 next.
+If each node has its own disk, they are copied to the node on which rank 0 runs next.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SIDECAR_NAMES = _METRICS_FILE, "wandb-id"
 
 
 def sync_sidecar_files(nodes: NodeGroups, save_dir: Path, step: int) -> None:
-    """Copy the files of the node that has recorded the most steps up to `step` to all nodes, unless rank 0's node, the first, has as many.
+    """Copy the sidecar files of the node with the most recorded steps up to `step` to all nodes, unless the first node has as many.
 
-    Done by leaders; a no-op on other ranks. Raises CheckpointError, on all leaders alike.
+    Leaders copy; a no-op on other ranks. Raises CheckpointError on every leader if it fails on any.
     """
     if nodes.leader_group is None:
         return
@@ -38,7 +38,7 @@ def sync_sidecar_files(nodes: NodeGroups, save_dir: Path, step: int) -> None:
 
 
 def _count_recorded_steps(path: Path, step: int) -> int:
-    """Return for how many steps up to `step` there is a line."""
+    """Return the number of lines of the metrics file for steps up to `step`; 0 if there is no file."""
     if not path.exists():
         return 0
     with path.open(errors="replace") as file:

@@ -1,4 +1,4 @@
-"""The state that a run saves in its checkpoints."""
+"""State that a run saves in its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 
 class CheckpointState(Protocol):
-    """What is saved, in its current state."""
+    """Interface of the state that a checkpoint saves."""
 
     @property
     def topology(self) -> Mapping[str, int]:
-        """How it is divided among ranks."""
+        """Degree of each parallel dimension, by name."""
         ...
 
     def collect_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors, as full (distributed) tensors that share memory with the training state."""
+        """Return all tensors by name, as full (distributed) tensors that share memory with the training state."""
         ...
 
     def collect_non_tensor_state(self) -> dict[str, Any]:
-        """Return everything that is not a tensor, as JSON values."""
+        """Return all state that is not a tensor, as JSON values."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A model and its optimizer."""
+    """State of a model and its optimizer."""
 
     model: ParallelModel
     optimizer: Optimizer
     trainable_only: bool = False
-    """Save trainable parameters, and of the frozen ones only the fingerprint of their model."""
+    """Save only trainable parameters; of frozen parameters, save only the fingerprint of the model that has them."""
 
     @property
     def topology(self) -> Mapping[str, int]:
@@ -52,11 +52,11 @@ class TrainingState:
 
     @property
     def frozen_names(self) -> set[str]:
-        """The frozen parameters."""
+        """Names of the frozen parameters."""
         return set(self.model.parameter_names) - set(self.model.trained_names)
 
     def collect_all_tensors(self) -> dict[str, Tensor]:
-        """Return what `collect_tensors` does, and also what is not saved."""
+        """Return all tensors of model and optimizer, including frozen parameters that `collect_tensors` excludes."""
         shard_layout = self.model.shard_layout
         tensors = {
             f"model/{name}": shard_layout.wrap_as_dtensor(name, parameter.detach()) for name, parameter in self.model.parameters.items()

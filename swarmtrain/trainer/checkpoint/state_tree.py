@@ -1,7 +1,7 @@
-"""Split what a `state_dict()` returns into tensors and JSON, and merge it again; nothing is pickled.
+"""Split the result of `state_dict()` into tensors and JSON, and merge them again, without pickle.
 
-A tensor becomes {"tensor": NAME}, a tuple {"tuple": […]}, a dict {"dict": [[KEY, VALUE], …]}; numbers, text, None and lists stay as
-they are. A subclass of dict, such as OrderedDict, is restored as a plain dict, and a numpy array as a tensor.
+A tensor becomes {"tensor": NAME}, a tuple {"tuple": […]}, a dict {"dict": [[KEY, VALUE], …]}; numbers, text, None and lists are
+unchanged. A subclass of dict, such as OrderedDict, is restored as a plain dict, and a numpy array as a tensor.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from torch import Tensor
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint.tensor_storage import DTYPES_BY_NAME
 
-_HINT = "a state_dict() may have tensors, numbers, text, None, and lists, tuples and dicts of these"
+_HINT = "return only tensors, numbers, strings, None, and lists, tuples and dicts of these from state_dict()"
 
 
 def flatten_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON, and add its tensors to `tensors`, under names that begin with `name`. Raises TrainingError."""
+    """Return `value` as JSON, and add its tensors to `tensors`, under names that begin with `name`.
+
+    Raises TrainingError if `value` contains an object of an unsupported type.
+    """
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -34,11 +37,11 @@ def flatten_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             return {"tuple": [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]}
         case list():
             return [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]
-    raise TrainingError(f"holds something that cannot be kept: {type(value).__name__}", place=name, hint=_HINT)
+    raise TrainingError(f"has a value that cannot be saved: {type(value).__name__}", place=name, hint=_HINT)
 
 
 def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `flatten_state` turned into `tree` and `tensors`."""
+    """Return the value from which `flatten_state` built `tree` and `tensors`."""
     match tree:
         case {"tensor": str(name)}:
             return tensors[name]

@@ -1,11 +1,11 @@
-"""Where checkpoints are stored: in one folder that all nodes share, or in a folder on each node.
+"""Storage of checkpoints: in one folder that all nodes share, or in a folder on each node.
 
                     SharedStorage                       NodeLocalStorage
-who acts            rank 0                              one rank of each node, its leader
-a part              is written once                     is written by each node that holds it, and sent to the others
-committed           by rank 0's rename                  by each leader's, when all have everything
-the fence           one generation in the folder        the same generation in each folder
-the newest          in the folder                       complete on one node, or on all nodes together; it is sent to the others
+leader              rank 0                              the lowest rank of each node
+parts               each is written once                each is written by every node that holds it, and sent to the other nodes
+commit              rank 0 renames the folder           each leader renames its folder, when all nodes have all files
+fence               one generation in the folder        the same generation in each folder
+newest checkpoint   found in the folder                 complete on one node, or on all nodes together; sent to the other nodes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import commit, fence, sidecar_files
 from swarmtrain.trainer.checkpoint.background_task import FileDigests, collect_completion_markers
-from swarmtrain.trainer.checkpoint.discovery import FoundCheckpoint, NodeLocalFolders, find_newest_in_folder
+from swarmtrain.trainer.checkpoint.discovery import FoundCheckpoint, NodeLocalFolders, find_newest_checkpoint_in_folder
 from swarmtrain.trainer.checkpoint.node_groups import NodeGroups
 from swarmtrain.trainer.checkpoint.node_local_writer import NodeLocalWriter
 from swarmtrain.trainer.checkpoint.peer_transfer import exchange_files
@@ -32,49 +32,54 @@ _MAX_CLAIM_ATTEMPTS = 3
 
 
 class StorageBackend(Protocol):
-    """All methods but `commit_checkpoint` are called by all ranks together."""
+    """Interface of checkpoint storage. All methods except `commit_checkpoint` are called by all ranks together."""
 
     is_leader: bool
-    """This rank acts for the shared disk, or for its node's."""
+    """True if this rank commits checkpoints: for the shared disk, or for its node's disk."""
 
     @property
     def nodes(self) -> NodeGroups | None:
-        """The nodes, if each has its own disk."""
+        """The nodes of this world, if each has its own disk; None for a shared disk."""
         ...
 
     def claim_generation(self) -> int:
-        """Claim a generation for this world, and return it.
+        """Claim a generation for this world, and return it. Worlds with lower generations can then no longer commit.
 
-        Raises CheckpointError if the folder cannot be written, or is not what the config says; CoordinatorError.
+        Raises CheckpointError if the folder cannot be written, or if trainer.save_dir_shared does not match the disks; CoordinatorError.
         """
         ...
 
     def create_staging_folder(self, step: int, generation: int) -> Path:
-        """Create and return an empty folder for the checkpoint of `step`. Raises WorldError, CheckpointError."""
+        """Create and return an empty staging folder for the checkpoint of `step`. Raises WorldError, CheckpointError."""
         ...
 
     def build_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
-        """Return the writer of this rank's part of a checkpoint."""
+        """Return the writer for this rank's part of a checkpoint in `folder`."""
         ...
 
     def assign_parts(self, writer: TensorStorageWriter) -> None:
-        """Assign parts to `writer`, after torch's save()."""
+        """Assign the parts that this rank writes to `writer`, after torch's save()."""
         ...
 
     def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
-        """Return the result of `commit_files`, called with all files once `folder` holds all parts. Called by leaders, in a thread.
+        """Wait until `folder` has all parts, call `commit_files` with the digests of all files, and return its result.
 
-        `all_written`: set when all ranks have written their parts. Raises CheckpointError, WorldError.
+        Called by leaders, in a thread.
+
+        `all_written` is set when all ranks have written their parts. Raises CheckpointError, WorldError.
         """
         ...
 
-    def find_newest(self, generation: int) -> FoundCheckpoint | None:
-        """Return the newest complete checkpoint, for the world with this `generation`; None if there is none. Raises CheckpointError."""
+    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+        """Return path and manifest of the newest complete checkpoint; None if there is none. `generation`: that of this world.
+
+        Raises CheckpointError.
+        """
         ...
 
 
 class SharedStorage:
-    """A folder that all nodes share."""
+    """Storage in one folder that all nodes share."""
 
     def __init__(self, runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> None:
         self._runtime, self._save_dir, self._report_warning = runtime, save_dir, report_warning
@@ -101,12 +106,12 @@ class SharedStorage:
             self._save_dir, lambda: commit_files(collect_completion_markers(folder, range(self._runtime.world_size), all_written))
         )
 
-    def find_newest(self, generation: int) -> FoundCheckpoint | None:
-        return find_newest_in_folder(self._runtime, self._save_dir, self._report_warning)
+    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+        return find_newest_checkpoint_in_folder(self._runtime, self._save_dir, self._report_warning)
 
 
 class NodeLocalStorage:
-    """A folder on each node."""
+    """Storage in a folder on each node."""
 
     def __init__(self, runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> None:
         self._runtime, self._save_dir, self._report_warning = runtime, save_dir, report_warning
@@ -118,13 +123,13 @@ class NodeLocalStorage:
             if generation := self._try_claim_generation():
                 return generation
         raise CheckpointError(
-            f"is one folder for several of the nodes {', '.join(self.nodes.node_names)}",
+            f"is the same folder on several of the nodes {', '.join(self.nodes.node_names)}",
             place=f"config trainer.save_dir {self._save_dir}",
-            hint="trainer.save_dir_shared: true; or give each node a folder of its own",
+            hint="set trainer.save_dir_shared: true, or give each node its own folder",
         )
 
     def _try_claim_generation(self) -> int | None:
-        """Return the generation taken on all disks, None if another world or node was faster on one of them."""
+        """Take the same generation on the disks of all nodes and return it; None if another world or node has taken it on one of them."""
         highest = max(collectives.run_on_all_ranks(lambda: _find_highest_generation(self._save_dir) if self.is_leader else 0))
         generation = collectives.run_on_rank_zero(lambda: self._draw_generation(highest))
         return (
@@ -156,20 +161,20 @@ class NodeLocalStorage:
         files = exchange_files(folder, available, self.nodes)
         return self.nodes.run_on_leaders(lambda: commit_files(files), self._save_dir)
 
-    def find_newest(self, generation: int) -> FoundCheckpoint | None:
-        checkpoint = NodeLocalFolders(self.nodes, self._save_dir, generation, self._report_warning).find_newest()
+    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+        checkpoint = NodeLocalFolders(self.nodes, self._save_dir, generation, self._report_warning).find_newest_checkpoint()
         if checkpoint:
             step = checkpoint[1].step
             try:
                 collectives.run_on_all_ranks(lambda: sidecar_files.sync_sidecar_files(self.nodes, self._save_dir, step))
             except CheckpointError as error:
-                self._report_warning(f"metrics.jsonl begins at step {step} here, the rest is on other nodes: {error}")
+                self._report_warning(f"metrics.jsonl begins at step {step} on this node, the rest is on other nodes: {error}")
         return checkpoint
 
     def _draw_generation(self, highest: int) -> int:
-        """Return a generation higher than `highest` that no other world of this run has had.
+        """Return a generation that is higher than `highest` and unused by any other world of this run.
 
-        The coordinator knows them, if there is one: other worlds may have run on other nodes.
+        The coordinator assigns it, if there is one, since other worlds may have run on other nodes.
         """
         return (
             CoordinatorClient(self._runtime.coordinator_address).request_generation(highest)
@@ -179,7 +184,7 @@ class NodeLocalStorage:
 
 
 def build_storage_backend(runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> StorageBackend:
-    """Return the storage backend that the config selects. Called by all ranks together."""
+    """Return the storage backend that trainer.save_dir_shared selects. Called by all ranks together."""
     return (
         SharedStorage(runtime, save_dir, report_warning)
         if runtime.config.trainer.save_dir_shared
@@ -188,7 +193,7 @@ def build_storage_backend(runtime: Runtime, save_dir: Path, report_warning: Warn
 
 
 def _find_highest_generation(save_dir: Path) -> int:
-    """Return the highest generation of the checkpoints in `save_dir` and of its fence, 0 if there is none."""
+    """Return the highest generation of the checkpoints and the fence files in `save_dir`; 0 if there are none."""
     return max(
         fence.find_highest_generation(save_dir), *(content.generation for _, content in commit.list_checkpoints_newest_first(save_dir)), 0
     )

@@ -1,8 +1,7 @@
-"""Storage for torch's distributed checkpoint: raw tensor bytes in one file per rank, everything else as JSON.
+"""Storage for torch's distributed checkpoint (DCP): raw tensor bytes in one file per rank, everything else as JSON.
 
-torch's own file format stores its metadata, and each tensor's frame, as pickles, which can run code when read. Here torch's
-planners divide and reshard as usual, but what they write and read goes through this writer and reader: nothing is
-pickled, nothing is unpickled, and entries that are not tensors are refused.
+torch's own file format stores metadata as pickles, which can run code when they are read. Here torch's planners shard and reshard as
+usual, but this module reads and writes the files: nothing is pickled or unpickled, and entries that are not tensors are rejected.
 """
 
 from __future__ import annotations
@@ -34,18 +33,21 @@ _BLOCK_BYTES = 1 << 24
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOAT_DTYPES, *_INTEGER_DTYPES)}
-"""The dtypes that a checkpoint's tensors can have."""
+"""Dtypes that the tensors of a checkpoint can have, by name."""
 
 
 class StagingBuffer:
-    """Host memory for this rank's part of a checkpoint. It is kept for reuse: allocating it costs more than filling it."""
+    """Host memory into which this rank's part of a checkpoint is copied.
+
+    It is reused, since allocating it takes longer than filling it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def stage_tensors(self, tensors: Sequence[Tensor]) -> memoryview:
-        """Copy the current bytes of `tensors`, one after another, and return them."""
+        """Copy the bytes of `tensors` into the buffer, one after another, and return them."""
         sources = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
         size, offset = sum(source.numel() for source in sources), 0
         if size > self._buffer.numel():
@@ -59,14 +61,15 @@ class StagingBuffer:
 
 
 def format_part_name(number: int) -> str:
-    """Return the file name of part `number`."""
+    """Return the file name of the part with this `number`."""
     return f"part-{number:05}.bin"
 
 
 class TensorStorageWriter(StorageWriter):
-    """Writes part `part_number` into `folder`, in two phases: torch's save() copies it into `staging_buffer`, `write` writes it from there.
+    """Writes part `part_number` of a checkpoint to `folder`, in two phases.
 
-    After the first phase, `tensor_index` on rank 0 is the index of all parts.
+    torch's save() copies the part into `staging_buffer`; `write` then writes it to the disk. After the first phase, `tensor_index` on
+    rank 0 is the index of the tensors in all parts.
     """
 
     def __init__(self, folder: Path, part_number: int, staging_buffer: StagingBuffer) -> None:
@@ -88,7 +91,7 @@ class TensorStorageWriter(StorageWriter):
         return future
 
     def _stage_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """Copy the tensors of each of `parts` into memory."""
+        """Copy the tensors of each part into the staging buffer. `parts`: tensors by file name."""
         staged, start = self._staging_buffer.stage_tensors([tensor for tensors in parts.values() for tensor in tensors]), 0
         for name, tensors in parts.items():
             end = start + sum(tensor.nbytes for tensor in tensors)
@@ -99,7 +102,10 @@ class TensorStorageWriter(StorageWriter):
         self.tensor_index = {name: _build_index_entry(name, entry, locations) for name, entry in metadata.state_dict_metadata.items()}
 
     def stage_local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Copy this rank's part of `tensors` into memory, and return the part's index. Not collective."""
+        """Copy this rank's part of `tensors` into the staging buffer, without communication.
+
+        Return the index of the tensors in this part.
+        """
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(tensors), is_coordinator=True)
         plan = planner.create_local_plan()
@@ -118,9 +124,9 @@ class TensorStorageWriter(StorageWriter):
         return index
 
     def write(self) -> dict[str, dict[str, Any]]:
-        """Write what is staged, and return each file's name with size and SHA-256; nothing if this rank has no part.
+        """Write the staged parts to the folder, and return size and SHA-256 of each file by name; empty if this rank has no part.
 
-        Raises OSError that names the part.
+        Raises OSError with the part's path.
         """
         return {name: self._write_part(name, part) for name, part in self._staged_parts.items() if part}
 
@@ -153,10 +159,10 @@ class TensorStorageWriter(StorageWriter):
 
 
 class TensorStorageReader(StorageReader):
-    """Reads tensors from the parts in `folder`, by the `tensor_index` that a TensorStorageWriter built."""
+    """Reads tensors from the parts of a checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
 
     def __init__(self, folder: Path, tensor_index: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if the index is invalid."""
+        """Raises CheckpointError if `tensor_index` is invalid."""
         self.folder = folder
         self._locations: dict[MetadataIndex, tuple[str, int, torch.dtype, torch.Size]] = {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -173,7 +179,7 @@ class TensorStorageReader(StorageReader):
                         chunk.sizes,
                     )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"its index makes no sense: {error!r}", place=str(folder)) from None
+            raise CheckpointError(f"its index is invalid: {error!r}", place=str(folder)) from None
         self._metadata = Metadata(entries)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -189,7 +195,10 @@ class TensorStorageReader(StorageReader):
         return future
 
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
-        """Fill `target`, directly from the file if its data is contiguous there, so that nothing is in memory twice."""
+        """Read `item` into `target`.
+
+        If its bytes are contiguous in the file, they are read directly into `target`, without a copy in memory.
+        """
         name, offset, dtype, sizes = self._locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
         starts, lengths = item.storage_offsets, item.lengths
         if sizes:  # only the requested rows of a chunk are read
@@ -201,7 +210,7 @@ class TensorStorageReader(StorageReader):
         with (self.folder / name).open("rb") as file:
             file.seek(offset)
             if file.readinto(data) != len(data):
-                raise CheckpointError(f"{name} ends too early", place=str(self.folder))
+                raise CheckpointError(f"{name} is truncated", place=str(self.folder))
         if not is_direct:
             for dimension, (start, length) in enumerate(zip(starts, lengths, strict=True)):
                 chunk_values = chunk_values.narrow(dimension, start, length)
@@ -221,7 +230,7 @@ class TensorStorageReader(StorageReader):
 
 
 def resolve_item_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """Return the tensor to write for `item`. Raises CheckpointError if it is not a tensor."""
+    """Return the tensor to write for `item`. Raises CheckpointError if `item` is not a tensor."""
     data = planner.resolve_data(item)
     if item.type is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
         raise CheckpointError("contains something that is not a tensor")

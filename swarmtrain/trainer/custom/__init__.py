@@ -1,4 +1,4 @@
-"""Custom scripts: five lines make a script resume after any failure, and two log its metrics.
+"""Training loop for custom scripts: five lines let a script resume after any failure, and two log its metrics.
 
     with swarmtrain.trainer.run(trainer={"save_dir": "checkpoints"}) as run:
         run.register_for_checkpointing(model=model, optimizer=optimizer)
@@ -11,13 +11,13 @@
 
 Works under every launcher, under plain torchrun, srun or mpirun, and in one process. run.log() needs none of the other lines.
 
-user_state        what is saved: any object with a state_dict()
-data_sharding     the samples of a DataLoader, sharded over the ranks of any world
-prefetch          other data, of which each rank reads its own
-training_loop     steps: where they resume, when they are saved
-callbacks         functions called at a step, a save, the end
-object_factory    objects from a config
-lr_warmup         learning rates for larger batches
+user_state        state to save: any object with a state_dict()
+data_sharding     shard the samples of a DataLoader over any number of ranks
+prefetch          prefetch other data, of which each rank reads its own
+training_loop     steps: where they resume, and when they are saved
+callbacks         functions called after a step, after a save, and at the end
+object_factory    create objects from a config
+lr_warmup         learning rate schedules for larger batches
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ _FLUSH_TIMEOUT_SECONDS = 10.0
 def run(
     config: Config | Path | str | None = None, *, trainer: Mapping[str, Any] | None = None, logger: Mapping[str, Any] | None = None
 ) -> Iterator[Run]:
-    """Join the world, unless the script has, and yield the Run. At the end of the body, write all metrics and save registered objects.
+    """Context manager for a custom script: start the runtime, and yield the Run.
 
-    `config`: a config, or the path of one, if no launcher has provided one; without either, the config's defaults apply. `trainer` and
-    `logger` change fields of these sections: `run(logger={"log_dir": "logs", "use_csv": True})`.
-    Raises ConfigError if the config is wrong, TrainingError if the world cannot be joined.
+    When the body has completed, all metrics are written and the registered objects are saved. `config`: a config, or the path of one, if
+    no launcher provides one; without either, the config's defaults apply. `trainer` and `logger` override fields of these sections:
+    `run(logger={"log_dir": "logs", "use_csv": True})`. A process group that the script has already initialized is reused.
+
+    Raises ConfigError if the config is invalid, TrainingError if the process group cannot be initialized.
     """
     with ExitStack() as stack:
         already_initialized = dist.is_initialized()
@@ -87,10 +89,13 @@ def run(
 
 
 class Run:
-    """A rank's place in the world, its metrics, and its checkpoints."""
+    """The run of a custom script on one rank: its rank and device, metrics, and checkpoints."""
 
     def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None, stack: ExitStack) -> None:
-        """Called by all ranks together; `group` contains all ranks. What must be closed at the end is put on `stack`."""
+        """`group`: process group of all ranks; None: the default group. `stack`: closed at the end of the run.
+
+        Called by all ranks together.
+        """
         self.runtime = runtime
         self._group, self._stack = group, stack
         folder = get_metrics_folder(runtime)
@@ -98,9 +103,9 @@ class Run:
         self._installed_stop_flag: StopFlag | None = None
         self._pending_metrics: dict[int, MetricValues] = {}
         self._resumed_step: int | None = None
-        """The step after which this world resumes; None until a step is logged."""
+        """Step from which the run resumes: metrics of later steps are dropped. None until a step is logged."""
         self._step_was_set = False
-        """Whether the script has set that step."""
+        """Whether the script has set `step`."""
         self._sinks = Sinks()
         self._is_open = False
         self._poster = EventPoster(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
@@ -109,30 +114,32 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the world."""
+        """Global rank of this process."""
         return self.runtime.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the world."""
+        """Number of ranks."""
         return self.runtime.world_size
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its node."""
+        """Rank of this process on its node."""
         return self.runtime.local_rank
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank: its GPU, or the CPU."""
+        """Device of this rank: its GPU, or the CPU."""
         return self.runtime.device
 
     @property
     def step(self) -> int:
-        """The step of the loop over steps(); without a loop, the last logged step, including earlier attempts; 0 if none is logged.
+        """Number of the current step in the loop over steps().
 
-        Without register_for_checkpointing(), set it before the first log() to the step of the checkpoint that the script
-        resumes from: logged metrics of later steps are dropped.
+        Without such a loop, the last logged step, including earlier attempts; 0 if none is logged.
+
+        Without register_for_checkpointing(), set it before the first log() to the step of the checkpoint from which the script resumes:
+        logged metrics of later steps are dropped.
         """
         return self._loop.progress.step if self._loop else self._step
 
@@ -144,42 +151,45 @@ class Run:
     def stop_requested(self) -> bool:
         """Whether a stop was requested on any rank (SIGTERM). Read it on all ranks together, once per step.
 
-        After the first read the signal has no other effect: save, and exit with sys.exit(75) to be restarted.
+        After the first read, SIGTERM no longer ends the process: save, and exit with sys.exit(75) to be restarted.
         """
         stop = self._install_stop_flag()
         return self._loop.stop_requested if self._loop else collectives.all_reduce_sum([stop.is_set], self._group)[0] > 0
 
     @property
     def epoch(self) -> int:
-        """How many times the data of steps() has been read to its end."""
+        """Number of times that the data of steps() has been read completely."""
         return self._loop.epoch if self._loop else 0
 
     @property
     def loss_weight(self) -> float:
-        """The weight of this rank's part of the batch: 1, unless ranks have parts of unequal size. 0: the batch only keeps ranks in step.
+        """Weight of the loss on this rank's part of the batch.
 
-        Multiply a loss that is a mean over the rank's samples by it: then DistributedDataParallel's mean over ranks is the mean over all
-        samples.
+        It is 1, unless ranks have parts of unequal size, and 0 if the batch only repeats data so that all ranks take part in the step. If
+        the loss is a mean over this rank's samples, multiply it by this weight. The mean over ranks that DistributedDataParallel computes
+        is then the mean over all samples.
         """
         return self._loop.loss_weight if self._loop else 1.0
 
     def register_for_checkpointing(self, **objects: Stateful) -> None:
-        """Save these objects in checkpoints, and load the newest checkpoint into them, if any. Call it on all ranks, once, before the loop.
+        """Register objects to save in checkpoints, and load the newest checkpoint into them, if there is one.
 
-        Each has a state_dict() and a load_state_dict() that are the same on all ranks: a model, also in DistributedDataParallel, an
-        optimizer, a schedule, an object of your own. Changes in config, arguments and script since that checkpoint are logged.
-        Raises TrainingError if trainer.save_dir is not set or an object cannot be saved, IncompatibleCheckpoint if the newest checkpoint is
-        of other objects.
+        Call it on all ranks, once, before the loop. Each object has a state_dict() that is the same on all ranks, and a
+        load_state_dict(): a model (also in DistributedDataParallel), an optimizer, a schedule, or an object of your own. Changes of
+        config, arguments and script since that checkpoint are logged.
+
+        Raises TrainingError if trainer.save_dir is not set or an object cannot be saved, IncompatibleCheckpoint if the newest checkpoint
+        is of other objects.
         """
         if self._loop:
             raise TrainingError(
-                "a second call of register_for_checkpointing()",
+                "was called a second time",
                 place="register_for_checkpointing",
-                hint="name all that is to be kept in one",
+                hint="pass all objects to save in one call",
             )
         if self.runtime.config.trainer.save_dir is None:
-            hint = 'run(trainer={"save_dir": "checkpoints"}), or trainer.save_dir in the config'
-            raise TrainingError("there is not a folder to keep it in", place="config trainer.save_dir", hint=hint)
+            hint = 'call run(trainer={"save_dir": "checkpoints"}), or set trainer.save_dir in the config'
+            raise TrainingError("is not set, so no state can be saved", place="config trainer.save_dir", hint=hint)
         self._loop = loop = TrainingLoop(self.runtime, self._group, UserState(objects), self._install_stop_flag(), self._report_warning)
         self.step = loop.progress.step
         if loop.resumed_from:
@@ -193,21 +203,24 @@ class Run:
     def steps(
         self, data: Iterable[Any], *, epochs: int | None = None, max_steps: int | None = None, global_batch_size: int | None = None
     ) -> Iterator[Any]:
-        """Yield the remaining batches of `data`, from where the newest checkpoint resumes. Call it on all ranks.
+        """Yield the remaining batches of `data`, from the step at which the newest checkpoint resumes. Call it on all ranks.
 
-        The samples of a DataLoader are sharded over the ranks at each step, in an order that is the same in every world.
-        `global_batch_size` is their number per step on all ranks together: by default batch_size times the ranks of the first world.
-        Any other iterable is read on each rank, and batches that were seen are skipped. If ranks have unequally many batches, a rank
-        without any left repeats its last batch, at a `loss_weight` of 0, until none has any (cf. torch `Join`).
-        It ends after `epochs` (default 1) or, if given, `max_steps` in all, counted over restarts. Random number generators are seeded at
-        each step. The last step is saved.
-        Raises TrainingError if register_for_checkpointing() was not called, or the loop lacks save_if_due() or stop_requested.
+        The samples of a DataLoader are sharded over the ranks at each step, in an order that does not depend on the number of ranks.
+        `global_batch_size`: samples per step on all ranks together; by default the loader's batch_size times the number of ranks at the
+        run's first start. Any other iterable is read completely on each rank, and batches that were processed before a restart are
+        skipped. If ranks have unequal numbers of batches, a rank without batches repeats its last batch, with a `loss_weight` of 0, until
+        no rank has any (cf. torch `Join`).
+
+        It ends after `epochs` (default 1) or, if given, `max_steps` in total, counted over restarts. Random number generators are seeded
+        at each step. The last step is saved. Raises TrainingError if register_for_checkpointing() was not called, or if the loop does not
+        call save_if_due() or read stop_requested.
         """
         if self._loop is None:
             hint = (
-                "run.register_for_checkpointing(model=model, optimizer=optimizer) before the loop; without it a restart starts from scratch"
+                "call run.register_for_checkpointing(model=model, optimizer=optimizer) before the loop; without it a restart "
+                "starts from scratch"
             )
-            raise TrainingError("nothing is kept", place="steps", hint=hint)
+            raise TrainingError("no state is registered for checkpointing", place="steps", hint=hint)
         for local_batch in self._loop.iterate_steps(data, epochs, max_steps, global_batch_size):
             yield local_batch
             self.callbacks.run_callbacks(CallbackEvent.step, self._loop.progress.step)
@@ -216,39 +229,45 @@ class Run:
     def save_if_due(self, *, metric: float | None = None) -> None:
         """Save this step in the background, if a checkpoint is due by trainer.save_interval. Call it at the end of each step.
 
-        `metric`: the quality of the model at this step, if evaluated, the same on all ranks: a validation loss or, with
-        trainer.best_checkpoint_mode max, an accuracy. trainer.keep_best_checkpoints keeps the best checkpoints.
-        Raises WorldError if a newer world has taken over, TrainingError outside of the loop.
+        `metric`: the quality of the model at this step, if it was evaluated, equal on all ranks: a validation loss or, with
+        trainer.best_checkpoint_mode max, an accuracy. trainer.keep_best_checkpoints keeps the checkpoints with the best metric. Raises
+        WorldError if a newer world (restart) has taken over, TrainingError outside the loop over steps().
         """
         if self._loop is None:
             raise TrainingError(
-                "nothing is kept",
+                "no state is registered for checkpointing",
                 place="save_if_due",
-                hint="run.register_for_checkpointing(model=model, optimizer=optimizer) before the loop",
+                hint="call run.register_for_checkpointing(model=model, optimizer=optimizer) before the loop",
             )
         self._report_saved(self._loop.save_if_due(metric))
 
     def save_and_exit(self) -> NoReturn:
-        """Save this step and exit this rank gracefully: it is restarted. Raises CheckpointError, WorldError, SystemExit."""
+        """Save this step, and exit this rank gracefully by raising SystemExit, so that it is restarted.
+
+        Raises CheckpointError, WorldError.
+        """
         if self._loop:
             self._report_saved(self._loop.save_and_wait())
         LOG.info("stop requested: stops after step %d", self._step)
         raise SystemExit(protocol.EXIT_PLANNED)
 
     def add_callback(self, event: CallbackEvent | str, function: Callable[..., object], *, priority: int = 0) -> None:
-        """Call `function` at an `event`: "step", with its number; "saved", with step and path; "end", whatever ends the run.
+        """Register `function` to be called at an `event`: "step", "saved" or "end".
 
-        Functions with a higher `priority` are called first. If one fails, the run ends; at the end, all others are called nevertheless.
+        "step" passes the step, "saved" the step and the checkpoint's path; "end" passes nothing. Functions with a higher `priority` are
+        called first. An error that a function raises ends the run, except at "end", where all other functions are still called.
         """
         self.callbacks.add_callback(CallbackEvent(event), function, priority)
 
     def log(self, *, step: int | None = None, **values: Any) -> None:
-        """Log `values` of `step`, by default of the step after the last one. Call it on all ranks, once per step.
+        """Log the metrics `values` of `step`. Call it on all ranks, once per step.
 
-        A value is a number, a tensor with one element, which stays on its device until a line is due, or an object with a
-        `compute()`, such as a torchmetrics metric. The logged value is the mean over ranks, or the reduction of run.sum(value), run.min,
-        run.max, run.last or run.cat. Ranks communicate once in logger.log_interval steps.
-        Raises TrainingError for a value that is not a number, or if a sink that the config names cannot be written.
+        `step`: default is the current step of the loop, or without a loop the step after the last logged one. A value is a number, a
+        tensor with one element (which stays on its device until metrics are written), or an object with a `compute()` method, such as a
+        torchmetrics metric. The logged value is the mean over ranks, or the reduction of run.sum(value), run.min, run.max, run.last or
+        run.cat. Ranks communicate once in logger.log_interval steps.
+
+        Raises TrainingError if a value is not a number, or if a configured sink cannot be opened.
         """
         current_step = self._loop.progress.step if self._loop else 0
         number = (current_step or self._step + 1) if step is None else step
@@ -272,15 +291,15 @@ class Run:
         return MetricValue(value, ReductionOp.max)
 
     def last(self, value: Any) -> MetricValue:
-        """Return `value`, to be logged as that of the last rank that has one."""
+        """Return `value`, to be logged as the value of the last rank that has logged one."""
         return MetricValue(value, ReductionOp.last)
 
     def cat(self, value: Any) -> MetricValue:
-        """Return `value`, one number or several, to be logged as the list of all ranks' values."""
+        """Return `value`, a number or a sequence of numbers, to be logged as the list of all ranks' values."""
         return MetricValue(value, ReductionOp.cat)
 
     def _write_pending_metrics(self) -> None:
-        """Reduce and write the pending metrics. Called by all ranks together."""
+        """Reduce the pending metrics over all ranks and write them to the sinks. Called by all ranks together."""
         local_metrics = {
             step: {name: value.copy_to_host() for name, value in values.items()} for step, values in self._pending_metrics.items()
         }
@@ -309,7 +328,7 @@ class Run:
         return self._installed_stop_flag
 
     def _finish_run(self) -> None:
-        """Save, and report the end of the run, when the body has completed."""
+        """Save the last step, and report the end of the run. Called when the body has completed without an error."""
         if loop := self._loop:
             self._report_saved(loop.save_and_wait())
             if loop.is_done:
@@ -334,7 +353,7 @@ class Run:
                 self._poster.post(protocol.Event(protocol.EVENT_NOTE, {"node": self.runtime.node, "message": message}))
 
     def _report_event(self, message: str, kind: str, **data: Any) -> None:
-        """Log and post an event, on rank 0."""
+        """Log an event and post it to the coordinator, on rank 0."""
         if self.runtime.is_rank_zero:
             LOG.info("%s", message)
             if self._poster:

@@ -1,4 +1,4 @@
-"""Functions that a script registers to be called at events."""
+"""Callbacks: functions that a script registers to be called at events of a run."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Self
 
 
 class CallbackEvent(StrEnum):
-    """The events."""
+    """Events of a run at which callbacks are called."""
 
     step = "step"
-    """A step is done; called with its number."""
+    """A step has ended. The callback gets its number."""
     saved = "saved"
-    """A checkpoint is committed; called with its step and path, on rank 0."""
+    """A checkpoint is committed. The callback gets its step and path, on rank 0."""
     end = "end"
-    """The run ends, for whatever reason; called without arguments."""
+    """The run ends, normally or with an error. The callback gets no arguments."""
 
 
 class CallbackRegistry:
-    """Callbacks by event. On exit, all callbacks of the end are called."""
+    """Callbacks of a run, by event. As a context manager, it calls the callbacks of the event `end` when it exits."""
 
     def __init__(self) -> None:
         self._callbacks: dict[CallbackEvent, list[tuple[int, Callable[..., object]]]] = defaultdict(list)
 
     def add_callback(self, event: CallbackEvent, function: Callable[..., object], priority: int) -> None:
-        """Call `function` at `event`; higher priorities first, and those of equal priority in the order in which they were added."""
+        """Register `function` for `event`. Higher priorities are called first, and equal priorities in the order of registration."""
         self._callbacks[event].append((priority, function))
         self._callbacks[event].sort(key=lambda pair: -pair[0])
 
     def run_callbacks(self, event: CallbackEvent, *arguments: object) -> None:
-        """Call the functions of `event`. Raises what one of them raises."""
+        """Call the callbacks of `event` with `arguments`. Raises the error of a callback that fails."""
         for _, function in self._callbacks[event]:
             function(*arguments)
 
@@ -40,7 +40,7 @@ class CallbackRegistry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Call the functions of the end. Raises the first error that one of them raises, unless the run has failed already."""
+        """Call the callbacks of the event `end`. Raises the first error that a callback raises, unless the run has already failed."""
         first_error: BaseException | None = None
         for _, function in self._callbacks[CallbackEvent.end]:
             try:

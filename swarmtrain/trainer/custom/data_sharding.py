@@ -1,7 +1,7 @@
-"""The samples of a DataLoader, sharded over the ranks of the current world, from any step.
+"""Shard the samples of a DataLoader over any number of ranks, starting at any step.
 
-The samples of step k of an epoch are the same in every world, and in the same order: a function of (seed, epoch, k).
-Rank r of n gets those at r, r + n, r + 2n …, so with half as many ranks each has twice as many.
+The samples of step k of an epoch, and their order, are a function of (seed, epoch, k), independent of the number of ranks. Rank r of n
+gets the samples at indices r, r + n, r + 2n …, so with half as many ranks each gets twice as many samples.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from swarmtrain.trainer.data import shuffle
 from swarmtrain.trainer.runtime import seed_everything
 
 _SampleKey = tuple[int, int]
-"""An epoch, and the index of a sample."""
-_HINT = "or give steps() the batches themselves: steps(iter(loader)) skips those that were seen"
+"""Epoch, and index of a sample in the dataset."""
+_HINT = "or pass the batches themselves to steps(): steps(iter(loader)) skips batches that were already seen"
 
 
 class ShardedLoader:
-    """One rank's shard of `loader`'s dataset."""
+    """One rank's shard of the dataset of `loader`."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, global_batch_size: int | None) -> None:
-        """`global_batch_size`: samples per step, on all ranks together; None: the loader's batch_size times `world_size`.
+        """`global_batch_size`: samples per step on all ranks together; None: the loader's batch_size times `world_size`.
 
         Raises TrainingError if the loader cannot be sharded.
         """
@@ -35,19 +35,23 @@ class ShardedLoader:
         self.global_batch_size = global_batch_size or (loader.batch_size or 1) * world_size
         if self.global_batch_size < world_size or self.sample_count < world_size:
             fewer = min(self.global_batch_size, self.sample_count)
-            raise TrainingError(f"{world_size} ranks cannot divide {fewer} samples", place="steps", hint="larger batches, or fewer ranks")
+            raise TrainingError(
+                f"{world_size} ranks need at least one sample each, and there are only {fewer} samples",
+                place="steps",
+                hint="use larger batches, or fewer ranks",
+            )
         self.steps_per_epoch = (
             self.sample_count // self.global_batch_size if loader.drop_last else -(-self.sample_count // self.global_batch_size)
         )
         if not self.steps_per_epoch:
-            raise TrainingError(f"drop_last leaves nothing of {self.sample_count} samples", place="steps", hint="smaller batches")
+            raise TrainingError(f"drop_last discards all {self.sample_count} samples", place="steps", hint="use smaller batches")
         self._rank_batches: list[list[_SampleKey]] = []
         self._loader = _rebuild_loader(loader, self._rank_batches, seed)
 
     def iterate_batches(self, steps_done: int) -> Iterator[tuple[Any, float]]:
-        """Yield the rest of an epoch after `steps_done` steps in all: each step's batch on this rank, and the weight of its mean loss.
+        """Yield the remaining batches of the current epoch on this rank, each with its loss weight, after `steps_done` steps in total.
 
-        Weights are 1 if ranks have equally many samples; over all ranks they sum to the number of ranks.
+        Loss weights are 1 if ranks have equal numbers of samples; over all ranks they sum to the number of ranks.
         """
         epoch, first_step = divmod(steps_done, self.steps_per_epoch)
         assignments = [self._assign_samples(epoch, number) for number in range(first_step, self.steps_per_epoch)]
@@ -56,7 +60,10 @@ class ShardedLoader:
             yield local_batch, weight
 
     def _assign_samples(self, epoch: int, number: int) -> tuple[list[int], float]:
-        """Return this rank's samples of a step, and its weight. A rank without samples gets another rank's, with weight 0."""
+        """Return this rank's sample indices in step `number` of an epoch, and its loss weight.
+
+        A rank without samples gets a sample of another rank, with weight 0.
+        """
         first = number * self.global_batch_size
         count = min(self.global_batch_size, self.sample_count - first)
         stream_position = epoch * self.sample_count + first
@@ -72,9 +79,9 @@ class ShardedLoader:
 
 
 class _SeededDataset(Dataset[Any]):
-    """A dataset that seeds random number generators for each sample, as a function of (seed, epoch, sample).
+    """Dataset that seeds the random number generators for each sample, as a function of (seed, epoch, sample).
 
-    So random augmentation of a sample does not depend on the rank and worker that read it, nor on what they read before.
+    So random augmentation of a sample depends neither on the rank and worker that read it, nor on what they have read before.
     """
 
     def __init__(self, data: Dataset[Any], seed: int) -> None:
@@ -88,32 +95,38 @@ class _SeededDataset(Dataset[Any]):
         return self._data[sample]
 
     def _get_items(self, keys: list[_SampleKey]) -> Any:
-        """Samples that are read together share one seed, that of the first."""
+        """Return the samples with these `keys`. Samples that are read together share one seed, that of the first."""
         epoch, sample = keys[0]
         seed_everything(self._seed, "sample", epoch, sample)
         return self._data.__getitems__([sample for _, sample in keys])  # type: ignore[attr-defined]
 
 
 def can_shard(loader: DataLoader[Any]) -> bool:
-    """Return whether the samples of `loader` can be indexed."""
+    """Return whether the dataset of `loader` is map-style, so that its samples can be indexed."""
     return not isinstance(loader.dataset, IterableDataset)
 
 
 def _has_shuffling_sampler(loader: DataLoader[Any], sample_count: int) -> bool:
     sampler = loader.sampler
     if loader.batch_size is None:
-        raise TrainingError("a DataLoader with a batch_sampler of its own", place="steps", hint=f"batch_size and shuffle; {_HINT}")
+        raise TrainingError(
+            "does not support a DataLoader with a custom batch_sampler", place="steps", hint=f"use batch_size and shuffle; {_HINT}"
+        )
     if isinstance(sampler, DistributedSampler):
         return bool(sampler.shuffle)
     if isinstance(sampler, SequentialSampler):
         return False
     if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == sample_count:
         return True
-    raise TrainingError(f"a DataLoader whose sampler is a {type(sampler).__name__}", place="steps", hint=f"shuffle=True or False; {_HINT}")
+    raise TrainingError(
+        f"does not support a DataLoader whose sampler is a {type(sampler).__name__}",
+        place="steps",
+        hint=f"use shuffle=True or shuffle=False; {_HINT}",
+    )
 
 
 def _rebuild_loader(loader: DataLoader[Any], rank_batches: list[list[_SampleKey]], seed: int) -> DataLoader[Any]:
-    """Return a copy of `loader` that reads the `rank_batches` present when it is iterated."""
+    """Return a copy of `loader` that reads the batches in `rank_batches`, a list that the caller updates before each iteration."""
     return DataLoader(
         _SeededDataset(loader.dataset, seed),
         batch_sampler=rank_batches,

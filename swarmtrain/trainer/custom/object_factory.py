@@ -1,4 +1,4 @@
-"""Objects from a config: a class or a function by its dotted path, and its arguments."""
+"""Create objects from a config that has the dotted path of a class or function, and its arguments."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ TARGET_KEY = "_target_"
 
 
 def instantiate(values: Mapping[str, Any], /, *arguments: Any, **kwargs: Any) -> Any:
-    """Call the dotted path `values["_target_"]` with `arguments`, the rest of `values` and `kwargs`, and return the result.
+    """Import the class or function at the dotted path `values["_target_"]`, call it, and return the result.
 
-    Values that have a `_target_` of their own are instantiated first. The author of the config can execute arbitrary code.
+    It is called with `arguments`, the other `values` and `kwargs`. Values that have a `_target_` of their own are instantiated first. The
+    author of the config can execute arbitrary code.
 
         optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-3}                 # config, below script:
         optimizer = instantiate(options["optimizer"], model.parameters())    # script
 
-    Raises TrainingError if there is no such path, or it does not accept its arguments.
+    Raises TrainingError if the path does not exist, or if the call does not accept these arguments.
     """
     path = values.get(TARGET_KEY)
     if not isinstance(path, str):
         raise TrainingError(
-            f"has no {TARGET_KEY}", place=f"instantiate {dict(values)}", hint=f"{TARGET_KEY}: the dotted path of a class or a function"
+            f"has no {TARGET_KEY}",
+            place=f"instantiate {dict(values)}",
+            hint=f"{TARGET_KEY} must be the dotted path of a class or a function",
         )
     config_kwargs = {name: _instantiate_nested(value) for name, value in values.items() if name != TARGET_KEY}
     target = _import_target(path)
     try:
         return target(*arguments, **config_kwargs, **kwargs)
     except TypeError as error:
-        raise TrainingError(f"does not take what it is given: {error}", place=f"instantiate {path}") from error
+        raise TrainingError(f"does not accept its arguments: {error}", place=f"instantiate {path}") from error
 
 
 def _instantiate_nested(value: Any) -> Any:
@@ -42,7 +45,7 @@ def _instantiate_nested(value: Any) -> Any:
 
 
 def _import_target(path: str) -> Any:
-    """Return the object at `path`: the longest prefix of it that is a module is imported."""
+    """Import and return the object at the dotted path `path`. Raises TrainingError if it does not exist."""
     segments = path.split(".")
     for count in range(len(segments) - 1, 0, -1):
         name = ".".join(segments[:count])
@@ -59,4 +62,4 @@ def _import_target(path: str) -> Any:
                 raise TrainingError(f"{getattr(target, '__name__', target)} has no {segment}", place=f"instantiate {path}", hint=hint)
             target = getattr(target, segment)
         return target
-    raise TrainingError("there is no such module", place=f"instantiate {path}", hint="files that a script imports: runner.code")
+    raise TrainingError("module not found", place=f"instantiate {path}", hint="add the files that the script imports to runner.code")

@@ -1,7 +1,8 @@
-"""One rank's reads of data that cannot be sharded, one batch ahead: whether there is a next batch is known before a step ends.
+"""Prefetch of data that cannot be sharded: each rank reads its own data one batch ahead.
 
-Ranks may have unequally many batches. An epoch lasts until no rank has any: a rank without any left repeats its last batch with
-weight 0, so that no collective lacks a rank (as torch's Join does for DistributedDataParallel, without its hooks).
+So it is known before a step ends whether there is a next batch. Ranks may have unequal numbers of batches. An epoch lasts until no rank
+has any: a rank without batches repeats its last batch with weight 0, so that all ranks take part in collectives (as torch's Join does for
+DistributedDataParallel, without its hooks).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 
 class BatchPrefetcher:
-    """One epoch of one rank's data."""
+    """Reads the batches of one epoch on one rank, one batch ahead."""
 
     def __init__(self, data: Iterable[Any], before_read: Callable[[int], None]) -> None:
-        """`before_read` is called before each batch is read, with its number."""
+        """`before_read` is called before each batch is read, with the batch's number."""
         self._before_read, self._number = before_read, 0
         before_read(0)
         self._iterator = iter(data)
@@ -33,7 +34,7 @@ class BatchPrefetcher:
         return self._last_batch, True
 
     def skip_batches(self, limit: int) -> int:
-        """Take up to `limit` batches, and return how many there were."""
+        """Skip up to `limit` batches, and return the number of skipped batches."""
         skipped = 0
         while skipped < limit and self.has_next:
             self.take_batch()

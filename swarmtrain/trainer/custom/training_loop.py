@@ -1,4 +1,4 @@
-"""The steps of a custom script: where they resume, when they are saved, when ranks exit."""
+"""Training loop of a custom script: where its steps resume, when they are saved, and when ranks exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REQUIRED_CALLS = {"save_if_due": "run.save_if_due()", "stop_requested": "if run
 
 
 class _StepAgreement(NamedTuple):
-    """What all ranks agree on at a step."""
+    """Values that all ranks have exchanged at a step."""
 
     step: int
     stop_requested: bool = False
@@ -31,31 +31,34 @@ class _StepAgreement(NamedTuple):
     save_requested: bool = False
     """A checkpoint is due by rank 0's clock."""
     ranks_with_next_batch: int = 0
-    """Ranks that have a batch for the next step."""
+    """Number of ranks that have a batch for the next step."""
 
 
 class TrainingLoop:
-    """The registered objects of a script, and its progress. All methods are called by all ranks together."""
+    """Runs the steps of a custom script, and saves its registered objects. All methods are called by all ranks together."""
 
     def __init__(
         self, runtime: Runtime, group: dist.ProcessGroup | None, user_state: UserState, stop: StopFlag, report_warning: WarningReporter
     ) -> None:
-        """Load the newest checkpoint, if there is one. Raises what CheckpointManager and UserState.load do, and for trainer.load_dir."""
+        """Load the newest checkpoint in save_dir, or else in trainer.load_dir, if there is one.
+
+        Raises the errors of CheckpointManager and UserState.load; TrainingError if trainer.load_dir has no complete checkpoint.
+        """
         self._runtime, self._group, self._user_state, self._stop, self._report_warning = runtime, group, user_state, stop, report_warning
         self._checkpoint_manager = CheckpointManager(runtime, user_state, "", report_warning)
         self._save_interval: SaveInterval | None = None
         self._called_names: set[str] = set()
         self._agreement = _StepAgreement(step=-1)
         self._has_next_batch = False
-        """Whether this rank has a batch for the next step, in data that is not sharded."""
+        """Whether this rank has a batch for the next step, if the data is not sharded."""
         self.progress = Progress()
         self.loss_weight = 1.0
         self.epoch = 0
         self.is_done = False
-        """Whether the data has been read to the requested end."""
+        """Whether the loop has reached its requested number of epochs or steps."""
         self._max_steps: int | None = None
         user_state.collect_tensors()  # raise for what cannot be saved before any training
-        self.resumed_from = self._checkpoint_manager.find_newest()
+        self.resumed_from = self._checkpoint_manager.find_newest_checkpoint()
         checkpoint = self.resumed_from or self._find_load_dir_checkpoint()
         if checkpoint:
             user_state.load(*checkpoint)
@@ -67,9 +70,14 @@ class TrainingLoop:
                 user_state.data_layout.clear()
 
     def iterate_steps(self, data: Iterable[Any], epochs: int | None, max_steps: int | None, global_batch_size: int | None) -> Iterator[Any]:
-        """Yield the remaining batches. Raises TrainingError if the loop lacks a required call, or the data cannot be sharded."""
+        """Yield the remaining batches of `data` on this rank.
+
+        Raises TrainingError if the loop lacks a required call, or if the data cannot be sharded.
+        """
         if self._save_interval:
-            raise TrainingError("a second loop over steps()", place="steps", hint="one loop trains; iterate over other data as it is")
+            raise TrainingError(
+                "was called a second time", place="steps", hint="use steps() only in the training loop; iterate over other data directly"
+            )
         if isinstance(data, DataLoader) and can_shard(data):
             sharded_loader = ShardedLoader(
                 data,
@@ -87,7 +95,7 @@ class TrainingLoop:
             self.progress = self.progress.advance_to(number, number * int(self._user_state.data_layout["global_batch_size"]))
             yield local_batch
             if missing_calls := [line for name, line in _REQUIRED_CALLS.items() if name not in self._called_names]:
-                hint = "both belong at the end of each step; without run.steps() neither is asked for"
+                hint = "call both at the end of each step; without run.steps() neither is required"
                 raise TrainingError(f"the loop lacks `{'` and `'.join(missing_calls)}`", place="steps", hint=hint)
         self.is_done = True
 
@@ -98,13 +106,15 @@ class TrainingLoop:
         return self._agree_on_step().stop_requested
 
     def save_if_due(self, metric: float | None) -> list[SavedCheckpoint]:
-        """Start a checkpoint of this step if one is due; return those that were committed. Raises WorldError."""
+        """Start a checkpoint of this step if one is due. Return the checkpoints committed since the last call. Raises WorldError."""
         self._called_names.add("save_if_due")
         if metric is not None:
             self.progress = self.progress.with_validation_loss(metric)
         save_interval, progress = self._save_interval, self.progress
         if save_interval is None:
-            raise TrainingError("save_if_due() outside of the loop over run.steps()", place="save_if_due", hint="it knows what a step is")
+            raise TrainingError(
+                "was called outside of the loop over run.steps()", place="save_if_due", hint="call it inside the loop over run.steps()"
+            )
         is_due = self._agree_on_step().save_requested or save_interval.is_due(
             progress.step, progress.consumed_samples, has_validation_loss=metric is not None
         )
@@ -118,13 +128,16 @@ class TrainingLoop:
         return checkpoints
 
     def save_and_wait(self) -> list[SavedCheckpoint]:
-        """Return when this step is saved, with the checkpoints that were committed. Raises CheckpointError, WorldError."""
+        """Save this step and wait until it is committed. Return the checkpoints committed since the last call.
+
+        Raises CheckpointError, WorldError.
+        """
         if self.progress.step:
             self._checkpoint_manager.save_and_wait(self.progress)
         return self._checkpoint_manager.take_completed_saves()
 
     def _agree_on_step(self) -> _StepAgreement:
-        """Return what all ranks agree on; one collective per step."""
+        """Exchange stop requests, save requests and remaining batches between ranks, with one collective per step."""
         if self._agreement.step != self.progress.step:
             is_save_due = self._runtime.is_rank_zero and self._save_interval is not None and self._save_interval.is_due_by_clock
             stop_requested, save_requested, ranks_with_next_batch = collectives.all_reduce_sum(
@@ -141,9 +154,9 @@ class TrainingLoop:
         }
         for name, saved_value in self._user_state.data_layout.items():
             if saved_value != data_layout.get(name):
-                hint = "bring the data and the batch size back, or choose another trainer.save_dir"
+                hint = "restore the data and the batch size, or choose another trainer.save_dir"
                 raise IncompatibleCheckpoint(
-                    f"was trained with {saved_value} {name}, and here are {data_layout.get(name)}", place="steps", hint=hint
+                    f"was trained with {saved_value} {name}, and this run has {data_layout.get(name)}", place="steps", hint=hint
                 )
         self._start_loop(
             data_layout, sharded_loader.sample_count, sharded_loader.steps_per_epoch * (epochs or 1) if max_steps is None else max_steps
@@ -157,12 +170,12 @@ class TrainingLoop:
                     return
 
     def _iterate_unsharded(self, data: Iterable[Any], epochs: int | None, max_steps: int | None) -> Iterator[Any]:
-        """Yield data that cannot be sharded: it is read from the start, and batches that were seen are skipped."""
+        """Yield data that cannot be sharded: it is read from the start, and batches that were processed before a restart are skipped."""
         saved_world_size = self._user_state.data_layout.get("ranks", self._runtime.world_size)
         if saved_world_size != self._runtime.world_size:
             self._report_warning(
-                f"{saved_world_size} ranks read this data, and now there are {self._runtime.world_size}: what each of them sees is "
-                f"other than before"
+                f"{saved_world_size} ranks read this data, and now there are {self._runtime.world_size}: the data of each rank "
+                f"differs from before"
             )
         world_size = self._runtime.world_size
         self._start_loop({"global_batch_size": 1, "ranks": world_size}, 0, max_steps)
@@ -183,14 +196,14 @@ class TrainingLoop:
                 ranks_with_batch = self._agree_on_step().ranks_with_next_batch
 
     def _check_all_ranks_have_batch(self, prefetcher: BatchPrefetcher) -> None:
-        """Raise TrainingError if the data of a rank has no batch at all."""
+        """Raise TrainingError if the data of any rank has no batch."""
         has_batch_by_rank = collectives.all_gather_objects(prefetcher.has_next, self._group)
         if not any(has_batch_by_rank):
-            hint = "an iterator can be read once: pass an iterable; or is it empty?"
-            raise TrainingError("the data is at its end", place="steps", hint=hint)
+            hint = "pass a non-empty iterable; an iterator can be read only once"
+            raise TrainingError("the data is exhausted", place="steps", hint=hint)
         if not all(has_batch_by_rank):
-            hint = "give each rank a shard that has one: run.rank of run.world_size are this process's numbers"
-            raise TrainingError(f"rank {has_batch_by_rank.index(False)} has no batch, and others have", place="steps", hint=hint)
+            hint = "give each rank a shard with at least one batch, selected by run.rank and run.world_size"
+            raise TrainingError(f"rank {has_batch_by_rank.index(False)} has no batch, but other ranks have", place="steps", hint=hint)
 
     def _start_loop(self, data_layout: dict[str, Any], sample_count: int, max_steps: int | None) -> None:
         self._user_state.data_layout = data_layout
@@ -206,7 +219,9 @@ class TrainingLoop:
 
     def _find_load_dir_checkpoint(self) -> discovery.FoundCheckpoint | None:
         for folder in self._runtime.config.trainer.load_dir:
-            if checkpoint := discovery.find_newest_in_folder(self._runtime, folder, self._report_warning):
+            if checkpoint := discovery.find_newest_checkpoint_in_folder(self._runtime, folder, self._report_warning):
                 return checkpoint
-            raise TrainingError("has no complete checkpoint", place=f"config trainer.load_dir {folder}", hint="is it mounted here?")
+            raise TrainingError(
+                "has no complete checkpoint", place=f"config trainer.load_dir {folder}", hint="check that it is mounted on this machine"
+            )
         return None

@@ -1,4 +1,4 @@
-"""What a custom script saves in its checkpoints: any object with a state_dict(), the same on all ranks."""
+"""State that a custom script saves in its checkpoints: objects with a state_dict() that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swarmtrain.trainer.checkpoint.tensor_storage import DTYPES_BY_NAME, TensorS
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a schedule, a sampler, or any other object with these methods."""
+    """Interface of objects that can be saved: a model, an optimizer, a schedule, a sampler, or any other object with these methods."""
 
     def state_dict(self) -> Any: ...
 
@@ -33,46 +33,49 @@ class Stateful(Protocol):
 
 
 class UserState:
-    """Objects by name. Implements swarmtrain.trainer.checkpoint.state.CheckpointState."""
+    """The objects that a script has registered, by name. Implements swarmtrain.trainer.checkpoint.state.CheckpointState."""
 
     topology: Mapping[str, int] = {}
 
     def __init__(self, objects: Mapping[str, Stateful]) -> None:
-        """Raises TrainingError if one has no state_dict()."""
+        """Raises TrainingError if an object has no state_dict() or load_state_dict()."""
         for name, stateful in objects.items():
             if not (callable(getattr(stateful, "state_dict", None)) and callable(getattr(stateful, "load_state_dict", None))):
-                hint = "give the class both, or leave it out"
+                hint = "implement both methods, or do not register the object"
                 raise TrainingError(
-                    f"{name} has no state_dict() and load_state_dict(): it is a {type(stateful).__name__}",
+                    f"{name} does not implement state_dict() and load_state_dict(): it is a {type(stateful).__name__}",
                     place="register_for_checkpointing",
                     hint=hint,
                 )
         self._objects = {name: _unwrap_module(stateful) for name, stateful in objects.items()}
         self._state: dict[str, Any] = {}
         self.data_layout: dict[str, Any] = {}
-        """How the script's data is read; saved with the rest."""
+        """Batch size and other settings of the script's data, saved in checkpoints so that a restart can detect changes."""
 
     def collect_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors. Raises TrainingError if something cannot be saved."""
+        """Return all tensors in the objects' state, by name. Raises TrainingError if an object cannot be saved."""
         tensors: dict[str, Tensor] = {}
         trees = {name: flatten_state(stateful.state_dict(), name, tensors) for name, stateful in self._objects.items()}
         if sharded_name := next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None):
-            hint = "register_for_checkpointing() is for state that is complete on every rank, as under DistributedDataParallel"
-            raise TrainingError("is divided among ranks", place=f"register_for_checkpointing: {sharded_name}", hint=hint)
+            hint = "register only state that is complete on every rank, as under DistributedDataParallel"
+            raise TrainingError("is sharded across ranks", place=f"register_for_checkpointing: {sharded_name}", hint=hint)
         self._state = {"objects": trees, "data_layout": dict(self.data_layout), "script": _describe_script()}
         return tensors
 
     def collect_non_tensor_state(self) -> dict[str, Any]:
-        """Return everything that was not a tensor at the last call of collect_tensors()."""
+        """Return all state that is not a tensor, as of the last call of collect_tensors()."""
         return self._state
 
     def load(self, path: Path, content: Manifest) -> None:
-        """Load the checkpoint at `path` into the objects. Called by all ranks together. Raises IncompatibleCheckpoint, CheckpointError."""
+        """Load the checkpoint at `path`, with the manifest `content`, into the objects. Called by all ranks together.
+
+        Raises IncompatibleCheckpoint if it has other objects, CheckpointError if it cannot be read.
+        """
         trees = content.state.get("objects", {})
         if trees.keys() != self._objects.keys():
-            saved_names, current_names = (", ".join(sorted(names)) or "nothing of a script's own" for names in (trees, self._objects))
+            saved_names, current_names = (", ".join(sorted(names)) or "no registered objects" for names in (trees, self._objects))
             hint = "call register_for_checkpointing() with the same names, or choose another trainer.save_dir"
-            raise IncompatibleCheckpoint(f"has {saved_names}, and the script keeps {current_names}", place=str(path), hint=hint)
+            raise IncompatibleCheckpoint(f"has {saved_names}, but the script registers {current_names}", place=str(path), hint=hint)
         tensors = {name: torch.empty(entry["size"], dtype=DTYPES_BY_NAME[entry["dtype"]]) for name, entry in content.tensors.items()}
         try:
             dcp.load(tensors, storage_reader=TensorStorageReader(path, content.tensors))
@@ -82,20 +85,20 @@ class UserState:
             try:
                 stateful.load_state_dict(unflatten_state(trees[name], tensors))
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                hint = "make it what it was, or choose another trainer.save_dir"
-                raise IncompatibleCheckpoint(f"{name} does not take it: {error}", place=str(path), hint=hint) from None
+                hint = "restore the previous object, or choose another trainer.save_dir"
+                raise IncompatibleCheckpoint(f"{name} does not accept the saved state: {error}", place=str(path), hint=hint) from None
         self.data_layout = dict(content.state["data_layout"])
 
 
 def find_changes(checkpoint: FoundCheckpoint, config: Config) -> Iterator[str]:
-    """Yield what has changed since `checkpoint` was written: in the config, in the command line, in the script."""
+    """Yield a description of each change in config, arguments and script since `checkpoint` was written."""
     content = checkpoint[1]
     yield from diff_configs(content.config, config.model_dump(mode="json"), "config")
     saved_script, current_script = content.state.get("script", {}), _describe_script()
     if saved_script.get("arguments", current_script["arguments"]) != current_script["arguments"]:
-        yield f"arguments are {' '.join(saved_script['arguments'])} there and {' '.join(current_script['arguments'])} here"
+        yield f"arguments are {' '.join(saved_script['arguments'])} in the checkpoint and {' '.join(current_script['arguments'])} here"
     if saved_script.get("sha256", current_script["sha256"]) != current_script["sha256"]:
-        yield f"{current_script['name']} is not the same file"
+        yield f"{current_script['name']} has changed since the checkpoint"
 
 
 def _describe_script() -> dict[str, Any]:
@@ -105,7 +108,7 @@ def _describe_script() -> dict[str, Any]:
 
 
 def _unwrap_module(stateful: Any) -> Stateful:
-    """Return the module inside DistributedDataParallel or torch.compile: its names are the same in every world."""
+    """Return the module inside DistributedDataParallel or torch.compile, whose parameter names do not depend on these wrappers."""
     while isinstance(stateful, torch.nn.Module) and (inner := getattr(stateful, "_orig_mod", None) or _unwrap_ddp(stateful)) is not None:
         stateful = inner
     return stateful  # type: ignore[no-any-return]  # checked in __init__

@@ -1,1 +1,1 @@
-"""Token files, samples and their order."""
+"""Training data: token files, samples and the order of samples."""

@@ -1,9 +1,9 @@
-"""Which set each position takes its sample from: after n samples every set has had its share of n, to within one sample.
+"""Blending of data sets: which set each sample comes from, with proportions that hold at every position to within one sample.
 
-Shares are integers whose sum is the period. Sample j of a set with share c is due between the positions
-j × period / c and (j + 1) × period / c; each position takes, among the sets whose window has begun, the one with the earliest
-deadline. One always fits, as the shares sum to one sample per position (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate
-progress"). One period is a table; any position is looked up in it directly.
+Shares are integers whose sum is the period. Sample j of a set with share c is due between the positions j × period / c and (j + 1) ×
+period / c. Each position takes, among the sets whose interval has begun, the one with the earliest deadline. A valid assignment always
+exists, as the shares sum to one sample per position (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress"). One period is
+stored as a table; any position is looked up in it directly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from swarmtrain.config.schema.data import BlendedDatasetConfig
 from swarmtrain.trainer.data.memory_map import Ids
 
 MAX_PERIOD = 1 << 16
-"""The approximate maximum period: weights that no shorter period represents exactly are rounded to fractions of this."""
+"""Approximate maximum period. Weights that need a longer period to be represented exactly are rounded to fractions of this."""
 
 
 def compute_weights(config: BlendedDatasetConfig, document_counts: Sequence[int]) -> list[Fraction]:
-    """Return the weight of each set, given its number of documents. Weights are relative, and need not sum to one."""
+    """Return the relative weight of each data set. `document_counts`: number of documents in each set."""
     if config.weights is not None:
         return [Fraction(repr(weight)) for weight in config.weights]
     if config.weight_examples_proportional:
@@ -32,7 +32,10 @@ def compute_weights(config: BlendedDatasetConfig, document_counts: Sequence[int]
 
 
 def compute_shares(weights: Sequence[Fraction]) -> list[int]:
-    """Return weights as integers: exact if their sum is at most MAX_PERIOD, else rounded to fractions of MAX_PERIOD, each at least 1."""
+    """Return `weights` as integer shares, at least 1 each.
+
+    They are exact if their sum is at most MAX_PERIOD, else rounded to fractions of MAX_PERIOD.
+    """
     total = sum(weights)
     exact = [weight / total for weight in weights]
     period = math.lcm(*(share.denominator for share in exact))
@@ -40,22 +43,22 @@ def compute_shares(weights: Sequence[Fraction]) -> list[int]:
 
 
 class Blend:
-    """An endless sequence in which each set occurs in proportion to its share."""
+    """Infinite sequence of data set indices in which each set occurs in proportion to its share."""
 
     def __init__(self, shares: Sequence[int]) -> None:
-        """`shares` has the share of each set: positive integers."""
+        """`shares`: share of each data set, positive integers."""
         self._shares = np.array(shares, dtype=np.int64)
         self._period_sets, self._earlier_counts = _build_period(shares)
 
     def locate_positions(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return for each position its set, and how many samples that set has had before."""
+        """Return for each of `positions` its data set, and the number of earlier samples of that set."""
         rounds, within = np.divmod(positions, len(self._period_sets))
         sets = self._period_sets[within]
         return sets, rounds * self._shares[sets] + self._earlier_counts[within]
 
 
 def _build_period(shares: Sequence[int]) -> tuple[Ids, Ids]:
-    """Return for each position of one period its set, and how many samples that set has had earlier in the period."""
+    """Return for each position of one period its data set, and the number of earlier samples of that set in the period."""
     period = sum(shares)
     windows = [
         (turn * period // share, -(-(turn + 1) * period // share), number) for number, share in enumerate(shares) for turn in range(share)

@@ -1,7 +1,7 @@
-"""A token file as its documents: sample i is document i, truncated to the sequence length.
+"""Samples that are single documents: sample i is document i of a token file, truncated to the sequence length.
 
-In DocumentSamples the target of each token is the next one. In EmbeddingSamples, whose texts are embedded as a whole, it is the token
-itself.
+In DocumentSamples the target of each token is the next token. In EmbeddingSamples, whose texts are embedded as a whole, the target of
+each token is the token itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from swarmtrain.trainer.data.sample_index import TokenSpans
 
 
 class DocumentSamples:
-    """The samples of one file."""
+    """Index of the documents of one token file, one sample per document."""
 
     target_shift = 1
 
@@ -24,22 +24,22 @@ class DocumentSamples:
         return len(self._documents)
 
     def count_targets(self, ids: Ids) -> Ids:
-        """Return how many targets each of the samples `ids` has."""
+        """Return the number of targets of each of the samples `ids`, as an int64 array."""
         counts: Ids = np.clip(self._documents[ids, 1].astype(np.int64) - self.target_shift, 0, self._sequence_length)
         return counts
 
     def locate_spans(self, ids: Ids) -> TokenSpans:
-        """Return where the tokens of the samples `ids` are."""
+        """Return the token spans in the file of the samples `ids`."""
         rows = np.arange(len(ids))
         return TokenSpans(rows, np.zeros_like(rows), self._documents[ids, 0].astype(np.int64), self.count_targets(ids))
 
     def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return row and column of each token that begins a document, except those in column 0: there are none."""
+        """Return rows and columns of tokens that begin a document after column 0: always empty, since each sample is one document."""
         no_starts = np.empty(0, dtype=np.int64)
         return no_starts, no_starts
 
 
 class EmbeddingSamples(DocumentSamples):
-    """The texts of one file, to be embedded."""
+    """Index of the texts of one token file, one sample per text, for embedding models."""
 
     target_shift = 0

@@ -1,11 +1,11 @@
-"""The file formats of a prefix P: the token dtype, and where documents begin and end.
+"""File formats of token files with the prefix P: token dtype and document boundaries.
 
-memory_map     Aleph Alpha's Scaling, and swarmtrain: P.bin, P.idx and P.meta.json; swarmtrain's can have P.mask.bin
+memory_map     Aleph Alpha's Scaling, and swarmtrain: P.bin, P.idx and P.meta.json; swarmtrain also supports P.mask.bin
 megatron       Megatron-LM: P.bin, and P.idx, which begins with MMIDIDX
 llm.c          llm.c: P.bin, with a header of 256 int32
-nanogpt        nanoGPT: P.bin, 16-bit tokens and nothing else
+nanogpt        nanoGPT: P.bin, 16-bit tokens without a header
 
-All but the last are detected from the files. Numbers are little-endian in all.
+All except nanogpt are detected automatically. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8
 _LLM_C_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 _LLM_C_HEADER_BYTES = 1024
 _SCAN_BLOCK_TOKENS = 1 << 24
-"""Tokens that are scanned at once."""
+"""Number of tokens that are scanned for document tokens at a time."""
 
 FileArrayType = type[MappedArray] | type[PreadArray]
 
 
 @dataclass(frozen=True)
 class TokenFileContents:
-    """The contents of a prefix's files."""
+    """The contents of the token files with one prefix."""
 
     format: TokenFileFormat
     tokens: MappedArray | PreadArray
     documents: Tokens
-    """Two numbers per document: its first token, and its number of tokens."""
+    """First token and number of tokens of each document: (documents, 2)."""
     meta: dict[str, Any] = field(default_factory=dict)
     loss_mask: MappedArray | PreadArray | None = None
-    """For each token 1 if it counts in the loss as a target, else 0; None if all count."""
+    """Loss mask: 1 for each token that contributes to the loss as a target, else 0; None if all tokens do."""
 
 
 def open_token_files(
     prefix: Path, array_type: FileArrayType, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None
 ) -> TokenFileContents:
-    """Open the files of `prefix`, in `format`, as arrays of `array_type`.
+    """Open the token files of `prefix`, stored in `format`, as arrays of `array_type`.
 
-    Raises OSError, ValueError that names the mismatch, or TrainingError if the format is not known.
+    `document_token` separates documents in formats without an index. Raises OSError, ValueError if the files do not match each other, or
+    TrainingError if the format cannot be detected.
     """
     actual_format = detect_format(prefix) if format is TokenFileFormat.auto else format
     if document_token is not None and actual_format in (TokenFileFormat.memory_map, TokenFileFormat.megatron):
-        raise ValueError("has an index of its own: data.document_token is for files that have none")
+        raise ValueError("has its own index: data.document_token is only for files without one")
     return _READERS[actual_format](prefix, array_type, document_token)
 
 
 def detect_format(prefix: Path) -> TokenFileFormat:
-    """Return the format of the files of `prefix`. Raises OSError, or ValueError or TrainingError if it cannot be detected."""
+    """Return the format of the token files of `prefix`. Raises OSError, ValueError, or TrainingError if it cannot be detected."""
     megatron = (
         build_file_path(prefix, "idx").exists() and _read_header(build_file_path(prefix, "idx"), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
     )
@@ -75,14 +76,14 @@ def detect_format(prefix: Path) -> TokenFileFormat:
     if _read_magic(build_file_path(prefix, "bin")) in {magic for magic, _ in _LLM_C_DTYPES}:
         return TokenFileFormat.llm_c
     raise TrainingError(
-        f"{prefix}: there is no .idx, and .bin has no header that says what it is",
+        f"{prefix}: there is no .idx, and .bin has no header that identifies its format",
         place="config data",
-        hint="if it is nanoGPT's, tokens of 16 bits and nothing else: data.format: nanogpt",
+        hint="for nanoGPT files (16-bit tokens only), set data.format: nanogpt",
     )
 
 
 def build_file_path(prefix: Path, suffix: str) -> Path:
-    """Return the file of `prefix` with this `suffix`."""
+    """Return the path of the file of `prefix` with this `suffix`."""
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
@@ -101,31 +102,34 @@ def _open_memory_map(prefix: Path, array_type: FileArrayType, _: int | None) -> 
 
 
 def _open_megatron(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
-    """Open Megatron-LM's files: a document is one or several sequences, and a sequence begins at its pointer, in bytes."""
+    """Open token files of Megatron-LM.
+
+    A document consists of one or several sequences; the index has the byte offset of each sequence.
+    """
     index_path = build_file_path(prefix, "idx")
     header = _read_header(index_path, 34)
     if len(header) < 34 or not header.startswith(_MEGATRON_MAGIC):
-        raise ValueError(f"{index_path.name} does not begin as Megatron's do")
+        raise ValueError(f"{index_path.name} does not begin with Megatron's header")
     version, dtype_code, sequences, entries = struct.unpack("<QBQQ", header[9:])
     if version != 1:
-        raise ValueError(f"{index_path.name} has version {version}, and only 1 is known")
+        raise ValueError(f"{index_path.name} has version {version}, but only version 1 is supported")
     if dtype_code not in _MEGATRON_DTYPES:
         raise ValueError(f"{index_path.name} has tokens of type {dtype_code}, which is not an integer type")
     dtype = np.dtype(_MEGATRON_DTYPES[dtype_code])
     index = array_type(index_path, np.dtype(np.uint8), 34).array
     boundaries = np.cumsum([0, 4 * sequences, 8 * sequences, 8 * entries])
     if len(index) not in (boundaries[-1], boundaries[-1] + sequences):  # multimodal files have one more byte per sequence
-        raise ValueError(f"{index_path.name} has {len(index) + 34} bytes, and {int(boundaries[-1]) + 34} are what its header says")
+        raise ValueError(f"{index_path.name} has {len(index) + 34} bytes, and {int(boundaries[-1]) + 34} are expected from its header")
     lengths, pointers, ends = (
         np.frombuffer(index[first:end].tobytes(), dtype=item_dtype)
         for first, end, item_dtype in zip(boundaries, boundaries[1:], ("<i4", "<i8", "<i8"), strict=False)
     )
     if not entries or ends[0] or ends[-1] != sequences or (np.diff(ends) < 0).any():
-        raise ValueError(f"{index_path.name} has documents that are not its {sequences} sequences in their order")
+        raise ValueError(f"{index_path.name} has documents that do not match its {sequences} sequences in order")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if (lengths < 0).any() or (pointers != starts[:-1] * dtype.itemsize).any():
         raise ValueError(
-            f"{index_path.name} has sequences that do not follow each other, or are not where its type of numbers, {dtype}, puts them"
+            f"{index_path.name} has sequences that are not contiguous, or not at the offsets where its dtype, {dtype}, puts them"
         )
     tokens = array_type(build_file_path(prefix, "bin"), dtype)
     if starts[-1] != len(tokens):
@@ -141,23 +145,23 @@ def _open_llm_c(prefix: Path, array_type: FileArrayType, document_token: int | N
     magic, version, count = struct.unpack("<3i", header[:12])
     if (magic, version) not in _LLM_C_DTYPES:
         known_versions = ", ".join(f"{magic} and {version}" for magic, version in _LLM_C_DTYPES)
-        raise ValueError(f"{tokens_path.name} begins with {magic} and {version}; llm.c's begin with {known_versions}")
+        raise ValueError(f"{tokens_path.name} begins with {magic} and {version}; llm.c files begin with {known_versions}")
     tokens = array_type(tokens_path, np.dtype(_LLM_C_DTYPES[magic, version]), _LLM_C_HEADER_BYTES)
     if len(tokens) != count:
-        raise ValueError(f"{tokens_path.name} has {len(tokens):,} tokens, and its header says {count:,}; it is corrupt")
+        raise ValueError(f"{tokens_path.name} has {len(tokens):,} tokens, but its header says {count:,}; it is corrupt")
     return TokenFileContents(TokenFileFormat.llm_c, tokens, _split_documents(tokens, document_token, offset=0))
 
 
 def _open_nanogpt(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
     tokens_path = build_file_path(prefix, "bin")
     if _read_magic(tokens_path) in {magic for magic, _ in _LLM_C_DTYPES}:
-        raise ValueError(f"{tokens_path.name} has the header of llm.c's")
+        raise ValueError(f"{tokens_path.name} has the header of an llm.c file")
     tokens = array_type(tokens_path, np.dtype("uint16"))
     return TokenFileContents(TokenFileFormat.nanogpt, tokens, _split_documents(tokens, document_token, offset=1))
 
 
 def _split_documents(tokens: MappedArray | PreadArray, document_token: int | None, offset: int) -> Tokens:
-    """Return the documents of `tokens`: one begins `offset` tokens after each `document_token`."""
+    """Return the documents of `tokens` (documents, 2): a document begins `offset` tokens after each `document_token`."""
     starts = []
     for first in range(0, len(tokens), _SCAN_BLOCK_TOKENS) if document_token is not None else ():
         starts.append(np.flatnonzero(tokens[first : first + _SCAN_BLOCK_TOKENS] == document_token) + first + offset)
@@ -184,7 +188,7 @@ def _read_magic(file_path: Path) -> int:
     return int.from_bytes(_read_header(file_path, 4), "little", signed=True)
 
 
-CORRUPT_INDEX_MESSAGE = "its index does not fit its tokens; one of the files is corrupt"
+CORRUPT_INDEX_MESSAGE = "its index does not match its tokens; one of the files is corrupt"
 _READERS: dict[TokenFileFormat, Callable[[Path, FileArrayType, int | None], TokenFileContents]] = {
     TokenFileFormat.memory_map: _open_memory_map,
     TokenFileFormat.megatron: _open_megatron,

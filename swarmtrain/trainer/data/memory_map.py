@@ -1,9 +1,9 @@
-"""Token files, memory-mapped. The written format is that of Aleph Alpha's Scaling: a prefix P stands for these files.
+"""Memory-mapped token files. The written format is that of Aleph Alpha's Scaling, with these files for a prefix P:
 
 P.bin          the tokens of all documents, one after another
-P.idx          for each document two integers: its first token and its length, in tokens
+P.idx          two integers per document: its first token and its length, in tokens
 P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234}
-P.mask.bin     if the meta file has "loss_mask": true: one byte per token, 1 if the token counts in the loss, else 0
+P.mask.bin     if the meta file has "loss_mask": true: one byte per token, 1 if the token contributes to the loss, else 0
 """
 
 from __future__ import annotations
@@ -24,49 +24,51 @@ from swarmtrain.trainer.data import formats
 from swarmtrain.trainer.data.token_file import MappedArray, PreadArray, Tokens
 
 Ids = npt.NDArray[np.int64]
-_REBUILD_HINT = "its files belong together; write all of them again"
+_REBUILD_HINT = "rewrite all files of this prefix; they belong together"
 _CHECK_BLOCK_DOCUMENTS = 1 << 20
-"""Documents that are checked at once."""
+"""Number of documents that are checked at a time."""
 
 
 class MemoryMap:
-    """The tokens of one prefix, or of some of its documents. Tokens are read only when requested.
+    """The tokens and documents of one prefix, or of a range of its documents. Tokens are read only when requested.
 
-    Files of other formats are read too; their index is built at the start, and takes 16 bytes of memory per document.
+    Other formats than Scaling's are supported too; their index is built when they are opened, and takes 16 bytes of memory per document.
     """
 
     def __init__(
         self, prefix: Path, *, use_mmap: bool = True, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None
     ) -> None:
-        """Open the files of `prefix`; without `use_mmap` the index is kept in memory, and tokens are read with pread.
+        """Open the token files of `prefix`.
 
-        `document_token` separates documents in files without an index. Raises TrainingError that names what is missing
-        or does not match.
+        Without `use_mmap` the index is kept in memory, and tokens are read with pread. `document_token` separates documents in formats
+        without an index. Raises TrainingError if a file is missing, or if the files do not match each other.
         """
         self.prefix = prefix
         try:
             contents = formats.open_token_files(prefix, MappedArray if use_mmap else PreadArray, format, document_token)
         except FileNotFoundError as error:
             raise TrainingError(
-                f"{error.filename}: no such file", place="config data", hint="paths are relative to the folder the run is in"
+                f"{error.filename}: no such file",
+                place="config data",
+                hint="check the path; it is relative to the working directory of the run",
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{prefix}: is not a readable token file: {error}", place="config data", hint=_REBUILD_HINT) from None
         self.format, self.tokens, self.documents, self.meta = contents.format, contents.tokens, contents.documents, contents.meta
         self.loss_mask = contents.loss_mask
-        """For each token 1 if it counts in the loss as a target, else 0; None if all count."""
+        """Loss mask: 1 for each token that contributes to the loss as a target, else 0; None if all tokens do."""
         self.total_documents = len(self.documents)
-        """The documents of the whole file, before select_fraction()."""
+        """Number of documents in the whole file, including those that select_fraction() excludes."""
         self.token_start, self.token_end = 0, len(self.tokens)
-        """Its tokens are those from `token_start` up to, but not including, `token_end`."""
+        """Range of the selected tokens in the file: from `token_start` up to, but not including, `token_end`."""
 
     @property
     def tokens_path(self) -> Path:
-        """The file of its tokens."""
+        """Path of the file with the tokens."""
         return formats.build_file_path(self.prefix, "bin")
 
     def select_fraction(self, low: float, high: float) -> Self:
-        """Return the documents between the fractions `low` and `high` of all documents, by number."""
+        """Return the same files restricted to a range of documents, from the fraction `low` to the fraction `high` of their number."""
         first, end = round(low * len(self.documents)), round(high * len(self.documents))
         selection = copy.copy(self)
         selection.documents = self.documents[first:end]
@@ -75,7 +77,10 @@ class MemoryMap:
         return selection
 
     def check_documents(self) -> None:
-        """Raise TrainingError if a document does not begin where the previous one ends, or has a negative length. Reads the whole index."""
+        """Raise TrainingError if a document does not begin where the previous document ends, or has a negative length.
+
+        Reads the whole index.
+        """
         expected = self.token_start
         for number in range(0, len(self.documents), _CHECK_BLOCK_DOCUMENTS):
             documents = self.documents[number : number + _CHECK_BLOCK_DOCUMENTS].astype(np.int64)
@@ -86,7 +91,7 @@ class MemoryMap:
             expected = int(ends[-1])
 
     def find_documents_at(self, positions: Ids) -> Ids:
-        """Return the number of the last document that begins at or before each of `positions`."""
+        """Return for each of `positions` the number of the last document that begins at or before it."""
         # Not np.searchsorted, which would copy the column of starts: one entry per document.
         low, high = np.zeros_like(positions), np.full_like(positions, len(self.documents))
         for _ in range(len(self.documents).bit_length()):
@@ -97,19 +102,19 @@ class MemoryMap:
 
     def _build_corruption_error(self, number: int) -> TrainingError:
         first, count = self.documents[number].tolist()
-        message = f"{self.prefix}: its index is corrupt: document {number} is said to have {count} tokens from {first} on"
+        message = f"{self.prefix}: its index is corrupt: document {number} is listed with {count} tokens from {first} on"
         return TrainingError(message, place="config data", hint=_REBUILD_HINT)
 
 
 def has_token_files(prefix: Path) -> bool:
-    """Return whether there are files of `prefix`."""
+    """Return whether token files with this prefix exist."""
     return formats.build_file_path(prefix, "bin").exists()
 
 
 def write_token_files(prefix: Path, documents: Iterable[Tokens], dtype: str, extra_meta: Mapping[str, Any] | None = None) -> None:
-    """Write `documents`, arrays of tokens that all count in the loss, under `prefix`. `extra_meta` is added to the meta file.
+    """Write token files with `documents` (arrays of tokens) under `prefix`. All tokens contribute to the loss.
 
-    The meta file is published last: if it exists, the other files are complete.
+    `extra_meta` is added to the meta file. The meta file is published last: if it exists, the other files are complete.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     index, start = [], 0

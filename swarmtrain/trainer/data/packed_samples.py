@@ -1,9 +1,9 @@
-"""A token file as packs of complete documents: no sample has a fragment of a document that would have fitted completely.
+"""Packed samples: each sample contains complete documents, and no document is split that fits into one sample.
 
-A document of n tokens has n - 1 inputs, each with the next token as its target: its last token is only a target, and
-no target crosses a document boundary. A document longer than a sample fills samples of its own, and its remainder is packed as a
-short document. Packing is best-fit decreasing: the longest first, each into the fullest sample that has space for it
-(Ding et al. 2024, arXiv 2404.10830). All documents of one length are packed at once, so iterations are per length, not per document.
+A document of n tokens has n - 1 inputs, each with the next token as its target. Its last token is only a target, and no target crosses a
+document boundary. A document longer than a sample fills samples of its own, and its remainder is packed like a short document. Packing is
+best-fit decreasing: the longest documents first, each into the fullest sample with enough space (Ding et al. 2024, arXiv 2404.10830). All
+documents of one length are packed at once, so the number of iterations depends on the number of lengths, not of documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from swarmtrain.trainer.data.sample_index import TokenSpans
 
 
 class PackedSamples:
-    """The samples of one file. Takes 22 bytes of memory per document, and reads the whole index at the start."""
+    """Index of the packed samples of one token file.
+
+    Takes 22 bytes of memory per document, and reads the whole index when created.
+    """
 
     target_shift = 1
 
@@ -26,14 +29,14 @@ class PackedSamples:
         full_counts = input_counts // sequence_length
         self._sequence_length = sequence_length
         self._full_documents = np.repeat(np.arange(len(full_counts), dtype=np.int32), full_counts)
-        """For each sample that one document fills: which document."""
+        """For each sample that is filled by one document: the number of that document."""
         self._first_full_sample = np.cumsum(full_counts) - full_counts
         self._starts = starts
         partial_documents = np.flatnonzero(input_counts % sequence_length)
         packs = pack_best_fit((input_counts % sequence_length)[partial_documents], sequence_length)
         order = np.argsort(packs, kind="stable")
         self._packed_documents = partial_documents[order].astype(np.int32)
-        """Documents whose remainder is packed, pack by pack."""
+        """Numbers of the documents whose remainder is packed, in the order of packs."""
         self._pack_ends = np.flatnonzero(np.diff(packs[order], append=-1)) + 1
         self._input_counts = input_counts
 
@@ -41,12 +44,12 @@ class PackedSamples:
         return len(self._full_documents) + len(self._pack_ends)
 
     def count_targets(self, ids: Ids) -> Ids:
-        """Return how many targets each of the samples `ids` has."""
+        """Return the number of targets of each of the samples `ids`, as an int64 array."""
         spans = self.locate_spans(ids)
         return np.bincount(spans.row, spans.count, minlength=len(ids)).astype(np.int64)
 
     def locate_spans(self, ids: Ids) -> TokenSpans:
-        """Return where the tokens of the samples `ids` are."""
+        """Return the token spans in the file of the samples `ids`."""
         rows, packed_documents = self._list_packed_documents(ids)
         remainders = self._input_counts[packed_documents] % self._sequence_length
         full_rows = np.flatnonzero(ids < len(self._full_documents))
@@ -60,13 +63,13 @@ class PackedSamples:
         return TokenSpans(row, _compute_columns(row, count), start, count)
 
     def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return row and column of each token that begins a document, except those in column 0."""
+        """Return rows and columns of the tokens in samples `ids` that begin a document, except those in column 0."""
         spans = self.locate_spans(ids)
         is_not_first = spans.column > 0
         return spans.row[is_not_first], spans.column[is_not_first]
 
     def _list_packed_documents(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return the documents in those of `ids` that are packs, with their rows."""
+        """Return, for those of the samples `ids` that are packs, the row (index in `ids`) and the number of each packed document."""
         rows = np.flatnonzero(ids >= len(self._full_documents))
         packs = ids[rows] - len(self._full_documents)
         ends = self._pack_ends[packs]
@@ -76,7 +79,7 @@ class PackedSamples:
 
 
 def pack_best_fit(sizes: Ids, capacity: int) -> Ids:
-    """Return for each of `sizes`, from 1 to `capacity`, the number of its pack; each pack has `capacity`."""
+    """Return for each of `sizes` the number of its pack. Each pack has space for `capacity`; sizes are from 1 to `capacity`."""
     packs = np.empty(len(sizes), dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
     packs_by_space: dict[int, list[Ids]] = defaultdict(list)
@@ -98,7 +101,11 @@ def pack_best_fit(sizes: Ids, capacity: int) -> Ids:
 
 
 def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, Ids], packs_by_space: dict[int, list[Ids]]) -> Ids:
-    """Put as many `items` of `size` as fit into packs that have the same space each, one pack after the other. Return the rest."""
+    """Put as many `items` of `size` as possible into the packs in `packs_with_space`, which all have the same space.
+
+    Return the remaining items.
+    `packs` and `packs_by_space` are updated.
+    """
     space, bins = packs_with_space
     per_pack = space // size
     placed = min(len(items), per_pack * len(bins))
@@ -115,7 +122,7 @@ def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, 
 
 
 def _compute_columns(row: Ids, count: Ids) -> Ids:
-    """Return the column at which each span begins: after the spans before it in the same row."""
+    """Return the column at which each span begins: after all earlier spans of the same row."""
     order = np.argsort(row, kind="stable")
     before = np.cumsum(count[order]) - count[order]
     starts_row = np.diff(row[order], prepend=-1) != 0

@@ -1,4 +1,4 @@
-"""Where the tokens of samples are."""
+"""Sample index: maps the samples of a token file to spans of tokens in the file."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from swarmtrain.trainer.data.memory_map import Ids
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """Spans of tokens in a file, and their places in a batch: arrays of equal length.
+    """Spans of tokens in a token file, and their positions in a batch, as arrays with one entry per span.
 
-    A span of `count` inputs is followed in the file by as many tokens as its targets are shifted by.
+    A span has `count` inputs. In the file it is followed by `target_shift` more tokens, the targets of its last inputs.
     """
 
     row: Ids
     column: Ids
     start: Ids
-    """Its first token in the file."""
+    """Index in the file of each span's first token."""
     count: Ids
 
 
 class SampleIndex(Protocol):
-    """A token file that is divided into samples."""
+    """Interface of a token file that is divided into samples."""
 
     target_shift: int
-    """Tokens from an input to its target in the file."""
+    """Distance in tokens from an input to its target in the file: 1 for next-token prediction."""
 
     def __len__(self) -> int: ...
     def count_targets(self, ids: Ids) -> Ids:
-        """Return how many targets each of the samples `ids` has."""
+        """Return the number of targets of each of the samples `ids`, as an int64 array."""
 
     def locate_spans(self, ids: Ids) -> TokenSpans:
-        """Return where the tokens of the samples `ids` are."""
+        """Return the token spans in the file of the samples `ids`."""
 
     def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return row and column of each token that begins a document, except those in column 0."""
+        """Return rows and columns of the tokens in samples `ids` that begin a document, except those in column 0."""

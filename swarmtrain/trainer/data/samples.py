@@ -1,4 +1,4 @@
-"""Samples: up to `sequence_length` tokens, each with the next one as its target, from one or several token files."""
+"""Data sets of samples: up to `sequence_length` input tokens with their targets, from one or several token files."""
 
 from __future__ import annotations
 
@@ -30,23 +30,27 @@ from swarmtrain.trainer.runtime import derive_seed
 
 _PROBE_TOKENS = 1 << 20
 _MIN_BLOCK_POSITIONS, _MAX_BLOCK_POSITIONS = 1 << 4, 1 << 12
-"""Positions whose sample ids are computed at once: one by one that would take longer than loading them. Each epoch in a block has a
-cost, too.
+"""Number of positions whose sample ids are computed at a time: minimum and maximum.
+
+Computing ids one by one would take longer than loading the samples, and each epoch in a block also has a cost.
 """
 _INDEX_TYPES: dict[Packing, type[StreamSamples] | type[PackedSamples]] = {Packing.stream: StreamSamples, Packing.documents: PackedSamples}
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """A global batch: ids of its samples in order, and its number of loss tokens."""
+    """A global batch: the ids of its samples, in order, and its number of loss tokens."""
 
     ids: Ids
     loss_tokens: int
     loss_denominator: int
-    """What the loss is a mean over: loss tokens, or samples if a sample has several rows."""
+    """Divisor of the summed loss: number of loss tokens, or of samples if a sample has several rows (pairs, queries)."""
 
     def select_micro_batches(self, micro_batches_per_replica: Sequence[int], replica: int, micro_batch_size: int) -> list[tuple[int, Ids]]:
-        """Return the micro batches of `replica`, with their numbers in the global batch. Empty if it gets none."""
+        """Return the micro batches of the replica with index `replica`: for each, its number in the global batch and its sample ids.
+
+        `micro_batch_size`: samples per micro batch. Empty if the replica is assigned none.
+        """
         first = sum(micro_batches_per_replica[:replica])
         return [
             (number, self.ids[number * micro_batch_size : (number + 1) * micro_batch_size])
@@ -55,7 +59,10 @@ class GlobalBatch:
 
 
 def open_data(config: Config) -> tuple[TokenDataset, TokenDataset | None]:
-    """Open the data that `config` names: training data, and validation data if there is any. Raises TrainingError."""
+    """Open the training data of `config`, and the validation data (None if there is none).
+
+    Raises TrainingError if a token file is missing or invalid.
+    """
     architecture, seed, data = config.transformer_architecture, config.trainer.seed, config.data
     for_embedding = config.trainer.contrastive_config is not None
     open_dataset = partial(
@@ -83,7 +90,7 @@ def open_data(config: Config) -> tuple[TokenDataset, TokenDataset | None]:
 
 
 class TokenDataset:
-    """Token files as a list of samples. Samples shorter than `sequence_length` are padded; padded targets are IGNORE_INDEX."""
+    """Samples of one or several token files. Samples shorter than `sequence_length` are padded, with IGNORE_INDEX as targets."""
 
     def __init__(
         self,
@@ -101,15 +108,20 @@ class TokenDataset:
         one_per_document: bool = False,
         for_embedding: bool = False,
     ) -> None:
-        """Open the files. `seed` determines the sample order, `document_fractions` which range of each file's documents to read.
+        """Open the token files with the given `prefixes`.
 
-        `companion_prefixes`: lists with as many prefixes: each of their documents belongs to the document with its number.
-        `one_per_document`: each document is a sample. `for_embedding`: also, and it is embedded as a whole.
-        Raises TrainingError if there is no file, one has no sample, or one has tokens outside the vocabulary at its beginning or end.
+        `seed` determines the sample order. `document_fractions`: range of each file's documents to use, as fractions.
+        `companion_prefixes`: lists of as many prefixes as `prefixes`; document i of each belongs to document i here, such as a rejected
+        response. `one_per_document`: each document is one sample. `for_embedding`: each document is one sample, and is embedded as a
+        whole.
+
+        Raises TrainingError if a file is missing or has no samples, DataError if its first or last tokens are outside the vocabulary.
         """
         if not prefixes:
             raise TrainingError(
-                "names no data", place="config data", hint="data_prefixes and validation_data_prefixes are lists of prefixes of token files"
+                "specifies no data",
+                place="config data",
+                hint="set data_prefixes or validation_data_prefixes to a list of token file prefixes",
             )
         self.sequence_length, self.vocab_size, self.seed = architecture.sequence_length, architecture.vocab_size, seed
         self._has_documents = architecture.needs_document_ids
@@ -128,9 +140,9 @@ class TokenDataset:
             document_token=document_token,
         )
         self.companion_datasets = [open_companion(each, one_per_document=True, for_embedding=for_embedding) for each in companion_prefixes]
-        """The data that belongs to it, such as rejected responses: sample i of each belongs to sample i here."""
+        """Companion data sets, such as rejected responses: their sample i belongs to sample i of this data set."""
         self.rows_per_sample = 1 + len(companion_prefixes)
-        """Rows of a sample."""
+        """Number of rows of a sample in a batch: one, and one for each companion data set."""
         if self._has_documents or index_type is not StreamSamples:
             for file in self.token_files:
                 file.check_documents()
@@ -156,18 +168,18 @@ class TokenDataset:
         self._cached_batch = lru_cache(maxsize=2)(self._build_batch)
         self._order_key = document_token_key if is_default_order else f"{packing} {document_fractions} {shares}{document_token_key}"
         self.load_seconds = 0.0
-        """Total time spent loading."""
+        """Total time in seconds spent loading samples."""
 
     def __len__(self) -> int:
         return int(self._sample_ends[-1])
 
     @property
     def all_token_files(self) -> list[MemoryMap]:
-        """All files, including those of companion datasets."""
+        """All token files, including those of companion data sets."""
         return [*self.token_files, *(file for companion in self.companion_datasets for file in companion.token_files)]
 
     def build_batch(self, position: int, count: int) -> GlobalBatch:
-        """Return the batch of `count` samples from global `position`."""
+        """Return the global batch of `count` samples that begins at `position` in the sample order."""
         return self._cached_batch(position, count)
 
     def _build_batch(self, position: int, count: int) -> GlobalBatch:
@@ -177,16 +189,19 @@ class TokenDataset:
         return GlobalBatch(ids, self.count_loss_tokens(ids), self.compute_loss_denominator(ids))
 
     def count_loss_tokens(self, ids: Ids) -> int:
-        """Return the number of loss tokens of the samples `ids`."""
+        """Return the number of loss tokens in the samples `ids`, including companion samples."""
         own_count = sum(self._count_file_loss_tokens(number, within) for number, _, within in self._group_by_file(ids))
         return own_count + sum(companion.count_loss_tokens(ids) for companion in self.companion_datasets)
 
     def compute_loss_denominator(self, ids: Ids) -> int:
-        """Return what the loss of the samples `ids` is a mean over: loss tokens, or samples if a sample has several rows."""
+        """Return the divisor of the summed loss of the samples `ids`: number of loss tokens, or of samples if a sample has several rows."""
         return len(ids) if self.rows_per_sample > 1 else self.count_loss_tokens(ids)
 
     def load(self, ids: Ids) -> TokenBatch:
-        """Return the samples `ids`, each with its companions. Raises DataError for a token outside the vocabulary."""
+        """Return the samples `ids` as a batch, each followed by its companion samples.
+
+        Raises DataError for a token outside the vocabulary.
+        """
         start_time = time.perf_counter()
         rows = self._load_tokens(ids).interleave_with([companion.load(ids) for companion in self.companion_datasets])
         self.load_seconds += time.perf_counter() - start_time
@@ -216,13 +231,13 @@ class TokenDataset:
         return TokenBatch(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
 
     def locate_sample(self, sample: int) -> tuple[MemoryMap, TokenSpans, int]:
-        """Return the file of a sample, where its tokens are in it, and the shift of its targets."""
+        """Return the token file that contains the sample with id `sample`, its token spans in the file, and its target shift."""
         ((number, _, within),) = self._group_by_file(np.array([sample]))
         sample_index = self._sample_indexes[number]
         return self.token_files[number], sample_index.locate_spans(within), sample_index.target_shift
 
     def prefetch_samples(self, ids: Ids) -> None:
-        """Have the operating system read the samples `ids` from the disk in the background: they will be loaded soon."""
+        """Ask the operating system to read the samples `ids` from the disk in the background."""
         for companion in self.companion_datasets:
             companion.prefetch_samples(ids)
         for number, _, within in self._group_by_file(ids):
@@ -234,14 +249,15 @@ class TokenDataset:
                     mask.prefetch_range(start, count + sample_index.target_shift)
 
     def build_empty_sample(self) -> TokenBatch:
-        """Return one padded sample, without loss tokens."""
+        """Return one padded sample without loss tokens."""
         zeros = torch.zeros((self.rows_per_sample, self.sequence_length), dtype=torch.int64)
         return TokenBatch(zeros, torch.full_like(zeros, IGNORE_INDEX), zeros if self._has_documents else None)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of sizes, of the first and last 2^20 tokens of each file, and of what determines the order:
-        enough to detect that two nodes or two runs read different data.
+        """Hash of file sizes, of the first and last 2^20 tokens of each file, and of the settings that determine the sample order.
+
+        It detects that two nodes or two runs read different data.
         """
         digest = hashlib.sha256(f"{self.sequence_length}{self._order_key}".encode())
         for companion in self.companion_datasets:
@@ -255,7 +271,7 @@ class TokenDataset:
         return digest.hexdigest()[:16]
 
     def _count_file_loss_tokens(self, number: int, within: Ids) -> int:
-        """Return the number of loss tokens of the samples `within` file `number`."""
+        """Return the number of loss tokens in samples of one file. `number`: index of the file; `within`: sample indices in that file."""
         mask, sample_index = self.token_files[number].loss_mask, self._sample_indexes[number]
         if mask is None:
             return int(sample_index.count_targets(within).sum())
@@ -267,7 +283,7 @@ class TokenDataset:
         )
 
     def _raise_invalid_token(self, ids: Ids) -> None:
-        """Raise the error that names the token outside the vocabulary in the samples `ids`."""
+        """Raise DataError for the first token outside the vocabulary in the samples `ids`."""
         for number, _, within in self._group_by_file(ids):
             sample_index, file = self._sample_indexes[number], self.token_files[number]
             spans = sample_index.locate_spans(within)
@@ -290,7 +306,7 @@ class TokenDataset:
         return ids
 
     def _group_by_file(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield each file that has some of the samples `ids`: its number, their indices in `ids`, and their numbers in the file."""
+        """Yield the samples `ids` by token file: file index, indices in `ids` of the file's samples, and their indices in the file."""
         files = np.searchsorted(self._sample_ends, ids, side="right")
         for number in np.unique(files).tolist():
             rows = np.flatnonzero(files == number)
@@ -298,13 +314,13 @@ class TokenDataset:
 
 
 def _check_companion_counts(dataset: TokenDataset, companion: TokenDataset) -> None:
-    """Raise TrainingError if `dataset` and `companion` do not have equally many documents in each file."""
+    """Raise TrainingError if a file of `dataset` and the matching file of `companion` differ in the number of documents."""
     for file, companion_file in zip(dataset.token_files, companion.token_files, strict=True):
         if len(file.documents) != len(companion_file.documents):
             raise TrainingError(
                 f"{companion_file.prefix} has {len(companion_file.documents)} documents, and {file.prefix} {len(file.documents)}",
                 place="config data",
-                hint="prepare both from the same records, with --on-bad stop: document i of one goes with document i of the other",
+                hint="prepare both from the same records, with --on-bad stop: document i of one is paired with document i of the other",
             )
 
 
@@ -315,12 +331,16 @@ def _probe_ends(file: MemoryMap) -> tuple[Tokens, Tokens]:
 def _build_no_samples_error(file: MemoryMap, packing: Packing, document_fractions: tuple[float, float]) -> TrainingError:
     if document_fractions != (0.0, 1.0):
         return TrainingError(
-            f"{file.prefix}: {file.total_documents} documents are too few to divide it by data.validation_fraction",
+            f"{file.prefix}: {file.total_documents} documents are too few to split off data.validation_fraction",
             place="config data",
-            hint="name data to hold out as data.validation_data_prefixes",
+            hint="set data.validation_data_prefixes to separate validation data",
         )
     if packing is Packing.documents:
         return TrainingError(
-            f"{file.prefix}: has no document of two tokens", place="config data", hint="data.packing: stream reads over their ends"
+            f"{file.prefix}: has no document with at least two tokens",
+            place="config data",
+            hint="set data.packing: stream, which reads across document boundaries",
         )
-    return TrainingError(f"{file.prefix}: has fewer than two tokens", place="config data", hint="a sample is a token and the next one")
+    return TrainingError(
+        f"{file.prefix}: has fewer than two tokens", place="config data", hint="add data: a sample needs at least two tokens"
+    )

@@ -1,8 +1,8 @@
-"""The order of samples: a function of (seed, epoch, position) alone, so it is the same in every world, and seeking is immediate.
+"""Shuffling: the sample order is a function of (seed, epoch, position) alone.
 
-A permutation of n samples without a table: a six-round Feistel network over the next power of four; values
-outside n are permuted again until they are inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary
-finite domains"). That power is at most four times n, so fewer than four passes are needed on average.
+So it is independent of the topology, and seeking takes no time. The permutation of n samples needs no table: it is a six-round Feistel
+network over the next power of four. Values outside n are permuted again until they are inside (cycle walking: Black and Rogaway 2002,
+"Ciphers with arbitrary finite domains"). That power is at most four times n, so fewer than four iterations are needed on average.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _ROUNDS = 6
 
 
 def compute_sample_ids(position: int, count: int, size: int, seed: int) -> Ids:
-    """Return the ids of the `count` samples from global `position`, in a dataset of `size` samples.
+    """Return the ids of `count` samples that begin at `position` in the shuffled order of a data set with `size` samples.
 
-    Positions count through all epochs; within an epoch each sample occurs once.
+    Positions count through all epochs; in each epoch every sample occurs once, in a different order.
     """
     return shuffle_positions(np.arange(position, position + count, dtype=np.int64), size, seed)
 
 
 def shuffle_positions(positions: Ids, size: int, seed: int) -> Ids:
-    """Return the ids of the samples at `positions`."""
+    """Return the sample ids at `positions` in the shuffled order of a data set with `size` samples."""
     epochs = positions // size
     ids = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs):
@@ -35,7 +35,7 @@ def shuffle_positions(positions: Ids, size: int, seed: int) -> Ids:
 
 
 def permute_indices(indices: Ids, size: int, key: int) -> Ids:
-    """Return the images of `indices` under a permutation of 0..size-1, determined by `key`."""
+    """Return the results of applying a permutation of 0..size-1, determined by `key`, to each of `indices`."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = np.array([derive_seed(key, number) for number in range(_ROUNDS)], dtype=np.uint64)
     values = _apply_feistel(indices.astype(np.uint64), half, keys)
@@ -53,7 +53,7 @@ def _apply_feistel(values: npt.NDArray[np.uint64], half: int, keys: npt.NDArray[
 
 
 def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return SplitMix64's finalizer of `values` (Steele, Lea and Flood 2014)."""
+    """Return `values` mixed by SplitMix64's finalizer (Steele, Lea and Flood 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""A token file as windows over its stream: sample i begins at token i × sequence_length, regardless of document boundaries.
+"""Stream samples: windows over a token file, regardless of document boundaries. Sample i begins at token i × sequence_length.
 
-The last token of a window is only a target, and the first input of the next window: every token but the file's first is
-a target once per epoch. That holds across documents too, so a sample's number of targets is known without the index.
+The last token of a window is only a target, and also the first input of the next window: every token except the file's first is a target
+once per epoch. This also holds across document boundaries, so a sample's number of targets is known without reading the index.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from swarmtrain.trainer.data.sample_index import TokenSpans
 
 
 class StreamSamples:
-    """The samples of one file. The last one may be short."""
+    """Index of the stream samples of one token file. The last sample may be shorter than the others."""
 
     target_shift = 1
 
@@ -25,16 +25,16 @@ class StreamSamples:
         return (self._target_count + self._sequence_length - 1) // self._sequence_length
 
     def count_targets(self, ids: Ids) -> Ids:
-        """Return how many targets each of the samples `ids` has."""
+        """Return the number of targets of each of the samples `ids`, as an int64 array."""
         return np.minimum(self._sequence_length, self._target_count - ids * self._sequence_length)
 
     def locate_spans(self, ids: Ids) -> TokenSpans:
-        """Return where the tokens of the samples `ids` are."""
+        """Return the token spans in the file of the samples `ids`."""
         rows = np.arange(len(ids))
         return TokenSpans(rows, np.zeros_like(rows), self._file.token_start + ids * self._sequence_length, self.count_targets(ids))
 
     def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return row and column of each token that begins a document, except those in column 0."""
+        """Return rows and columns of the tokens in samples `ids` that begin a document, except those in column 0."""
         starts = self._file.token_start + ids * self._sequence_length
         first_documents = self._file.find_documents_at(starts)
         counts = self._file.find_documents_at(starts + self.count_targets(ids) - 1) - first_documents

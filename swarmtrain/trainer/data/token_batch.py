@@ -1,4 +1,4 @@
-"""Samples as model inputs."""
+"""Batch of samples as model inputs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class TokenBatch(NamedTuple):
-    """Samples as model inputs: int64 tensors (samples, sequence_length)."""
+    """Batch of samples as model inputs: int64 tensors (samples, sequence length)."""
 
     inputs: Tensor
     targets: Tensor
     document_ids: Tensor | None = None
-    """For each input the number of its document within the sample, from 0; None if the model does not need it."""
+    """Number of each input's document within its sample, counted from 0; None if the model does not separate documents."""
 
     def interleave_with(self, others: Sequence[TokenBatch]) -> TokenBatch:
-        """Return each sample followed by the samples of `others` with the same number, in their order."""
+        """Return a batch in which each sample is followed by the samples with the same index from each of `others`."""
         columns = zip(self, *others, strict=True)
         return TokenBatch(*(None if column[0] is None else torch.stack(column, 1).flatten(0, 1) for column in columns))  # type: ignore[arg-type]
 
     def map_tensors(self, transform: Callable[[Tensor], Tensor]) -> TokenBatch:
-        """Return the batch with `transform` applied to each tensor."""
+        """Return the batch after applying `transform` to each tensor."""
         return TokenBatch(
             transform(self.inputs), transform(self.targets), None if self.document_ids is None else transform(self.document_ids)
         )

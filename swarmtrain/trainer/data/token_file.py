@@ -1,7 +1,7 @@
-"""The numbers in a file, as an array that can be sliced: memory-mapped, or read with retries.
+"""Arrays of numbers in a file: memory-mapped, or read with retries.
 
-A mapping has no cost per read, but if a network disk loses the file for a moment, a process that accesses it is
-killed (SIGBUS). A read call gets an error instead, which is logged, and retried.
+A memory-mapped file has no cost per read, but if a network disk is unavailable for a moment, a process that accesses it is killed
+(SIGBUS). With read calls the error is logged, and the read is retried.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ LOG = logging.getLogger("swarmtrain")
 Tokens = npt.NDArray[Any]
 _TRANSIENT_ERRNOS = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT, errno.ENOTCONN}
 _RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Seconds before each retry: in total less than other ranks wait for a late rank."""
+"""Seconds to wait before each retry. Their sum is less than the time that other ranks wait for a late rank."""
 
 
 class MappedArray:
-    """A file that is mapped into memory."""
+    """Array in a memory-mapped file."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0) -> None:
-        """The numbers begin at byte `offset`. Raises OSError, or ValueError if the rest is empty or its size is not a multiple of
-        `dtype`'s.
+        """Map the numbers in the file `path` that begin at byte `offset`.
+
+        Raises OSError if the file cannot be read, ValueError if it has no numbers or its size is not a multiple of the size of `dtype`.
         """
         self.dtype, self._offset = dtype, offset
         with path.open("rb") as file:
@@ -48,17 +49,18 @@ class MappedArray:
         return values
 
     def prefetch_range(self, first: int, count: int) -> None:
-        """Have the operating system read `count` numbers from `first` in the background: they will be requested soon."""
+        """Ask the operating system to read `count` numbers from index `first` on in the background."""
         start = (self._offset + first * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_WILLNEED, start, self._offset + (first + count) * self.dtype.itemsize - start)
 
 
 class PreadArray:
-    """A file that is read when a slice is requested; a failed read is retried for some seconds."""
+    """Array in a file that is read with pread when a slice is requested. A failed read is retried for several seconds."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0) -> None:
-        """The numbers begin at byte `offset`. Raises OSError, or ValueError if the rest is empty or its size is not a multiple of
-        `dtype`'s.
+        """Open the file `path`, whose numbers begin at byte `offset`.
+
+        Raises OSError if the file cannot be read, ValueError if it has no numbers or its size is not a multiple of the size of `dtype`.
         """
         self.dtype, self._path, self._offset = dtype, path, offset
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -81,11 +83,11 @@ class PreadArray:
 
     @property
     def array(self) -> Tokens:
-        """The whole array, in memory."""
+        """The whole array, read into memory."""
         return self[:]
 
     def prefetch_range(self, first: int, count: int) -> None:
-        """Have the operating system read `count` numbers from `first` in the background: they will be requested soon."""
+        """Ask the operating system to read `count` numbers from index `first` on in the background."""
         os.posix_fadvise(self._descriptor, self._offset + first * self.dtype.itemsize, count * self.dtype.itemsize, os.POSIX_FADV_WILLNEED)
 
     def _read_bytes(self, start: int, end: int) -> bytes:
@@ -93,7 +95,7 @@ class PreadArray:
         for delay in (0.0, *_RETRY_DELAYS_SECONDS):
             time.sleep(delay)
             try:
-                if last_error:  # a stale handle remains stale
+                if last_error:  # a stale file handle must be reopened
                     self._reopen_file()
                 return b"".join(self._iterate_pieces(start, end))
             except OSError as error:
@@ -104,7 +106,7 @@ class PreadArray:
         raise TrainingError(
             f"{self._path}: {last_error and last_error.strerror}",
             place="config data",
-            hint="is the disk gone? the run resumes from its checkpoint",
+            hint="check that the disk is mounted; the run resumes from its checkpoint",
         )
 
     def _reopen_file(self) -> None:
@@ -115,11 +117,11 @@ class PreadArray:
         while start < end:
             piece = os.pread(self._descriptor, min(end - start, 1 << 30), start)
             if not piece:
-                raise OSError(errno.EIO, "ends before it should")
+                raise OSError(errno.EIO, "is truncated")
             yield piece
             start += len(piece)
 
 
 def _check_size(path: Path, size: int, dtype: np.dtype[Any]) -> None:
     if size <= 0 or size % dtype.itemsize:
-        raise ValueError(f"{path.name} is empty" if size <= 0 else f"{path.name} ends within a number: {size} bytes of {dtype}")
+        raise ValueError(f"{path.name} is empty" if size <= 0 else f"{path.name} is truncated within a value: {size} bytes of {dtype}")

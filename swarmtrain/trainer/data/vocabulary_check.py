@@ -1,8 +1,7 @@
-"""Check that all tokens are in the vocabulary before the first step, rather than fail hours later in the batch with an invalid one.
+"""Check before the first step that all tokens are in the vocabulary, instead of failing hours later at a batch with an invalid token.
 
-All ranks scan together, a part each, as fast as files can be read, and for some seconds at most. If that is not enough time, the
-scanned tokens are a uniform sample, and the rest is checked when it is read. Results are recorded in the run's folder:
-a restart scans nothing again.
+All ranks scan a part of the files each, for at most 5 s. If that is not enough time, the scanned tokens are a uniform sample, and the
+others are checked when they are read. Results are recorded in save_dir, so that a restart does not scan again.
 """
 
 from __future__ import annotations
@@ -33,38 +32,38 @@ _RECORD_NAME = "token-scan.json"
 _MAX_SCAN_SECONDS = 5.0
 _LOG_AFTER_SECONDS = 2.0
 _SCAN_BLOCK_TOKENS = 1 << 20
-"""Tokens that are scanned at once."""
+"""Number of tokens that are scanned at a time."""
 
 
 @dataclass(frozen=True)
 class TokenScan:
-    """The result of scanning one file."""
+    """Result of scanning one token file."""
 
     size: int
     """Size of the file in bytes."""
     modified: int
-    """Modification time, in nanoseconds since the epoch."""
+    """Modification time of the file, in nanoseconds since the epoch."""
     scanned_bytes: int = 0
-    """Bytes that were scanned."""
+    """Number of scanned bytes."""
     highest_token: int = -1
-    """The highest token in the scanned bytes."""
+    """Highest token in the scanned bytes; -1 if nothing was scanned."""
 
     def merge(self, other: TokenScan) -> TokenScan:
-        """Return the result of this scan of the file and `other` together."""
+        """Return the combined result of this scan and `other`, a scan of other blocks of the same file."""
         return replace(
             self, scanned_bytes=self.scanned_bytes + other.scanned_bytes, highest_token=max(self.highest_token, other.highest_token)
         )
 
 
 def can_exceed_vocabulary(dtype: np.dtype[Any], vocab_size: int) -> bool:
-    """Return whether numbers of `dtype` can be tokens outside the vocabulary."""
+    """Return whether numbers of `dtype` can be outside a vocabulary of `vocab_size` tokens."""
     return dtype.kind == "i" or np.iinfo(dtype).max >= vocab_size
 
 
 def check_tokens(tokens: Tokens, vocab_size: int, location: str = "", first_position: int | None = None) -> int:
-    """Return the highest of `tokens`. Raises DataError if one is outside the vocabulary.
+    """Return the highest of `tokens`. Raises DataError if a token is outside the vocabulary.
 
-    `first_position`: the position of the first of them in its file, for the error message.
+    `location` and `first_position` (position of the first token in its file) are shown in the error message.
     """
     unsigned = tokens.view(tokens.dtype.str.replace("i", "u"))  # so that negative tokens are high
     highest = int(unsigned.max())
@@ -75,25 +74,26 @@ def check_tokens(tokens: Tokens, vocab_size: int, location: str = "", first_posi
     raise DataError(
         f"is {vocab_size}, and token {int(tokens[index])} is in the data{location}{position_text}",
         place="config transformer_architecture.vocab_size",
-        hint="it is one more than the highest token that there can be; or is it the data of another tokenizer?",
+        hint="set it to at least the highest possible token plus one, or use data of the matching tokenizer",
     )
 
 
 def check_tokenizer(file: MemoryMap, vocab_size: int) -> None:
-    """Raise DataError if, according to `file`'s metadata, its tokenizer has more tokens than the vocabulary."""
+    """Raise DataError if the tokenizer recorded in the metadata of `file` has more tokens than `vocab_size`."""
     tokenizer = file.meta.get("prepared", {}).get("tokenizer", {})
     if (size := tokenizer.get("vocab_size", 0)) > vocab_size:
         raise DataError(
-            f"is {vocab_size}, and {tokenizer['name']}, which made the tokens of {file.prefix}, has {size}",
+            f"is {vocab_size}, and {tokenizer['name']}, the tokenizer of {file.prefix}, has {size}",
             place="config transformer_architecture.vocab_size",
-            hint=f"transformer_architecture.vocab_size: {size}, or more",
+            hint=f"set transformer_architecture.vocab_size: {size}, or more",
         )
 
 
 def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: float = _MAX_SCAN_SECONDS) -> None:
-    """Scan `files` for tokens outside the vocabulary, each once, for at most `max_seconds`. Called by all ranks together.
+    """Scan `files` for tokens outside the vocabulary, for at most `max_seconds`. Called by all ranks together.
 
-    Raises DataError if there is one, TrainingError if a file cannot be read.
+    Files that an earlier scan has recorded are skipped. Raises DataError if a token is outside the vocabulary, TrainingError if a file
+    cannot be read.
     """
     vocab_size, save_dir = runtime.config.transformer_architecture.vocab_size, runtime.config.trainer.save_dir
     by_name = {str(file.prefix): file for file in files if can_exceed_vocabulary(file.tokens.dtype, vocab_size)}
@@ -114,7 +114,7 @@ def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: 
 
 
 def _list_unscanned(files: Mapping[str, MemoryMap], recorded: Mapping[str, TokenScan], vocab_size: int) -> list[str]:
-    """Return those of `files` that have not been scanned in their present state."""
+    """Return the names of those `files` that have not been scanned since they were last modified."""
     return [
         name
         for name, file in files.items()
@@ -125,9 +125,9 @@ def _list_unscanned(files: Mapping[str, MemoryMap], recorded: Mapping[str, Token
 
 
 def _scan_assigned_blocks(files: Sequence[MemoryMap], runtime: Runtime, deadline: float) -> list[TokenScan]:
-    """Scan this rank's blocks of `files` until the `deadline`; return the result for each file.
+    """Scan this rank's blocks of `files` until `deadline`; return the result for each file.
 
-    Blocks are scanned in pseudorandom order: wherever the scan ends, the blocks are a uniform sample of all.
+    Blocks are scanned in pseudorandom order, so that the blocks scanned until the deadline are a uniform sample.
     """
     vocab_size = runtime.config.transformer_architecture.vocab_size
     scans = [_start_scan(file) for file in files]
@@ -150,7 +150,9 @@ def _start_scan(file: MemoryMap) -> TokenScan:
     try:
         file_stat = file.tokens_path.stat()
     except OSError as error:
-        raise TrainingError(f"{file.tokens_path}: {describe_os_error(error)}", place="config data", hint="is the disk gone?") from None
+        raise TrainingError(
+            f"{file.tokens_path}: {describe_os_error(error)}", place="config data", hint="check that the disk is mounted"
+        ) from None
     return TokenScan(file_stat.st_size, file_stat.st_mtime_ns)
 
 
@@ -166,7 +168,7 @@ def _log_coverage(scans: Mapping[str, TokenScan], seconds: float) -> None:
 
 
 def _read_record(record_path: Path | None) -> dict[str, TokenScan]:
-    """Return the recorded scans; nothing if the record cannot be read, since scanning again is harmless."""
+    """Return the recorded scans by file prefix; empty if the record cannot be read, since scanning again is harmless."""
     try:
         return {name: TokenScan(**values) for name, values in json.loads(record_path.read_text()).items()} if record_path else {}
     except (OSError, ValueError, TypeError, AttributeError):

@@ -1,1 +1,1 @@
-"""Health of a training process: hangs, stragglers, non-finite losses, diverged replicas, running out of memory."""
+"""Detection of hangs, stragglers, non-finite losses, diverged replicas and out-of-memory errors in a training process."""

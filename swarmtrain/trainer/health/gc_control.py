@@ -1,8 +1,8 @@
-"""Python's garbage collector, disabled until all ranks run it together.
+"""Control of Python's garbage collector: all ranks run it at the same step.
 
-By default it runs at any moment, at a different one on each rank, and scans everything that imports have created: all other ranks wait for
-a rank that collects at the next collective. So it is off during steps. Objects that exist after the first steps are frozen permanently, and
-newer ones are collected at an interval of steps, the same on all ranks.
+By default the garbage collector runs at any moment, at a different one on each rank, and scans all objects that imports have created; all
+other ranks then wait in the next collective. So it is disabled during steps. Objects that exist after the first steps are frozen
+permanently, and newer ones are collected at an interval of steps that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Self
 
 _FREEZE_AFTER_STEPS = 2
-"""Steps after which all long-lived objects exist."""
+"""Number of steps after which all long-lived objects exist."""
 _INTERVAL_STEPS = 50
 
 
 class GcController:
-    """While entered, garbage is collected only in `after_step`."""
+    """Context manager that disables garbage collection except in `after_step`."""
 
     def __init__(self) -> None:
         self._steps_done = 0
@@ -34,7 +34,7 @@ class GcController:
             gc.enable()
 
     def after_step(self, number: int) -> None:
-        """Collect garbage if due after step `number` of the run. Collective."""
+        """Run the garbage collector if it is due after step `number` of the run. Called on all ranks at the same step."""
         self._steps_done += 1
         if self._steps_done == _FREEZE_AFTER_STEPS:
             gc.collect()

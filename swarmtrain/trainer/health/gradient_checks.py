@@ -1,4 +1,4 @@
-"""Checks for non-finite values in a step, and explanations of the errors that torch's own checks raise."""
+"""Checks for non-finite values in gradients, and explanations of errors raised by torch's anomaly and determinism checks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from swarmtrain.trainer import collectives
 
 _MAX_NAMES_SHOWN = 3
 _HINT_BY_MESSAGE = {
-    "does not have a deterministic implementation": "set trainer.deterministic: prefer to have it nevertheless",
-    "returned nan values": "the traceback above shows where the operation was called; trainer.detect_anomaly finds it",
+    "does not have a deterministic implementation": "set trainer.deterministic: prefer to allow it nevertheless",
+    "returned nan values": "see the traceback above for the call of the operation, which trainer.detect_anomaly found",
 }
-"""Fragments of the messages of torch's checks, and hints for them."""
+"""Fragments of error messages of torch's checks, and the hint for each."""
 
 
 def count_non_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of Inf and NaN values in this rank's shard of each tensor, for those that have any."""
+    """Return the number of NaN/Inf values in this rank's shard of each tensor, by name. Tensors without such values are omitted."""
     counts = {name: int((~_to_local(tensor).isfinite()).sum()) for name, tensor in tensors.items()}
     return {name: count for name, count in counts.items() if count}
 
 
 def describe_non_finite(counts: Mapping[str, int]) -> str:
-    """Return a description of where gradients are not finite, from every rank's `counts`. Collective."""
+    """Return a description of the gradients with NaN/Inf values on the first rank that has any. Called by all ranks together.
+
+    `counts`: result of `count_non_finite` on this rank.
+    """
     counts_by_rank = collectives.all_gather_objects(dict(counts))
     rank = next((rank for rank, rank_counts in enumerate(counts_by_rank) if rank_counts), None)
     if rank is None:
@@ -41,7 +44,7 @@ def describe_non_finite(counts: Mapping[str, int]) -> str:
 
 @contextmanager
 def explaining_torch_errors(number: int) -> Iterator[None]:
-    """Run step `number` in the body. Errors of anomaly and deterministic mode are raised as TrainingError."""
+    """Context manager for step `number`: errors of torch's anomaly and deterministic modes are raised as TrainingError with a hint."""
     try:
         yield
     except RuntimeError as error:

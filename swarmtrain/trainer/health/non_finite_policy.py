@@ -1,7 +1,7 @@
-"""Policy for a step with a NaN/Inf loss or gradient: stop the run, skip the batch, or roll back to a checkpoint and skip it.
+"""Policy for steps with a NaN/Inf loss or gradient: stop the run, skip the batch, or roll back to a checkpoint and skip the batch.
 
-To roll back is to fail, after recording in save_dir which batch to skip: the next world resumes from the newest checkpoint, as after any
-failure, and uses up the same restart budget.
+A rollback first records in save_dir which batch to skip, and then fails. The restarted run resumes from the newest checkpoint, as after
+any failure, and uses the same restart budget.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _HINT = "lower learning_rate_scheduler.learning_rate, or set trainer.detect_anom
 
 
 class NonFinitePolicy:
-    """Policy applied to the steps of one world. All methods are collective."""
+    """Applies the configured policy for non-finite steps. All methods are called by all ranks together."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Read which batches to skip. Raises CheckpointError if the record of them cannot be read."""
+        """Read which batches to skip. Raises CheckpointError if the record in save_dir cannot be read."""
         self._runtime, self._config = runtime, runtime.config.trainer
         self._consecutive_count = 0
-        # From all ranks: if each node has its own save_dir, the rank that wrote it may have been on another node.
+        # Read on all ranks: if each node has its own save_dir, the rank that wrote the record may have run on another node.
         self._skipped_positions: set[int] = set().union(*collectives.run_on_all_ranks(self._read_skipped_positions))
 
     def skip_excluded_batches(self, progress: Progress) -> Progress:
-        """Return `progress` advanced past any batches to skip at its position."""
+        """Return `progress`, advanced past the recorded batches to skip at its position."""
         while progress.consumed_samples in self._skipped_positions:
             progress = replace(progress, consumed_samples=progress.consumed_samples + self._runtime.config.topology.samples_per_step)
         return progress
 
     def apply_policy(self, result: StepResult, position: int, data: TokenDataset) -> None:
-        """Apply the policy to the step of `result`, whose batch starts at `position` of `data`.
+        """Apply the policy after a step with the result `result`, whose batch begins at sample `position` of `data`.
 
-        Raises TrainingError if the run cannot continue.
+        Does nothing if the step was finite. Raises TrainingError if the policy ends the run or requires a rollback.
         """
         self._consecutive_count = self._consecutive_count + 1 if result.non_finite_reason else 0
         if not result.non_finite_reason:
@@ -54,13 +54,13 @@ class NonFinitePolicy:
             case NonFiniteAction.roll_back:
                 record_note = collectives.run_on_rank_zero(lambda: self._record_batch(result, samples, skip_position=position))
                 error = TrainingError(
-                    f"{result.non_finite_reason}; goes back, and past this batch", place=f"step {result.number}", hint=record_note
+                    f"{result.non_finite_reason}; rolls back and skips this batch", place=f"step {result.number}", hint=record_note
                 )
                 error.is_permanent = False
                 raise error
             case NonFiniteAction.skip if self._consecutive_count < self._config.non_finite_steps:
                 return
-        count_text = f"; so were {self._consecutive_count} steps in a row" if self._consecutive_count > 1 else ""
+        count_text = f"; non-finite for {self._consecutive_count} steps in a row" if self._consecutive_count > 1 else ""
         record_note = collectives.run_on_rank_zero(lambda: self._record_batch(result, samples))
         raise TrainingError(
             f"{result.non_finite_reason}{count_text}",
@@ -74,12 +74,12 @@ class NonFinitePolicy:
             return list(json.loads(file.read_text())) if file and file.exists() else []
         except (OSError, ValueError) as error:
             message = describe_os_error(error) if isinstance(error, OSError) else "is corrupt"
-            raise CheckpointError(message, place=str(file), hint="remove it: then no batch is skipped") from None
+            raise CheckpointError(message, place=str(file), hint="remove the file; then no batch is skipped") from None
 
     def _record_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
-        """Record the batch, and with `skip_position` that it is to be skipped. Return a note of where it is recorded, empty if it is not.
+        """Record the sample ids of a non-finite step in save_dir, and with `skip_position` also that the batch is to be skipped.
 
-        Raises CheckpointError if a batch to be skipped cannot be recorded.
+        Return a note that names the file; empty if nothing was recorded. Raises CheckpointError if a batch to skip cannot be recorded.
         """
         folder = self._config.save_dir
         if folder is None:
@@ -102,11 +102,11 @@ class NonFinitePolicy:
         except OSError as error:
             if skip_position is None:
                 return ""  # report the non-finite values rather than this error
-            message = (
-                f"{result.non_finite_reason}, and the record that the batch is to be skipped cannot be written: {describe_os_error(error)}"
-            )
-            raise CheckpointError(message, place=f"config trainer.save_dir {folder}", hint="is the disk full, or gone?") from None
-        return f"the ids of its samples are in {record_path}"
+            message = f"{result.non_finite_reason}, and the record of the batch to skip cannot be written: {describe_os_error(error)}"
+            raise CheckpointError(
+                message, place=f"config trainer.save_dir {folder}", hint="check that the disk is mounted and not full"
+            ) from None
+        return f"the sample ids of the batch are in {record_path}"
 
 
 def _encode_json(value: Any) -> tuple[bytes, int]:

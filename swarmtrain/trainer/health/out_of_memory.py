@@ -1,4 +1,4 @@
-"""Explanation of out-of-memory errors: what could not be allocated, what is allocated, and what to change."""
+"""Explanation of out-of-memory errors: the failed allocation, the known allocations, and config changes that save memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from swarmtrain.errors import TrainingError
 
 _OUT_OF_MEMORY_MESSAGES = "out of memory", "can't allocate memory"
 _REQUESTED_BYTES = re.compile(r"tried to allocate (\d+) bytes", re.IGNORECASE)
-_HINT = "swarmtrain memory CONFIG estimates what each rank needs, and tries settings that need less: a smaller topology.micro_batch_size, "
+_HINT = (
+    "run swarmtrain memory CONFIG to estimate the memory of each rank, and to try settings that need less: a "
+    "smaller topology.micro_batch_size, "
+)
 _HINT += "topology.activation_checkpointing_type: every_layer, or topology.data_parallel_type: fsdp"
 
 
@@ -21,7 +24,10 @@ _HINT += "topology.activation_checkpointing_type: every_layer, or topology.data_
 def explaining_out_of_memory(
     place: str, get_allocated_tensors: Callable[[], Mapping[str, Iterable[Tensor | None]]] = dict
 ) -> Iterator[None]:
-    """Raise an out-of-memory error of the body as TrainingError. `get_allocated_tensors` returns the known tensors by purpose."""
+    """Context manager that raises an out-of-memory error of the body as TrainingError with an explanation.
+
+    `place`: shown in the error. `get_allocated_tensors` returns the known tensors by purpose, whose sizes are reported.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -34,9 +40,9 @@ def explaining_out_of_memory(
 
 
 def _format_reason(text: str) -> str:
-    """Return the useful part of torch's message: the device, and how much more was requested."""
+    """Return the useful part of torch's error message: the device, and the size of the failed allocation."""
     if match := _REQUESTED_BYTES.search(text):
-        return f"can't allocate memory: {_format_size(int(match[1]))} more were wanted"
+        return f"can't allocate memory: {_format_size(int(match[1]))} more were requested"
     return ". ".join(text.splitlines()[0].split(". ")[:2]).strip(". ")
 
 
@@ -46,7 +52,7 @@ def _format_allocated(tensors_by_purpose: Mapping[str, Iterable[Tensor | None]])
         for purpose, tensors in tensors_by_purpose.items()
     }
     allocated = ", ".join(f"{_format_size(size)} of {purpose}" for purpose, size in sizes.items() if size)
-    return f"; there were {allocated}, and the rest is activations and what a step needs in between" if allocated else ""
+    return f"; allocated: {allocated}; the rest is activations and temporary buffers" if allocated else ""
 
 
 def _format_size(size: int) -> str:

@@ -1,11 +1,12 @@
-"""Time that this rank works in a step, without the time it waits for other ranks.
+"""Time that each rank works in a step, without the time that it waits for other ranks.
 
-A step takes equally long on every rank, since all wait for the slowest. The difference lies between collectives: in the time for data
-loading, and in a block's forward pass, in which no rank waits for another unless they share its layers. fully_shard gathers a block's
-parameters, and a pipeline stage receives its input, before the forward pass begins. On a GPU, CUDA events mark it. They are read after the
+A step takes equally long on every rank, since all wait for the slowest. So the time between collectives is measured: data loading, and
+the forward pass of a block, in which a rank waits at most for ranks that share its layers. fully_shard gathers a block's parameters, and
+a pipeline stage receives its input, before the forward pass begins. On a GPU, CUDA events mark its start and end. They are read after the
 step has synchronized with the device anyway, so they cause no extra wait.
-At intervals the ranks compare. The interval is a number of steps computed from values that all ranks share, so that all compare at the same
-step.
+
+Ranks compare their timings at intervals. The interval is a number of steps computed from values that all ranks share, so that all ranks
+compare at the same step.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 
 MIN_INTERVAL_SECONDS = 10.0
-"""Minimum seconds between two comparisons."""
+"""Minimum time in seconds between two comparisons."""
 MIN_INTERVAL_STEPS = 8
-"""Minimum steps between two comparisons: a single slow step does not change the median of this many."""
+"""Minimum number of steps between two comparisons: one slow step does not change the median of this many."""
 _MAX_TIMED_BLOCKS = 4
-"""Blocks that are timed, once per step; all blocks are alike."""
+"""Maximum number of blocks that are timed, once per step; all blocks are alike."""
 
 
 @dataclass(frozen=True)
 class RankTiming:
-    """Work of one rank in a step, in seconds: medians over several steps."""
+    """Time that one rank works in a step, in seconds: medians over several steps."""
 
     node: str
     stage: int
-    """Pipeline stage: ranks of the same stage have the same layers."""
+    """Pipeline stage of the rank. Ranks of the same stage hold the same layers."""
     step_seconds: float
-    """The whole step, including waiting."""
+    """Duration of the whole step, including waiting."""
     micro_batch_count: int
-    """Micro batches per step of its replica."""
+    """Number of micro batches that the rank's replica processes per step."""
     block_count: int
-    """Blocks on this rank."""
+    """Number of transformer blocks on this rank."""
     block_seconds: float
-    """Forward pass of one block."""
+    """Duration of one block's forward pass."""
     data_seconds: float
-    """Data loading for one micro batch."""
+    """Duration of loading one micro batch."""
 
 
 class RankTimer:
-    """Timer of this rank's steps. It registers hooks on the model's blocks, so there must be only one per model."""
+    """Measures the timing of this rank's steps. It registers hooks on the model's blocks, so there must be only one per model."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, data: TokenDataset) -> None:
         self._runtime, self._data = runtime, data
@@ -72,7 +73,7 @@ class RankTimer:
 
     @contextmanager
     def measure_step(self) -> Iterator[None]:
-        """Time a step in the body, which synchronizes with the device before it ends."""
+        """Context manager that times one step. The step must synchronize with the device before it ends."""
         start_time, data_seconds_before = time.perf_counter(), self._data.load_seconds
         self._pending_blocks = set(self._timed_blocks)
         yield
@@ -82,7 +83,10 @@ class RankTimer:
         self._step_timings.append((time.perf_counter() - start_time, fmean(durations) if durations else 0.0, data_seconds))
 
     def gather_timings(self) -> list[RankTiming] | None:
-        """Return the timings of all ranks since the last comparison, in rank order, if one is due. Collective, after each step."""
+        """Return the timings of all ranks since the last comparison, in rank order; None if no comparison is due.
+
+        Called by all ranks together, after each step.
+        """
         if len(self._step_timings) < self._interval_steps:
             return None
         step_seconds, block_seconds, data_seconds = (median(values) for values in zip(*self._step_timings, strict=True))
@@ -108,7 +112,7 @@ class RankTimer:
 
 
 class _HostClockMarks:
-    """Timestamps by the host's clock."""
+    """Timestamps of the host's clock."""
 
     def __init__(self) -> None:
         self._marks: list[float] = []
@@ -118,7 +122,7 @@ class _HostClockMarks:
         self._marks.append(time.perf_counter())
 
     def take_durations(self) -> list[float]:
-        """Return the seconds between the marks of each pair, and clear them."""
+        """Return the seconds between each pair of consecutive timestamps (start, end), and clear them."""
         marks, self._marks = self._marks, []
         return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=False)]
 
@@ -138,7 +142,10 @@ class _CudaEventMarks:
         self._count += 1
 
     def take_durations(self) -> list[float]:
-        """Return the seconds between the events of each pair, and clear them. Pairs that the device has not reached yet are left out."""
+        """Return the seconds between each pair of consecutive events (start, end), and clear them.
+
+        Pairs that the device has not reached yet are omitted.
+        """
         marks, self._count = self._events[: self._count], 0
         pairs = zip(marks[::2], marks[1::2], strict=False)
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs if end.query()]  # type: ignore[no-untyped-call]

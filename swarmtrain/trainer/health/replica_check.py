@@ -1,7 +1,7 @@
-"""Check that replicas are identical.
+"""Check that all replicas have bitwise identical parameters and optimizer state.
 
-They run the same computation on the same reduced gradients, so a bit that differs was flipped by hardware.
-Nothing else would detect it: each replica continues to train, and the loss hides the difference for a long time.
+Replicas run the same computation on the same reduced gradients, so different bits indicate a hardware fault. Nothing else would detect
+it: each replica continues to train, and the loss does not show the difference for a long time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 
 ShardKey = tuple[str, int, tuple[int, ...]]
-"""Tensor name and shard: the tensor-parallel rank, and the coordinate along every sharded dimension of the tensor's mesh."""
+"""Identifies a shard: tensor name, tensor-parallel rank, and the coordinate along every sharded dimension of the tensor's mesh."""
 
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, number: int) -> None:
-    """Compare parameters and optimizer state of all replicas after step `number`. Collective.
+    """Compare parameters and optimizer state of all replicas after step `number`. Called by all ranks together.
 
-    Raises TrainingError, which names ranks, nodes and tensors, if any bit differs.
+    Raises TrainingError that names rank, node and tensor if any bit differs.
     """
     to_dtensor = model.shard_layout.wrap_as_dtensor
     tensors = {f"model/{name}": to_dtensor(name, parameter.detach()) for name, parameter in model.parameters.items()}
@@ -41,7 +41,7 @@ def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Opti
     for rank, (reference_rank, names) in find_differing_ranks(bit_sums_by_rank).items():
         others_text = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise TrainingError(
-            f"rank {rank} on {nodes[rank]} has other numbers than rank {reference_rank} on {nodes[reference_rank]}, in "
+            f"rank {rank} on {nodes[rank]} has different values than rank {reference_rank} on {nodes[reference_rank]}, in "
             f"{names[0]}{others_text}",
             place=f"step {number}",
             hint=f"a GPU or memory of {nodes[rank]} may be failing: remove it from runner.hosts and resume from a checkpoint",
@@ -49,7 +49,10 @@ def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Opti
 
 
 def compute_bit_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return for each tensor the sum of its words, modulo 2^64: any flipped bit changes it, the order of summation does not."""
+    """Return for each tensor the sum of its words as integers, modulo 2^64.
+
+    The sum changes if any bit flips, and is independent of the order of summation.
+    """
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     device = max((tensor.device for tensor in local), key=lambda device: device.type != "cpu", default=torch.device("cpu"))
     sums = [tensor.contiguous().view(_INTEGER_DTYPES[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in local]
@@ -57,9 +60,10 @@ def compute_bit_sums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def find_differing_ranks(bit_sums_by_rank: Sequence[Mapping[ShardKey, int]]) -> dict[int, tuple[int, list[str]]]:
-    """Return the ranks that differ from the majority of holders of a shard, with the lowest rank of that majority and the tensors' names.
+    """Return the ranks whose shards differ from the majority of the ranks that hold the same shard.
 
-    `bit_sums_by_rank`: the sums of every rank. If no value has a majority, the lowest rank's value counts.
+    For each such rank, return a reference rank (the lowest rank of the majority) and the names of the differing tensors.
+    `bit_sums_by_rank`: bit sums of every rank's shards. If no value has a majority, the lowest rank's value is used.
     """
     values_by_shard: dict[ShardKey, dict[int, int]] = {}
     for rank, sums in enumerate(bit_sums_by_rank):

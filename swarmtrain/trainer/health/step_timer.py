@@ -1,17 +1,17 @@
-"""Step timer: how much time a step spends in each phase.
+"""Step timer: the time that a step spends in each phase.
 
-On a GPU the timestamps are CUDA events in the stream, so that nothing waits for them: a phase lasts from when the device reaches its event
-until it reaches the next, including time in which the device waits for the host. Events are read one step later, when the device has
-certainly passed them.
+On a GPU the timestamps are CUDA events in the stream, so that nothing waits for them: a phase lasts from when the device reaches its
+event until it reaches the next one, including time in which the device waits for the host. Events are read one step later, when the
+device has certainly passed them.
 
-data            reading samples and copying them to the device
-forward         forward pass
-backward        backward pass with the communication that overlaps it; in a pipeline also waiting for other stages
-communication   collectives after the last micro batch: includes waiting for slower ranks
-optimizer       gradient norm and parameter update
-validation, checkpoint   while training is stalled for them
-logging         reporting the previous step
-other           everything else
+data                     load samples and copy them to the device
+forward                  forward pass
+backward                 backward pass, with the communication that overlaps it; in a pipeline also waiting for other stages
+communication            collectives after the last micro batch, including waiting for slower ranks
+optimizer                gradient norm and parameter update
+validation, checkpoint   time for which they stall training
+logging                  report the previous step
+other                    everything else
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = "data", "forward", "backward
 VALIDATION, CHECKPOINT, LOGGING, OTHER = "validation", "checkpoint", "logging", "other"
 
 Mark = float | torch.cuda.Event
-"""Timestamp: seconds of the host's clock, or an event in a GPU's stream."""
+"""Timestamp: seconds of the host's clock, or a CUDA event."""
 PhaseKey = tuple[str, tuple[int, ...]]
-"""A phase of a step, with the micro batch and pipeline stage it belongs to, if any."""
+"""A phase of a step: its name, and the indices of micro batch and pipeline stage if it belongs to one."""
 StepListener = Callable[[Sequence[PhaseKey], Sequence[Mark]], None]
-"""Called for each step with its phases and when each began. There is one more mark than phases: the end of the step."""
+"""Function that is called for each step with its phases and their start timestamps, followed by the timestamp of the step's end."""
 
 
 @dataclass
 class _StepMarks:
-    """Marks of one step: its phases, and when each began."""
+    """The phases of one step, and the timestamp at which each began."""
 
     phases: list[PhaseKey] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
 
 class StepTimer:
-    """Step timer of one rank."""
+    """Measures the phases of this rank's steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -52,25 +52,28 @@ class StepTimer:
         self._steps: deque[_StepMarks] = deque([_StepMarks()])
         self._phase_seconds: dict[str, float] = {}
         self.listener: StepListener | None = None
-        """Called for every step whose timestamps are known."""
+        """Function that is called for each step whose timestamps are all known."""
         self.start_phase(OTHER)
 
     def start_phase(self, phase: str, *indices: int) -> None:
-        """Start `phase`, of the micro batch and pipeline stage in `indices`, if any. It ends the current phase."""
+        """Start `phase`, which ends the current phase. `indices`: micro batch and pipeline stage that it belongs to, if any."""
         step = self._steps[-1]
         step.phases.append((phase, indices))
         step.marks.append(self._record_mark())
 
     @contextmanager
     def phase(self, phase: str, *indices: int) -> Iterator[None]:
-        """Run `phase` in the body, then return to the phase before it."""
+        """Context manager that runs `phase` in the body, then returns to the previous phase."""
         previous_phase, previous_indices = self._steps[-1].phases[-1]
         self.start_phase(phase, *indices)
         yield
         self.start_phase(previous_phase, *previous_indices)
 
     def end_step(self) -> dict[str, float]:
-        """End the step. Return the seconds per phase of the last step whose timestamps are known: on a GPU, usually the step before."""
+        """End the current step.
+
+        Return the seconds per phase of the last step whose timestamps are known: on a GPU usually the previous step.
+        """
         end = self._record_mark()
         self._steps[-1].marks.append(end)
         self._steps.append(_StepMarks([(OTHER, ())], [end]))
@@ -78,7 +81,7 @@ class StepTimer:
         return self._phase_seconds
 
     def read_finished_steps(self) -> None:
-        """Read the steps whose end the device has passed."""
+        """Read the timestamps of the steps whose end the device has passed."""
         while len(self._steps) > 1 and _has_passed(self._steps[0].marks[-1]):
             self._phase_seconds = self._sum_phases(self._steps.popleft())
 
@@ -105,7 +108,7 @@ def _has_passed(mark: Mark) -> bool:
 
 
 def compute_elapsed_seconds(begin: Mark, end: Mark) -> float:
-    """Return the seconds between two marks of the same kind, both passed."""
+    """Return the seconds between two timestamps of the same kind. If they are CUDA events, the device must have passed both."""
     if isinstance(begin, float) or isinstance(end, float):
         return float(end) - float(begin)  # type: ignore[arg-type]  # both are floats, or neither
     return float(begin.elapsed_time(end)) / 1000

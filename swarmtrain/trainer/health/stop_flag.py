@@ -1,8 +1,8 @@
-"""The stop flag, and the collective timeout.
+"""Stop flag (graceful exit at SIGTERM), and timeout of collectives.
 
-SIGTERM requests a stop of a rank, but it exits only after all ranks have agreed on the step. The handler must only set a flag, since it may
-run between any two lines of the training loop. Ranks receive the signal up to seconds apart, so the flag is included in an all-reduce that
-each step does anyway (step.py).
+SIGTERM requests a stop of one rank, which exits only after all ranks have agreed on the last step. The signal handler only sets a flag,
+since it may run between any two lines of the training loop. Ranks receive the signal up to seconds apart, so the flag is included in an
+all-reduce that each step runs anyway (step.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ _DEBUGGER_SECONDS = 24 * 3600.0
 
 
 class StopFlag:
-    """While entered, SIGTERM sets the flag and does nothing else. So does Ctrl-C, the first time."""
+    """Context manager in which SIGTERM sets a flag instead of ending the process. So does the first Ctrl-C."""
 
     def __init__(self, external_request: Callable[[], bool] = lambda: False) -> None:
-        """`external_request` returns whether a stop of this rank was requested in another way. Called at each step."""
+        """`external_request`: returns whether a stop of this rank was requested in another way, such as preemption.
+
+        Called at each step.
+        """
         self._external_request, self._signal_received = external_request, False
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
@@ -42,7 +45,7 @@ class StopFlag:
 
     @property
     def is_set(self) -> bool:
-        """Whether a stop of this rank was requested."""
+        """True if a stop of this rank was requested."""
         return self._signal_received or self._external_request()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
@@ -52,17 +55,17 @@ class StopFlag:
 
 
 def compute_collective_timeout(step_seconds: float) -> float:
-    """Return the seconds to wait for a peer if a step takes `step_seconds`."""
+    """Return the timeout of collectives in seconds, if a step takes `step_seconds`."""
     if ENV_ATTACHED in os.environ:
         return _DEBUGGER_SECONDS
     return min(max(_MIN_SECONDS, 20 * step_seconds), max(_MAX_SECONDS, 5 * step_seconds))
 
 
 class CollectiveTimeout:
-    """Timeout of collectives: half an hour at first, a multiple of the step time once that is known.
+    """Timeout of collectives: 30 minutes at first, a multiple of the step time once that is known.
 
-    A killed peer is detected immediately, a frozen one only by this timeout. It stays below the 30 s after which torchrun kills ranks that
-    were requested to stop, since a rank that waits in a collective cannot handle SIGTERM.
+    If a peer is killed, collectives fail at once; if it is frozen, only this timeout detects it. For usual step times it is below the 30
+    s after which torchrun kills ranks that were requested to stop, since a rank that waits in a collective cannot handle SIGTERM.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -71,7 +74,7 @@ class CollectiveTimeout:
         self._timeout_seconds: float | None = None
 
     def record_step(self, seconds: float) -> None:
-        """Record the duration of a step. The third one sets the timeout."""
+        """Record that a step took `seconds`. The median of the first three steps sets the timeout."""
         if self._timeout_seconds is None:
             self._step_seconds.append(seconds)
             if len(self._step_seconds) == _MEASURED_STEPS:
@@ -82,7 +85,7 @@ class CollectiveTimeout:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore the initial timeout for the body, which may write to a slow disk."""
+        """Context manager that restores the initial timeout for the body, which may write to a slow disk."""
         set_collective_timeout(None, self._groups)
         yield
         if self._timeout_seconds is not None:

@@ -1,8 +1,8 @@
-"""Straggler detection: which rank the others wait for, and when that is worth a report.
+"""Straggler detection: which rank the other ranks wait for, and when to report it.
 
-Only ranks with the same layers are compared: in a pipeline, the stages have different work in addition.
-Pure. A false alarm is worse than none. The measure is how much shorter a whole step would be if that rank worked as fast as the median one.
-It must persist in consecutive comparisons for at least two minutes.
+Only ranks with the same layers are compared, since pipeline stages have different work. A false alarm is worse than a missed one. The
+measure is how much shorter a whole step would be if that rank worked as fast as the median rank. It must persist in consecutive
+comparisons for at least two minutes. This module does no I/O and no communication.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from statistics import median_low
 from swarmtrain.trainer.health.rank_timing import RankTiming
 
 SLOWDOWN_THRESHOLD = 0.2
-"""Fraction by which a step must be longer than it would be without the slowest rank."""
+"""Minimum slowdown to report: the fraction by which a step is longer than it would be without the slowest rank."""
 CONSECUTIVE_COMPARISONS = 12
-"""Consecutive comparisons that must agree."""
+"""Number of consecutive comparisons in which a straggler must be slow."""
 _PASS_TO_FORWARD_RATIO = 3
-"""Ratio of a forward and backward pass to its forward pass: the backward pass costs twice as much."""
-_CAUSE_BY_PHASE = {"data": "data is slow to come there", "compute": "computing is slower there"}
+"""Ratio of forward plus backward pass to the forward pass: the backward pass takes twice as long."""
+_CAUSE_BY_PHASE = {"data": "data loading is slower there", "compute": "computation is slower there"}
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Straggler:
     rank: int
     node: str
     slowdown: float
-    """Fraction by which a step is longer because of this rank."""
+    """Fraction by which a step takes longer because of this rank."""
     phase: str
-    """`data` or `compute`: the larger part of the excess."""
+    """Slow phase, which causes the larger part of the delay: "data" or "compute"."""
 
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """A message to report. `straggler` None: the previously reported rank keeps up again."""
+    """A message about stragglers to report. `straggler` is None if the previously reported rank has caught up."""
 
     straggler: Straggler | None
     message: str
 
 
 def find_slow_ranks(timings: Sequence[RankTiming]) -> list[Straggler]:
-    """Return the ranks that others wait for, however little, slowest first."""
+    """Return the ranks that other ranks wait for, by decreasing slowdown, without a minimum slowdown."""
     working = [timing for timing in timings if timing.micro_batch_count]
     if not working:
         return []
@@ -84,14 +84,14 @@ def find_slow_ranks(timings: Sequence[RankTiming]) -> list[Straggler]:
 
 
 class StragglerDetector:
-    """Detector over the comparisons of one world."""
+    """Detects stragglers that persist over several comparisons."""
 
     def __init__(self) -> None:
         self._comparisons: deque[dict[tuple[int, str], Straggler]] = deque(maxlen=CONSECUTIVE_COMPARISONS)
         self._reported: tuple[str, str] | None = None
 
     def update(self, slow_ranks: Sequence[Straggler]) -> StragglerReport | None:
-        """Add `slow_ranks` of a comparison. Return a report, once, and again only when it changes."""
+        """Add the `slow_ranks` of one comparison. Return a report if the straggler has changed since the last report, else None."""
         self._comparisons.append({(each.rank, each.phase): each for each in slow_ranks if each.slowdown >= SLOWDOWN_THRESHOLD})
         if len(self._comparisons) < CONSECUTIVE_COMPARISONS:
             return None
@@ -108,14 +108,14 @@ class StragglerDetector:
             (each.node, each.phase) == self._reported for comparison in self._comparisons for each in comparison.values()
         ):
             node, self._reported = self._reported[0], None
-            return StragglerReport(None, f"{node} keeps up with the others again")
+            return StragglerReport(None, f"{node} is no longer a straggler")
         return None
 
     def _find_median(self, key: tuple[int, str]) -> Straggler:
-        """Return the median of a rank's slowdowns over all comparisons."""
+        """Return the comparison of a rank and phase with the median slowdown."""
         return sorted((comparison[key] for comparison in self._comparisons), key=lambda each: each.slowdown)[len(self._comparisons) // 2]
 
 
 def _format_message(worst: Straggler, ranks: Sequence[int]) -> str:
     ranks_text = f"rank {worst.rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
-    return f"{ranks_text} on {worst.node}: the others wait, a step takes {worst.slowdown:.0%} longer, since {_CAUSE_BY_PHASE[worst.phase]}"
+    return f"{ranks_text} on {worst.node}: other ranks wait, a step takes {worst.slowdown:.0%} longer, since {_CAUSE_BY_PHASE[worst.phase]}"

@@ -1,12 +1,13 @@
-"""Watchdog: a rank that hangs reports where, and exits, so that its group restarts.
+"""Watchdog: a rank that hangs reports where it hangs, and exits, so that the run restarts.
 
-The peers of a hanging rank wait for it in a collective until their timeout (stop_flag.py). All they can report is that some rank did not
-arrive. So each rank is watched from within: a thread measures how long a step has taken. It allows the rank somewhat longer than the peers'
-timeout, so that those that only wait have exited by then. When the agent then requests a stop (SIGTERM, which a blocked main thread may not
-handle), the rank that is left is the culprit. If nobody requests a stop, all ranks may be busy with something rare, such as a compiler or a
-slow disk, and the limit is several times as long.
-faulthandler writes the stack traces, since it needs nothing of the interpreter. Its own timer is not used: a process that was forked while
-it ran would wait for it forever.
+The peers of a hanging rank wait in a collective until its timeout (stop_flag.py). They can only report that some rank did not arrive. So
+each rank is also watched by a thread of its own, which measures how long the current step has taken. Its limit is somewhat longer than
+the peers' timeout, so that ranks that only wait have exited by then. If the agent then requests a stop (SIGTERM, which a blocked main
+thread may not handle), the remaining rank is the one that hangs. If no stop is requested, all ranks may be busy with something rare, such
+as a compiler or a slow disk, and the limit is several times as long.
+
+faulthandler writes the stack traces, since it works even if the interpreter is blocked. Its own timer is not used: a process that was
+forked while the timer ran would wait for it forever.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from swarmtrain.trainer.health.stop_flag import compute_collective_timeout
 from swarmtrain.trainer.runtime import Runtime
 
 POLL_SECONDS = 1.0
-"""Seconds between two checks."""
+"""Seconds between two checks of the current step."""
 MARGIN_SECONDS = 5.0
-"""Seconds that a rank gets beyond its peers' timeout."""
+"""Seconds by which a rank's limit exceeds its peers' timeout."""
 _UNREQUESTED_FACTOR = 4
-"""Factor of the limit if no stop was requested."""
+"""Factor by which the limit is longer if no stop was requested."""
 _MIN_STEPS = 3
 _WINDOW_STEPS = 32
 
 
 class Watchdog:
-    """Watchdog of this rank's steps while entered."""
+    """Context manager that watches this rank's steps."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -68,7 +69,10 @@ class Watchdog:
 
     @contextmanager
     def watch_step(self, number: int) -> Iterator[None]:
-        """Run step `number` in the body. Exceptions carry the number: the same error at the same step again indicates a bug."""
+        """Context manager for step `number`.
+
+        Exceptions get the attribute `step`: if the same error occurs again at the same step, it is a bug.
+        """
         start_time, self._elapsed_seconds, self._current_step = time.monotonic(), 0.0, number
         try:
             yield
@@ -82,7 +86,7 @@ class Watchdog:
 
     @property
     def _limit_seconds(self) -> float | None:
-        """Seconds that a step may take; None until the step time is known."""
+        """Maximum duration of a step in seconds; None until the step time is known."""
         recent = sorted(self._recent_step_seconds)
         if len(recent) < _MIN_STEPS:
             return None
@@ -106,7 +110,7 @@ class Watchdog:
                 self._terminate(number)
 
     def _read_signals(self) -> None:
-        """Read signals from the wakeup fd, to which the interpreter writes them immediately, whatever the main thread is blocked in."""
+        """Read pending signals from the wakeup file descriptor, to which the interpreter writes them even if the main thread is blocked."""
         with suppress(BlockingIOError):
             self._stop_requested |= signal.SIGTERM in os.read(self._wakeup_read_fd, 64)
 
@@ -115,7 +119,7 @@ class Watchdog:
         slowdown = self._elapsed_seconds / sorted(self._recent_step_seconds)[len(self._recent_step_seconds) // 2]
         error = (
             f"hangs in step {number}, for {self._elapsed_seconds:.0f} s, {slowdown:,.0f} "
-            f"times as long as a step takes: it is in {_format_location(frames)}"
+            f"times the usual step time, in {_format_location(frames)}"
         )
         sys.stderr.write(f"rank {self._runtime.rank} {error}\n")
         sys.stderr.flush()

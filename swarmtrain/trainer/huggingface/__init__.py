@@ -1,1 +1,1 @@
-"""Hugging Face models: a folder of config.json and safetensors, exported from a checkpoint or used to initialize a model."""
+"""Hugging Face models (config.json and safetensors files): export from a checkpoint, and import to initialize a model."""

@@ -1,4 +1,4 @@
-"""Export of LoRA weights without the model: a folder in the format of Hugging Face's PEFT."""
+"""Export of LoRA weights without the base model, in the format of Hugging Face's PEFT."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _PEFT_PREFIX = "base_model.model"
 
 
 def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dict[str, Any]:
-    """Write the LoRA weights of a checkpoint, or of a run folder's newest, as the folder `output`.
+    """Write the LoRA weights of the checkpoint `source`, or of the newest checkpoint in the save_dir `source`, to the folder `output`.
 
-    Return what `export_checkpoint` returns. Raises CheckpointError as that does, and also if there is no LoRA, or if a layer with LoRA is
-    part of a fused tensor in the files of this model family.
+    `dtype`: dtype of the weights; None: float32. Return a report with checkpoint, step, family, number of parameters and files. Raises
+    CheckpointError if there is no checkpoint, if it has no LoRA or other trained parameters, if a layer with LoRA is part of a fused
+    tensor in this model family, or if `output` exists or cannot be written.
     """
     checkpoint = consolidated.find_checkpoint(source)
     architecture = checkpoint.config.transformer_architecture
     if architecture.lora_config is None:
-        raise CheckpointError("has no LoRA", place=str(checkpoint.path), hint="without --adapter all of the model is written")
+        raise CheckpointError("has no LoRA", place=str(checkpoint.path), hint="omit --adapter to write the whole model")
     trainer = checkpoint.config.trainer
     also_trained = {
         "trainer.finetunable_parameters": trainer.finetunable_parameters is not None,
@@ -37,20 +38,20 @@ def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dic
         "transformer_architecture.embedding_head_config": architecture.embedding_head_config is not None,
     }
     if conflicts := [name for name, is_set in also_trained.items() if is_set]:
-        reason = f"has more than LoRA that was trained, or may have: {conflicts[0]} is set"
-        raise CheckpointError(reason, place=str(checkpoint.path), hint="without --adapter all of the model is written")
+        reason = f"may have trained parameters other than LoRA: {conflicts[0]} is set"
+        raise CheckpointError(reason, place=str(checkpoint.path), hint="omit --adapter to write the whole model")
     model_family = find_family(architecture)
     sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}
     mapping = TensorMapping(model_family, architecture, {name: size for name, size in sizes.items() if LORA_KEY not in name})
     our_names: dict[str, str] = {}
     for name in (name for name in sizes if LORA_KEY in name):
         layer, _, matrix = name.removesuffix(".weight").replace(LORA_KEY, ".").rpartition(".")
-        theirs = mapping.find_direct_name(f"{layer}.weight")
+        theirs = mapping.find_one_to_one_name(f"{layer}.weight")
         if theirs is None:
             raise CheckpointError(
-                f"has LoRA on {layer}, which is a part of another tensor in files of {model_family.model_type}",
+                f"has LoRA on {layer}, which is part of a fused tensor in files of {model_family.model_type}",
                 place=str(checkpoint.path),
-                hint="export without --adapter: it is merged then",
+                hint="export without --adapter to merge it",
             )
         our_names[f"{_PEFT_PREFIX}.{theirs.removesuffix('.weight')}.lora_{matrix.upper()}.weight"] = name
     export_dtype = safetensors.parse_dtype(dtype) or torch.float32

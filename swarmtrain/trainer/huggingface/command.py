@@ -1,4 +1,4 @@
-"""`python -m swarmtrain.trainer export`: the command that the CLI starts."""
+"""`python -m swarmtrain.trainer export`: the command that `swarmtrain export` starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarmtrain.trainer.huggingface.export import export_checkpoint
 
 @handle_cli_errors
 def main(request: dict[str, Any]) -> None:
-    """Export a checkpoint as a Hugging Face folder. Raises SwarmtrainError."""
+    """Export a checkpoint as a Hugging Face folder, as described by `request`. Raises SwarmtrainError."""
     source, output, dtype = Path(request["source"]), Path(request["output"]), request["dtype"]
     base = Path(request["base"]) if request["base"] else None
     if request["adapter"]:

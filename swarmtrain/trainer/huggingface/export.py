@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face folder: config.json and safetensors. Only one tensor at a time is in memory."""
+"""Export of a checkpoint as a Hugging Face folder: config.json and safetensors files, with only one tensor at a time in memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _TOKENIZER_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template
 def export_checkpoint(
     source: Path, output: Path, *, dtype: str | None, shard_bytes: int, tokenizer: Path | None = None, base: Path | None = None
 ) -> dict[str, Any]:
-    """Export the checkpoint `source`, or the newest complete one of the run folder `source`, to the folder `output`.
+    """Export the checkpoint `source`, or the newest complete checkpoint in the save_dir `source`, to the folder `output`.
 
-    Tensors keep the checkpoint's dtype unless `dtype` is given. A file holds at most `shard_bytes` of tensors, or a single larger one.
-    `tokenizer`, a tokenizer.json, is copied with its sidecar files. LoRA weights are merged into their layers. An embedding model also gets
-    the module files of sentence-transformers.
-    `base`: location of the base model, if it has moved.
-    Return checkpoint, step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, if it is corrupt, or
-    if `output` exists or cannot be written; SwarmtrainError if no model family matches.
+    `dtype`: dtype of the tensors; None: that of the checkpoint. `shard_bytes`: maximum bytes of tensors in a file, unless a single tensor
+    is larger. `tokenizer`: a tokenizer.json, copied with its sidecar files. `base`: folder of the base model, if it has moved. LoRA
+    weights are merged into their layers. An embedding model also gets the module files of sentence-transformers.
+
+    Return a report with checkpoint, step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, if it
+    is corrupt, or if `output` exists or cannot be written; SwarmtrainError if no model family matches.
     """
     tokenizer_files = _find_tokenizer_files(tokenizer) if tokenizer else []
     checkpoint = consolidated.find_checkpoint(source, base)
@@ -91,9 +91,12 @@ def export_checkpoint(
 
 @contextmanager
 def writing_atomically(output: Path) -> Iterator[Path]:
-    """Yield a folder to fill. It becomes `output` once the body succeeds, and is removed otherwise. Raises CheckpointError."""
+    """Context manager that yields a staging folder, which is renamed to `output` if the body succeeds, and removed otherwise.
+
+    Raises CheckpointError if `output` exists or cannot be written.
+    """
     if output.exists():
-        raise CheckpointError("is there already", place=str(output), hint="name another folder, or remove it")
+        raise CheckpointError("already exists", place=str(output), hint="choose another folder, or remove this one")
     staging = output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(staging, ignore_errors=True)  # left over from a process that was killed
@@ -104,12 +107,12 @@ def writing_atomically(output: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        hint = "nothing of it is left; name a folder that can be written and has room"
+        hint = "nothing of it is left; choose a writable folder with enough space"
         raise CheckpointError(f"cannot be written: {describe_os_error(error)}", place=str(output), hint=hint) from None
 
 
 def _load_merged_parameter(checkpoint: ConsolidatedCheckpoint, name: str, size: torch.Size) -> Tensor:
-    """Return a parameter with its LoRA weights merged."""
+    """Return the full parameter `name`, with shape `size`, with its LoRA weights merged."""
     weight, config = checkpoint.load_parameter(name, size), checkpoint.config.transformer_architecture.lora_config
     parent, _, layer = name.removesuffix(".weight").rpartition(".")
     if config is None or layer not in config.layers or name.endswith(".bias"):
@@ -120,26 +123,29 @@ def _load_merged_parameter(checkpoint: ConsolidatedCheckpoint, name: str, size: 
 
 
 def _find_tokenizer_files(path: Path) -> list[Path]:
-    """Return the files of a tokenizer. Raises CheckpointError if `path` is not a tokenizer.json."""
+    """Return the paths of a tokenizer.json and its sidecar files. Raises CheckpointError if `path` is not a tokenizer.json."""
     try:
         json.loads(path.read_text())["model"]
     except OSError as error:
         raise CheckpointError(
-            f"cannot be read: {describe_os_error(error)}", place=str(path), hint="--tokenizer names a tokenizer.json"
+            f"cannot be read: {describe_os_error(error)}", place=str(path), hint="pass a tokenizer.json with --tokenizer"
         ) from None
     except (ValueError, LookupError, TypeError):
-        raise CheckpointError("is not a tokenizer", place=str(path), hint="--tokenizer names a tokenizer.json") from None
+        raise CheckpointError("is not a valid tokenizer", place=str(path), hint="pass a tokenizer.json with --tokenizer") from None
     return [path, *(file for name in _TOKENIZER_FILES if (file := path.with_name(name)).exists())]
 
 
 def _choose_pad_token(tokenizer: Path, architecture: TransformerArchitectureConfig) -> dict[str, str]:
-    """Return the token that pads texts in a batch of embeddings: any will do, since causal attention never sees what follows."""
+    """Return {"pad_token": TOKEN} for an embedding model, whose texts are padded in a batch; empty for other models.
+
+    Any token is suitable: with causal attention no token attends to the padding after it.
+    """
     special_tokens = [token["content"] for token in json.loads(tokenizer.read_text()).get("added_tokens", ()) if token.get("special")]
     return {"pad_token": special_tokens[0]} if special_tokens and architecture.embedding_head_config else {}
 
 
 def _split_into_files(specs: Mapping[str, safetensors.TensorSpec], max_bytes: int) -> dict[str, dict[str, safetensors.TensorSpec]]:
-    """Return the tensors of each file, by file name."""
+    """Return the tensors of each file, by file name. `max_bytes`: maximum bytes of tensors in a file."""
     files: list[dict[str, safetensors.TensorSpec]] = [{}]
     for name, spec in specs.items():
         if files[-1] and sum(file_spec.nbytes for file_spec in files[-1].values()) + spec.nbytes > max_bytes:

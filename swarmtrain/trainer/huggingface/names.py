@@ -1,4 +1,7 @@
-"""Tensor names and layouts of Hugging Face families: three of our tensors may be fused into one, and some are transposed."""
+"""Tensor names and layouts of Hugging Face model families.
+
+In some families query, key and value are fused into one tensor, or tensors are transposed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _BUFFER_SUFFIXES = ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.b
 
 @dataclass(frozen=True)
 class _FamilyNames:
-    """Names of the modules in a family, by our names."""
+    """Names of a model family's modules, by the names of swarmtrain's modules."""
 
     top_level: Mapping[str, str]
     layer_prefix: str
@@ -70,14 +73,14 @@ _NAMES_BY_FAMILY = {
 
 
 class TensorMapping:
-    """Mapping between our parameters and the tensors of a Hugging Face family, in both directions."""
+    """Mapping between swarmtrain's parameters and the tensors of a Hugging Face model family, in both directions."""
 
     def __init__(self, family: ModelFamily, architecture: TransformerArchitectureConfig, sizes: Mapping[str, Sequence[int]]) -> None:
-        """`sizes`: sizes of our parameters, by name."""
+        """`sizes`: shapes of swarmtrain's parameters, by name."""
         self._names, self._shape, self._sizes = _NAMES_BY_FAMILY.get(family.model_type, _LLAMA_NAMES), architecture, sizes
         self._interleaves_heads, self._transposes = family.model_type == "gpt_neox", family.model_type == "gpt2"
         self.sources: dict[str, list[str]] = {}
-        """Our parameters that make up each of the family's tensors: one, or query, key and value."""
+        """For each tensor of the family, the swarmtrain parameters that it consists of: one, or query, key and value."""
         for name in sizes:
             self.sources.setdefault(self._map_name(name), []).append(name)
         self._locations = {
@@ -86,32 +89,32 @@ class TensorMapping:
 
     @property
     def base_prefix(self) -> str:
-        """Common prefix of all tensor names except the head's."""
+        """Common prefix of all tensor names except that of the head."""
         return self._names.layer_prefix.partition(".")[0] + "."
 
     @property
     def head_name(self) -> str:
-        """Name of the head's weight, which is not needed if it is tied to the embedding."""
+        """Name of the head's weight. The tensor is optional if the head is tied to the embedding."""
         return f"{self._names.top_level['head']}.weight"
 
     @property
     def positions_name(self) -> str | None:
-        """Name of the learned positions, of which there may be more than a sample has."""
+        """Name of the learned position embeddings; None if there are none. A file may have more positions than a sample."""
         return next((their_name for their_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
 
-    def find_direct_name(self, name: str) -> str | None:
-        """Return the family's tensor that is identical to parameter `name`; None if it is fused or transposed."""
+    def find_one_to_one_name(self, name: str) -> str | None:
+        """Return the name of the family's tensor that equals parameter `name`; None if that tensor is fused or transposed."""
         their_name, _ = self._locations[name]
         return their_name if len(self.sources[their_name]) == 1 and not self._is_transposed(their_name) else None
 
     def compute_size(self, their_name: str) -> tuple[int, ...]:
-        """Return the size of one of the family's tensors."""
+        """Return the shape of the family's tensor `their_name`."""
         rows, *columns = zip(*(self._sizes[name] for name in self.sources[their_name]), strict=True)
         fused_size = (sum(rows), *(dimension[0] for dimension in columns))
         return fused_size[::-1] if self._is_transposed(their_name) else fused_size
 
     def fuse_parameters(self, their_name: str, parameters: Sequence[Tensor]) -> Tensor:
-        """Return one of the family's tensors, built from our `parameters`."""
+        """Return the family's tensor `their_name`, built from the swarmtrain `parameters` that it consists of."""
         if self._interleaves_heads and len(parameters) > 1:
             heads, size = self._shape.num_attention_heads, self._shape.head_size
             return torch.stack([parameter.reshape(heads, size, *parameter.shape[1:]) for parameter in parameters], dim=1).flatten(0, 2)
@@ -119,7 +122,7 @@ class TensorMapping:
         return tensor.T if self._is_transposed(their_name) else tensor
 
     def extract_parameter(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return parameter `name`, extracted from the family's `tensors`: a view if possible."""
+        """Return the swarmtrain parameter `name`, extracted from the family's `tensors`; a view of a tensor if possible."""
         their_name, index = self._locations[name]
         tensor, count = tensors[their_name], len(self.sources[their_name])
         if self._interleaves_heads and count > 1:
@@ -129,7 +132,7 @@ class TensorMapping:
         return tensor.chunk(count)[index][: self._sizes[name][0]]
 
     def _is_transposed(self, their_name: str) -> bool:
-        """Return whether the family stores this tensor transposed."""
+        """Return whether the family stores the tensor `their_name` transposed."""
         return self._transposes and their_name.startswith(self._names.layer_prefix) and len(self._sizes[self.sources[their_name][0]]) > 1
 
     def _map_name(self, name: str) -> str:
@@ -141,5 +144,5 @@ class TensorMapping:
 
 
 def exclude_buffers(names: Iterable[str]) -> list[str]:
-    """Return `names` without computed buffers that were saved nevertheless."""
+    """Return `names` without the names of computed buffers that some models save."""
     return [name for name in names if not name.endswith(_BUFFER_SUFFIXES)]

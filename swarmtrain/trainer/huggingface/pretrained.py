@@ -1,4 +1,7 @@
-"""Initial parameters from the model that trainer.init_from names: a view of its files, of which each rank reads its shard."""
+"""Initial parameters from the Hugging Face model that trainer.init_from names.
+
+Its files are memory-mapped: each rank reads only its shard.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +35,25 @@ _UNCOMPARED_PREFIXES = (
     "mlp_factor",
     "attention_output_bias",
 )
-"""Prefixes of fields that may differ: they do not change the parameters, or are compared in another way."""
+"""Prefixes of architecture fields that are not compared: they do not change the parameters, or are compared separately."""
 
 
 def open_parameters(
     folder: Path, architecture: TransformerArchitectureConfig, sizes: Mapping[str, torch.Size]
 ) -> Callable[[str, torch.Size], Tensor]:
-    """Return a loader of full parameters by name: views of the files in `folder`, in the dtype of the files.
+    """Return a function that loads full parameters by name: views of the files in `folder`, in the dtype of the files.
 
-    Raises IncompatibleCheckpoint with the differences if the model there is a different one; CheckpointError if it cannot be read.
+    `sizes`: shapes of the parameters. Raises IncompatibleCheckpoint with the differences if it is another model; CheckpointError if it
+    cannot be read.
     """
     try:
         values, place = read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)
         loaded_architecture = huggingface.read_architecture(values, place)
         if mismatches := find_differences(loaded_architecture, architecture):
             raise IncompatibleCheckpoint(
-                f"is another model: {'; '.join(mismatches)}",
+                f"is a different model: {'; '.join(mismatches)}",
                 place=f"config trainer.init_from {folder}",
-                hint=f"make transformer_architecture what it is there: swarmtrain import {place}",
+                hint=f"copy transformer_architecture from the output of: swarmtrain import {place}",
             )
         mapping = TensorMapping(huggingface.identify_family(values, place), architecture, sizes)
     except CheckpointError:
@@ -62,7 +66,7 @@ def open_parameters(
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """Return a digest of the files that `open_parameters` reads: config, headers, sizes, and the last bytes of each file."""
+    """Return a digest of the model in `folder`: of its config, and of the header, size and last bytes of each tensor file."""
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     for path in _find_files(folder):
         digest.update(safetensors.read_signature(path))
@@ -70,12 +74,12 @@ def compute_fingerprint(folder: Path) -> str:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of all files in `folder`. Raises CheckpointError."""
+    """Return the tensors in all files in `folder`, by name. Raises CheckpointError if a file cannot be read."""
     return {name: tensor for path in _find_files(folder) for name, tensor in safetensors.read_tensors(path).items()}
 
 
 def _find_files(folder: Path) -> list[Path]:
-    """Return the model's files in `folder`. Raises CheckpointError if there are none."""
+    """Return the paths of the safetensors files in `folder`. Raises CheckpointError if there are none."""
     if (folder / _INDEX_FILE).exists():
         index = read_json(folder / _INDEX_FILE).get("weight_map")
         if not isinstance(index, dict):
@@ -86,15 +90,17 @@ def _find_files(folder: Path) -> list[Path]:
     else:
         pickles = any(folder.glob("*.bin"))
         raise CheckpointError(
-            "has pickles alone, which can run code when they are read" if pickles else f"has no {_SINGLE_FILE}",
+            "has only pickle files, which can execute code when loaded" if pickles else f"has no {_SINGLE_FILE}",
             place=f"config trainer.init_from {folder}",
-            hint="save it as safetensors: save_pretrained of transformers does" if pickles else "is it mounted here, and complete?",
+            hint="save it as safetensors, with save_pretrained of transformers"
+            if pickles
+            else "check that it is mounted on this machine and complete",
         )
     return [folder / file for file in files]
 
 
 def _add_base_prefix(tensors: Mapping[str, Tensor], base_prefix: str) -> Mapping[str, Tensor]:
-    """Return the tensors by their names in a model with a head: in a model without one, names lack `base_prefix`."""
+    """Return the tensors with `base_prefix` in front of each name, unless they have it: files of a model without a head lack it."""
     return (
         tensors
         if any(name.startswith(base_prefix) for name in tensors)
@@ -103,7 +109,7 @@ def _add_base_prefix(tensors: Mapping[str, Tensor], base_prefix: str) -> Mapping
 
 
 def find_differences(loaded_architecture: TransformerArchitectureConfig, architecture: TransformerArchitectureConfig) -> list[str]:
-    """Return the differences between two architectures, each with both values."""
+    """Return a description of each difference between two architectures, with both values."""
     pairs = {
         name: (getattr(loaded_architecture, name), getattr(architecture, name))
         for name in type(architecture).model_fields
@@ -116,37 +122,46 @@ def find_differences(loaded_architecture: TransformerArchitectureConfig, archite
         "umup.enable": (loaded_architecture.umup.enable, architecture.umup.enable),
         "mlp_factor x hidden_size": (loaded_architecture.mlp_width, architecture.mlp_width),
     }
-    return [f"{name} is {loaded} there and {configured} here" for name, (loaded, configured) in pairs.items() if loaded != configured]
+    return [
+        f"{name} is {loaded} in the checkpoint and {configured} here"
+        for name, (loaded, configured) in pairs.items()
+        if loaded != configured
+    ]
 
 
 def _check_tensors(folder: Path, tensors: Mapping[str, Tensor], mapping: TensorMapping, *, headless: bool) -> None:
-    """Raise IncompatibleCheckpoint if the tensors are not those that the mapping expects."""
+    """Raise IncompatibleCheckpoint if names or shapes of the tensors differ from those that the mapping expects.
+
+    `headless`: the head's tensor is optional.
+    """
     expected = {their_name: mapping.compute_size(their_name) for their_name in mapping.sources}
     extra = set(exclude_buffers(tensors)) - expected.keys() - ({mapping.head_name} if headless else set())
     mismatches = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
-    mismatches += [f"{name} has no place here" for name in sorted(extra)]
+    mismatches += [f"{name} is unexpected" for name in sorted(extra)]
     sizes = [(name, tuple(tensors[name].shape), size) for name, size in expected.items() if name in tensors]
-    positions_name = mapping.positions_name  # samples use the first ones of these
+    positions_name = mapping.positions_name  # a model with shorter samples uses only the first positions
     mismatches += [
-        f"{name} is {found_size} there and {size} here"
+        f"{name} is {found_size} in the checkpoint and {size} here"
         for name, found_size, size in sizes
         if found_size != size and not (name == positions_name and found_size[0] > size[0] and found_size[1:] == size[1:])
     ]
     if mismatches:
         more = f"; {len(mismatches)} in all" if len(mismatches) > _MAX_SHOWN_DIFFERENCES else ""
         raise IncompatibleCheckpoint(
-            f"has other tensors than its {CONFIG_FILE} says: {'; '.join(mismatches[:_MAX_SHOWN_DIFFERENCES])}{more}",
+            f"does not have the tensors that its {CONFIG_FILE} says: {'; '.join(mismatches[:_MAX_SHOWN_DIFFERENCES])}{more}",
             place=f"config trainer.init_from {folder}",
-            hint="is the folder complete?",
+            hint="check that the folder is complete",
         )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError."""
+    """Return the JSON object in the file `path`. Raises CheckpointError if it cannot be read."""
     try:
         values = json.loads(path.read_text())
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path), hint="is it mounted here?") from None
+        raise CheckpointError(
+            f"cannot be read: {error.strerror}", place=str(path), hint="check that it is mounted on this machine"
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"is not JSON: {error}", place=str(path)) from None
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Reader and writer of the safetensors format: a JSON header with the dtype, size and offsets of each tensor, then the bytes.
+"""Reader and writer of the safetensors format: a JSON header with dtype, shape and offsets of each tensor, then their bytes.
 
 Files are written one tensor at a time, and read as memory-mapped views, so that unused data is never loaded.
 """
@@ -22,18 +22,18 @@ _FLOAT_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 _INTEGER_DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 _DTYPES = {**{name: dtype for dtype, name in _FLOAT_DTYPE_NAMES.items()}, **_INTEGER_DTYPES}
 _LENGTH_BYTES = 8
-"""Bytes of the header's length field. The header itself is padded to a multiple of it."""
+"""Size in bytes of the header's length field. The header is padded to a multiple of it."""
 _MAX_HEADER_BYTES = 100_000_000
 _FINGERPRINT_BYTES = 1 << 20
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the float dtype of this name, or None."""
+    """Return the float dtype with this name, such as "bfloat16"; None if there is none."""
     return next((candidate for candidate in _FLOAT_DTYPE_NAMES if str(candidate) == f"torch.{name}"), None)
 
 
 class TensorSpec(NamedTuple):
-    """Dtype and size of a tensor."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -44,7 +44,10 @@ class TensorSpec(NamedTuple):
 
 
 def write_tensors(path: Path, specs: Mapping[str, TensorSpec], load_tensor: Callable[[str], Tensor]) -> None:
-    """Write a file of the tensors `specs`. `load_tensor` returns each one by name when it is written. Raises OSError."""
+    """Write a safetensors file with the tensors `specs`. `load_tensor` returns a tensor by name when it is to be written.
+
+    Raises OSError.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, spec in specs.items():
@@ -60,7 +63,10 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], load_tensor: Call
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file as views of it. Raises CheckpointError if it is incomplete or invalid."""
+    """Return the tensors of a safetensors file by name, as memory-mapped views.
+
+    Raises CheckpointError if the file is incomplete or invalid.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -73,12 +79,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"is not a complete safetensors file: {error}", place=str(path), hint="download it again, or save it in other numbers"
+            f"is not a complete safetensors file: {error}", place=str(path), hint="download it again, or save it with another dtype"
         ) from None
 
 
 def read_signature(path: Path) -> bytes:
-    """Return bytes that identify a file: its header, size and last bytes. Raises CheckpointError."""
+    """Return bytes that identify a safetensors file: its size, header and last bytes. Raises CheckpointError if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -93,9 +99,9 @@ def read_signature(path: Path) -> bytes:
 def _view_tensor(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
     if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"its numbers are {entry['dtype']}, and there are {', '.join(_DTYPES)}")
+        raise ValueError(f"unsupported dtype {entry['dtype']}; supported: {', '.join(_DTYPES)}")
     spec = TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
     if not 0 <= begin <= end <= len(data) or end - begin != spec.nbytes:
-        raise ValueError(f"a tensor of {spec.nbytes} bytes would lie at {begin} to {end} of {len(data)}")
+        raise ValueError(f"a tensor of {spec.nbytes} bytes has the offsets {begin} to {end} of {len(data)}")
     piece = data[begin:end]
     return (piece if piece.data_ptr() % spec.dtype.itemsize == 0 else piece.clone()).view(spec.dtype).view(spec.size)

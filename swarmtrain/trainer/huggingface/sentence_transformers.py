@@ -1,4 +1,4 @@
-"""Export of an embedding model for sentence-transformers: the modules that follow the model itself, in order."""
+"""Export of an embedding model for sentence-transformers: writes the modules that are applied to the transformer's output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _DENSE_NAMES = {"weight": "linear.weight", "bias": "linear.bias"}
 
 
 def write_modules(folder: Path, checkpoint: ConsolidatedCheckpoint, head: EmbeddingHeadConfig) -> None:
-    """Write into `folder` the modules that compute embeddings from the model's output. Raises OSError."""
+    """Write to `folder` the modules that compute embeddings from the transformer's output: pooling, projections, normalization.
+
+    Raises OSError.
+    """
     architecture = checkpoint.config.transformer_architecture
     widths = (architecture.hidden_size, *head.proj_layers)
     module_kinds = ["Transformer", "Pooling", *["Dense"] * len(head.proj_layers), "Normalize"]

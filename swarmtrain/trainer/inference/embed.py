@@ -1,4 +1,4 @@
-"""`python -m swarmtrain.trainer embed`: the command that the CLI starts on each rank."""
+"""`python -m swarmtrain.trainer embed`: the command that `swarmtrain embed` starts on each rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EmbedOptions:
 
 @handle_cli_errors
 def main(request: Mapping[str, Any]) -> None:
-    """Write the embeddings of texts. Raises SwarmtrainError."""
+    """Compute the embeddings of the texts in `request`, and write them to stdout or to a file. Raises SwarmtrainError."""
     options = EmbedOptions(**request)
     model = model_source.open_model(Path(options.source), Path(options.base) if options.base else None)
     tokenizer = model.open_tokenizer(options.tokenizer)
@@ -64,8 +64,7 @@ def main(request: Mapping[str, Any]) -> None:
             max_length = model.architecture.sequence_length
             if truncated_count := sum(len(each.tokens) > max_length for each in documents):
                 note = (
-                    f"{truncated_count} of {len(documents)} texts are longer than {max_length} tokens, "
-                    f"and were cut off there, as in training"
+                    f"{truncated_count} of {len(documents)} texts are longer than {max_length} tokens, and were truncated, as in training"
                 )
                 sys.stderr.write(f"note: {note}\n")
 
@@ -74,7 +73,10 @@ def main(request: Mapping[str, Any]) -> None:
 def embed_documents(
     model: Transformer, documents: Sequence[Document], batch_size: int, device: torch.device, *, show_progress: bool = False
 ) -> Tensor:
-    """Return the vectors (documents, dimensions) in document order, at least float32, on the CPU. `batch_size`: documents per batch."""
+    """Return the vectors of `documents` (documents, dimensions), in float32 or higher precision, on the CPU.
+
+    `batch_size`: documents per batch.
+    """
     vectors: dict[int, Tensor] = {}
     progress_bar = ProgressBar("texts", sum(len(each.tokens) for each in documents), verb="embedding", total_unit="tokens")
     # Documents of similar length share a batch: padding wastes compute.
@@ -93,7 +95,10 @@ def embed_documents(
 
 
 def _build_row(document: Document, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of a document, truncated to `max_length`."""
+    """Return the inputs and targets of a document, truncated to `max_length` tokens.
+
+    Targets are IGNORE_INDEX where the loss mask is 0.
+    """
     tokens = torch.from_numpy(document.tokens[:max_length].astype(np.int64))
     loss_mask = (
         torch.ones(len(tokens), dtype=torch.bool) if document.loss_mask is None else torch.from_numpy(document.loss_mask[:max_length])
@@ -115,5 +120,7 @@ def _write_vectors(options: EmbedOptions, vectors: Tensor) -> None:
         staging.replace(output)
     except OSError as error:
         staging.unlink(missing_ok=True)
-        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(output), hint="--output names a file") from None
+        raise SwarmtrainError(
+            f"cannot be written: {describe_os_error(error)}", place=str(output), hint="pass a file with --output"
+        ) from None
     sys.stderr.write(f"wrote {output}: {rows.shape[0]:,} vectors of {rows.shape[1]:,} numbers\n")

@@ -1,4 +1,4 @@
-"""`python -m swarmtrain.trainer evaluate`: the command that the CLI starts on each rank."""
+"""`python -m swarmtrain.trainer evaluate`: the command that `swarmtrain evaluate` starts on each rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from swarmtrain.trainer.runtime import start_runtime
 from swarmtrain.trainer.step import evaluate_model
 
 _MAX_EXP_NATS = 700.0
-"""Largest loss in nats whose exponential is finite."""
+"""Loss in nats above which the perplexity may overflow."""
 
 
 @handle_cli_errors
 def main(options: Mapping[str, Any]) -> None:
-    """Write the validation loss of a model, or its results on tasks. Raises SwarmtrainError."""
+    """Print the validation loss of a model, or its results on tasks. Raises SwarmtrainError."""
     if options["tasks"]:
         _evaluate_tasks(options)
     else:
@@ -57,7 +57,7 @@ def _evaluate_tasks(options: Mapping[str, Any]) -> None:
 def _resolve_model_folder(options: Mapping[str, Any], config: Config) -> Path:
     folder = options["model"] or config.trainer.save_dir
     if folder is None:
-        raise TrainingError("there is no model", place="config trainer.save_dir", hint="name one: --model FOLDER")
+        raise TrainingError("there is no model", place="config trainer.save_dir", hint="pass one with --model FOLDER")
     return Path(folder)
 
 
@@ -72,25 +72,27 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         (name, getattr(model.architecture, name), getattr(architecture, name))
         for name in sorted({*model.architecture.peft_fields, *architecture.peft_fields})
     ]
-    mismatches += [f"{name} is {loaded} there and {configured} here" for name, loaded, configured in adapter_fields if loaded != configured]
+    mismatches += [
+        f"{name} is {loaded} in the checkpoint and {configured} here" for name, loaded, configured in adapter_fields if loaded != configured
+    ]
     if mismatches:
         raise IncompatibleCheckpoint(
-            f"is another model than the config's: {'; '.join(mismatches)}",
+            f"is a different model from the config's: {'; '.join(mismatches)}",
             place=str(model.path),
-            hint="name the config that it was trained by",
+            hint="pass the config that it was trained with",
         )
     # `init_from` is cleared, since the loaded model is evaluated, not the one that a run would start from.
     trainer = config.trainer.model_copy(update={"init_from": None})
     with start_runtime(config.model_copy(update={"trainer": trainer})) as runtime:
         _, data = open_data(config)
         if data is None:
-            raise TrainingError("there is no validation data", place="config data", hint="data.validation_data_prefixes names it")
+            raise TrainingError("there is no validation data", place="config data", hint="set data.validation_data_prefixes")
         transformer = Transformer(architecture, 0)
         transformer.initial_value = model.load_parameter
         validation = evaluate_model(runtime, parallelize(transformer, runtime), data, None)
         if validation is None or not validation.loss < _MAX_EXP_NATS:
             loss = validation.loss if validation else None
-            raise TrainingError(f"the validation loss is {loss}", place=str(model.path), hint="an earlier checkpoint may be valid")
+            raise TrainingError(f"the validation loss is {loss}", place=str(model.path), hint="try an earlier checkpoint")
         if runtime.is_rank_zero:
             samples = min(config.topology.samples_per_step * config.trainer.eval_iterations, len(data))
             report = {"model": str(model.path), "step": model.step, "loss": validation.loss, "samples": samples}

@@ -1,4 +1,4 @@
-"""Token generation: each token is sampled from the model's distribution given those before it."""
+"""Token generation: each token is sampled from the model's distribution given the tokens before it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,38 @@ from swarmtrain.trainer.runtime import derive_seed
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 GatherLogits = Callable[[Tensor], Tensor]
-"""Gathers the logits of the whole vocabulary from this rank's vocabulary shard."""
+"""Function that gathers the logits of the whole vocabulary from this rank's vocabulary shard."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters."""
+    """Sampling parameters for token generation."""
 
     temperature: float = 1.0
-    """Divisor of the logits. 0: greedy, take the most likely token."""
+    """Divisor of the logits. 0: greedy decoding."""
     top_k: int = 0
-    """Sample from this many of the most likely tokens; 0: from all."""
+    """Sample from this many most likely tokens; 0: from all tokens."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens with at least this total probability (Holtzman et al. 2019, arXiv 1904.09751)."""
     seed: int = 0
 
 
 def encode_prompt(tokenizer: BaseTokenizer, text: str, max_length: int, place: str) -> list[int]:
-    """Return the tokens of a prompt. Raises TrainingError if there are none, or `max_length` or more."""
+    """Return the tokens of the prompt `text`. `place`: shown in errors.
+
+    Raises TrainingError if it has no tokens, or `max_length` tokens or more.
+    """
     [encoding] = tokenizer.encode([text], allow_special=True)
     if not len(encoding.tokens):
-        raise TrainingError("a prompt holds nothing", place=place, hint="one character will do")
+        raise TrainingError("a prompt is empty", place=place, hint="use at least one character")
     if len(encoding.tokens) >= max_length:
-        reason = f"a prompt has {len(encoding.tokens)} tokens, and the model was made for {max_length} at most"
+        reason = f"a prompt has {len(encoding.tokens)} tokens, but the model supports {max_length} at most"
         raise TrainingError(reason, place=place, hint="shorten it")
     return [int(token) for token in encoding.tokens]
 
 
 def build_logits_gather(group: dist.ProcessGroup) -> GatherLogits:
-    """Return a function that gathers the logits (batch, vocabulary), of which each rank of `group` has a vocabulary shard."""
+    """Return a function that gathers logits (batch, vocabulary) from the vocabulary shards of the ranks of `group`."""
 
     def gather_logits(logits: Tensor) -> Tensor:
         if group.size() == 1:
@@ -70,13 +73,14 @@ def generate_tokens(
     is_done: Callable[[int], bool] = lambda prompt: False,
     use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each of `prompts`, None for those that have ended, up to `max_tokens` times.
+    """Yield the next token of each prompt, up to `max_tokens` times; None for sequences that have ended.
 
-    A sequence ends with a token of `end_tokens`, which is not yielded, or when `is_done` returns True for its index. No sequence becomes
-    longer than the architecture's `sequence_length`. Prompts of different lengths are padded on the left with a separate document that they
-    do not attend to: the model's architecture must separate documents. What is sampled for a prompt depends on its index and
-    `sampling_params.seed`, not on the other prompts.
-    Raises TrainingError if the model produces non-finite logits.
+    A sequence ends with a token of `end_tokens`, which is not yielded, when `is_done` returns True for its index, or at the
+    architecture's `sequence_length`. Prompts of different lengths are padded on the left with a separate document that they do not attend
+    to, so the model's architecture must separate documents. The tokens sampled for a prompt depend on its index and on
+    `sampling_params.seed`, not on the other prompts. `use_cache`: use a KV cache.
+
+    Raises TrainingError if the model returns NaN/Inf logits.
     """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
@@ -92,7 +96,7 @@ def generate_tokens(
         for token_count in range(1, max(token_budgets) + 1):
             logits = gather_logits(model.compute_next_token_logits(tokens, documents)).float().cpu()
             if not logits.isfinite().all():
-                raise TrainingError("the model gives NaN or Inf", place="sample", hint="an earlier checkpoint may be valid")
+                raise TrainingError("the model outputs NaN or Inf", place="sample", hint="try an earlier checkpoint")
             prefix.cached_length = tokens.shape[1]
             sampled = [_sample_token(row, sampling_params, generator) for row, generator in zip(logits, generators, strict=True)]
             finished = [is_finished or token in end_tokens for is_finished, token in zip(finished, sampled, strict=True)]
@@ -109,7 +113,7 @@ def generate_tokens(
 
 
 def _sample_token(logits: Tensor, sampling_params: SamplingParams, generator: torch.Generator) -> int:
-    """Return a token sampled by its `logits` (vocabulary)."""
+    """Return a token sampled from the distribution with these `logits` (vocabulary)."""
     if not sampling_params.temperature:
         return int(logits.argmax())
     sorted_logits, tokens = ((logits - logits.max()) / sampling_params.temperature).sort(descending=True, stable=True)

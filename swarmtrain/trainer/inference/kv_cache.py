@@ -1,6 +1,7 @@
-"""KV cache: keys and values of earlier tokens, so that each is computed once.
+"""KV cache: keys and values of earlier tokens are stored, so that each is computed once.
 
-To the model it looks like context parallelism: it has a part of each sequence, the new tokens, and obtains the keys and values of the rest.
+The model uses it like context parallelism: it computes only a part of each sequence, the new tokens, and gets the keys and values of the
+other tokens from the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from swarmtrain.trainer.model.transformer import Transformer
 
 
 class CachedPrefix:
-    """The first `cached_length` tokens of each sequence are cached."""
+    """Number of tokens of each sequence that are cached: the first `cached_length` tokens."""
 
     size = 1
 
@@ -24,12 +25,12 @@ class CachedPrefix:
         self.cached_length = 0
 
     def select_positions(self, length: int, device: torch.device) -> Tensor | None:
-        """Return the positions of the new tokens in sequences of `length`; None if all are new."""
+        """Return the positions of the new tokens in sequences of `length` tokens; None if all tokens are new."""
         return torch.arange(self.cached_length, length, device=device) if self.cached_length else None
 
 
 class _LayerCache:
-    """Keys and values of one layer."""
+    """Cached keys and values of one attention layer."""
 
     def __init__(self, prefix: CachedPrefix, capacity: int) -> None:
         self._prefix, self._capacity = prefix, capacity
@@ -48,7 +49,10 @@ class _LayerCache:
 
 @contextmanager
 def caching_key_values(model: Transformer, capacity: int) -> Iterator[CachedPrefix]:
-    """Cache keys and values of up to `capacity` tokens per sequence in `model`. The caller updates the prefix's `cached_length`."""
+    """Context manager that adds a KV cache to `model`, for up to `capacity` tokens per sequence.
+
+    It yields the CachedPrefix, whose `cached_length` the caller updates after each forward pass.
+    """
     previous, prefix = model.sequence_shard, CachedPrefix()
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     model.sequence_shard = prefix

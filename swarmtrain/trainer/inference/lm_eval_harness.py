@@ -1,4 +1,4 @@
-"""A model evaluated on tasks of EleutherAI's lm-evaluation-harness, through its model interface. Needs the extra `tasks`."""
+"""Model interface for EleutherAI's lm-evaluation-harness, which evaluates a model on tasks. Requires the extra `tasks`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 _DEFAULT_MAX_TOKENS = 256
-"""Maximum tokens for a task that sets no limit."""
+"""Maximum number of generated tokens for a task that sets no limit."""
 TokenizedRequest = tuple[tuple[str, str], list[int], list[int]]
-"""A context and its continuation: as texts, and each as tokens."""
+"""A context and its continuation, as texts and as tokens."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
-    """A model sharded over this world's ranks. All ranks must make the same calls in the same order."""
+    """Model for the harness, sharded over all ranks. All ranks must make the same calls in the same order."""
 
     def __init__(self, model: ParallelModel, tokenizer: BaseTokenizer, batch_size: int) -> None:
         """`batch_size`: sequences per batch. The model's architecture must separate documents."""
@@ -44,11 +44,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-text token; for a tokenizer without one, that of a newline."""
+        """The end-of-text token; if the tokenizer has none, the first token of a newline."""
         return next(iter(self._end_tokens), self.tok_encode("\n")[0])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text without added special tokens, as training data is tokenized."""
+        """Return the tokens of `string` without added special tokens, as training data is tokenized."""
         (encoding,) = self._tokenizer.encode([string], allow_special=True)
         return [int(token) for token in encoding.tokens]
 
@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
         return [scores[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each full text, in windows of the model's sequence length."""
+        """Return the log-likelihood of each whole text, computed in windows of the model's sequence length."""
         log_likelihoods = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._sequence_length, 1)
@@ -114,11 +114,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
 def run_tasks(
     model: HarnessModel, tasks: Sequence[str], *, num_fewshot: int | None, limit: int | None, task_folder: Path | None
 ) -> dict[str, Any]:
-    """Return the harness's results for `model` on `tasks`. Raises TrainingError if a task does not exist or its data is not available.
+    """Return the harness's results for `model` on `tasks`.
 
-    `num_fewshot`: examples before each question; None: the task's default. `limit`: questions per task. `task_folder` holds custom tasks.
+    `num_fewshot`: number of examples before each question; None: the task's default. `limit`: maximum number of questions per task.
+    `task_folder`: folder with custom tasks. Raises TrainingError if a task does not exist, or if its data is not available.
     """
-    # The harness calls git, whose complaint about a folder that is not a repository would be all that the user sees.
+    # The harness calls git, whose error about a folder that is not a repository would hide the actual error.
     evaluator.get_git_commit_hash = lambda: None
     try:
         results = evaluator.simple_evaluate(
@@ -130,23 +131,23 @@ def run_tasks(
             log_samples=False,
             bootstrap_iters=1000,
         )
-    except Exception as error:  # whatever the harness and its data libraries raise
+    except Exception as error:  # any error of the harness and its data libraries
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        hint = "lm_eval ls tasks lists what there is; data are fetched when a task is first used"
+        hint = "run `lm_eval ls tasks` to list the tasks; data is downloaded when a task is first used"
         raise TrainingError(reason, place=f"--tasks {','.join(tasks)}", hint=hint) from error
     return dict(results or {})
 
 
 def _build_task_manager(tasks: Sequence[str], task_folder: Path | None) -> TaskManager:
-    """Return a task manager that knows `tasks`.
+    """Return a task manager that has `tasks`.
 
-    `task_folder` is tried alone first, since scanning the harness's thousands of tasks takes 10 s.
+    It first searches only `task_folder`, since scanning the harness's thousands of tasks takes 10 s.
     """
     local_manager = TaskManager(include_path=task_folder, include_defaults=False) if task_folder else None
     return local_manager if local_manager and set(tasks) <= set(local_manager.all_subtasks) else TaskManager(include_path=task_folder)
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return results as the harness's own table."""
+    """Return `results` formatted as the harness's own table."""
     text: str = make_table(results)
     return text

@@ -1,4 +1,4 @@
-"""Source of a model to use: a run's newest checkpoint, a checkpoint, or a Hugging Face folder."""
+"""Open a model for inference: the newest checkpoint of a run, a single checkpoint, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -23,46 +23,51 @@ from swarmtrain.trainer.tokenize.options import BYTE_TOKENIZER
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 _BYTE_VOCABULARY_SIZE = 257
-"""Vocabulary size of byte tokens plus an end token."""
+"""Vocabulary size of the byte tokenizer: 256 bytes and an end token."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model: its architecture, and each full parameter by name and size."""
+    """A model that can be loaded: its architecture, and a function that loads full parameters."""
 
     path: Path
     step: int | None
-    """Optimizer steps that it was trained for; None if unknown."""
+    """Number of optimizer steps for which the model was trained; None if unknown."""
     architecture: TransformerArchitectureConfig
     load_parameter: Callable[[str, torch.Size], Tensor]
     tokenizer_names: tuple[str, ...]
-    """Candidates for its tokenizer, the most likely first: paths, or BYTE_TOKENIZER."""
+    """Candidates for the model's tokenizer, the most likely first: paths, or BYTE_TOKENIZER."""
     end_token: int | None = None
-    """Token after each text of its training data; None if there was none, or if unknown."""
+    """Token that was appended to each text of the training data; None if there was none, or if unknown."""
 
     def open_tokenizer(self, name: str | None) -> BaseTokenizer:
-        """Return the tokenizer `name`, or the model's own. Raises TrainingError if there is none, or if its vocabulary does not match."""
+        """Return the tokenizer `name`; None: the model's own tokenizer.
+
+        Raises TrainingError if there is none, or if its vocabulary is too large for the model.
+        """
         return open_model_tokenizer((name,) if name else self.tokenizer_names, self.architecture, str(self.path), "--tokenizer")
 
 
 def open_model_tokenizer(names: Sequence[str], architecture: TransformerArchitectureConfig, place: str, option: str) -> BaseTokenizer:
-    """Open the first of the tokenizers `names`, for the model at `place`. `option` is the option or key that sets it, for hints.
+    """Open the first of the tokenizers `names` for a model.
 
-    Raises TrainingError if there is none, or if its vocabulary does not match.
+    `place`: the model, and `option`: the option that sets the tokenizer; both are shown in errors. Raises TrainingError if `names` is
+    empty, or if the tokenizer's vocabulary is too large for the model.
     """
     if not names:
-        raise TrainingError("does not say how its tokens were made", place=place, hint=f"{option} names its tokenizer.json")
+        raise TrainingError("does not record its tokenizer", place=place, hint=f"pass its tokenizer.json with {option}")
     encoder = tokenizer_backends.open_tokenizer(names[0])
     if encoder.vocab_size > architecture.vocab_size:
         reason = f"has {encoder.vocab_size} tokens, and the model has {architecture.vocab_size}"
-        raise TrainingError(reason, place=f"tokenizer {encoder.name}", hint=f"{option} names the one that its data was made with")
+        raise TrainingError(reason, place=f"tokenizer {encoder.name}", hint=f"pass the tokenizer of its data with {option}")
     return encoder
 
 
 def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
-    """Return the model at `path`. `base_model`: location of the base model that a checkpoint of adapters belongs to, if it has moved.
+    """Return the model at `path`: a save_dir, a checkpoint or a Hugging Face folder.
 
-    Raises CheckpointError if there is no model, or if it cannot be read.
+    `base_model`: folder of the base model, if the checkpoint has only adapters and the base model has moved. Raises CheckpointError if
+    there is no model, or if it cannot be read.
     """
     if (path / pretrained.CONFIG_FILE).exists():
         architecture = huggingface.read_architecture(
@@ -74,7 +79,7 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
         return ModelSource(path, None, architecture, pretrained.open_parameters(path, architecture, sizes), names)
     if not path.is_dir():
         raise CheckpointError(
-            "is not a folder", place=str(path), hint="name a run's save_dir, a checkpoint, or a folder with a config.json"
+            "is not a folder", place=str(path), hint="pass a run's save_dir, a checkpoint, or a folder with a config.json"
         )
     checkpoint = consolidated.find_checkpoint(path, base_model)
     config = checkpoint.config
@@ -89,7 +94,7 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
 
 
 def find_tokenizers(config: Config) -> tuple[str, ...]:
-    """Return candidates for the tokenizer of a config's data, the most likely first: paths, or BYTE_TOKENIZER."""
+    """Return candidates for the tokenizer of the config's data, the most likely first: paths, or BYTE_TOKENIZER."""
     recorded = [name for prefix in config.data.data_prefixes if (name := _find_recorded_tokenizer(prefix))]
     return (*recorded, *_list_byte_tokenizers(config.transformer_architecture))
 
@@ -107,7 +112,7 @@ def _list_byte_tokenizers(architecture: TransformerArchitectureConfig) -> tuple[
 
 
 def _find_recorded_tokenizer(prefix: Path) -> str | None:
-    """Return the tokenizer that `data tokenize` used for token files, if they record it and it has not changed since."""
+    """Return the tokenizer that `data tokenize` has recorded in the token files; None if none is recorded, or if it has changed since."""
     try:
         recorded = json.loads(formats.build_file_path(prefix, "meta.json").read_text())["prepared"]["tokenizer"]
         return str(recorded["name"]) if tokenizer_backends.open_tokenizer(recorded["name"]).sha256 == recorded["sha256"] else None

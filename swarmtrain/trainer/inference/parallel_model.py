@@ -1,4 +1,4 @@
-"""A model for inference, sharded over the ranks of this world."""
+"""Distribute a model for inference over all ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from swarmtrain.trainer.runtime import Runtime, start_runtime
 
 @contextmanager
 def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> Iterator[tuple[ParallelModel, Runtime]]:
-    """Open `model`, tensor-parallel over this world's ranks.
+    """Context manager that yields `model`, tensor-parallel over all ranks, and the runtime.
 
-    Raises SwarmtrainError if they cannot share it, or if `needs_vectors` does not match whether it is an embedding model.
+    `needs_vectors`: the model must be an embedding model. Raises SwarmtrainError if it is not (or is, without `needs_vectors`), or if the
+    number of ranks does not divide the model's dimensions.
     """
     # Prompts of different lengths must be separated from their padding.
     shape = model.architecture.model_copy(update={"reset_attention_mask": True, "reset_position_ids": True})
     if needs_vectors is not (shape.embedding_head_config is not None):
         reason, hint = (
-            ("generates text, and has no embedding head", "sample") if needs_vectors else ("makes vectors of texts, and no text", "embed")
+            ("generates text, and has no embedding head", "sample")
+            if needs_vectors
+            else ("is an embedding model, and does not generate text", "embed")
         )
-        raise TrainingError(reason, place=str(model.path), hint=f"swarmtrain {hint} is for it")
+        raise TrainingError(reason, place=str(model.path), hint=f"use swarmtrain {hint}")
     world_size = int(distributed_env.detect_torchrun_env(os.environ)["WORLD_SIZE"])
     for name in ("num_attention_heads", "kv_heads", "vocab_size", "mlp_width"):
         if getattr(shape, name) % world_size:
-            reason = f"{world_size} ranks cannot divide its {name}, {getattr(shape, name)}"
-            raise TrainingError(reason, place="--ranks", hint="fewer, or one")
+            reason = f"{world_size} ranks do not evenly divide its {name}, {getattr(shape, name)}"
+            raise TrainingError(reason, place="--ranks", hint="use fewer ranks, or one")
     topology = TopologyConfig(model_parallel_size=world_size, global_batch_size=1, micro_batch_size=1)
     # A config with this head requires a contrastive loss, which is not needed here.
     config = Config(topology=topology, transformer_architecture=shape.model_copy(update={"embedding_head_config": None}))

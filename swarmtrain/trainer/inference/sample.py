@@ -1,4 +1,4 @@
-"""`python -m swarmtrain.trainer sample`: the command that the CLI starts on each rank."""
+"""`python -m swarmtrain.trainer sample`: the command that `swarmtrain sample` starts on each rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SampleOptions:
 
 @handle_cli_errors
 def main(request: Mapping[str, Any]) -> None:
-    """Write a model's completions of prompts. Raises SwarmtrainError."""
+    """Print a model's completions of the prompts in `request`. Raises SwarmtrainError."""
     options = SampleOptions(**request)
     model = model_source.open_model(Path(options.source), Path(options.base) if options.base else None)
     tokenizer = model.open_tokenizer(options.tokenizer)
@@ -73,7 +73,7 @@ def main(request: Mapping[str, Any]) -> None:
             if any(
                 len(stream.tokens) == token_budget < options.max_tokens for stream, token_budget in zip(streams, token_budgets, strict=True)
             ):
-                sys.stderr.write(f"note: ended at {model.architecture.sequence_length} tokens, the most that the model was made for\n")
+                sys.stderr.write(f"note: ended at {model.architecture.sequence_length} tokens, the maximum sequence length of the model\n")
 
 
 def _write_samples(options: SampleOptions, streams: Sequence[TextStream], model: ModelSource, *, stream_output: bool) -> None:

@@ -1,4 +1,4 @@
-"""Text of tokens as they arrive: only complete characters, and nothing that may turn out to be part of a stop text."""
+"""Convert generated tokens to text incrementally: only complete characters, and no text that may be part of a stop text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 _REPLACEMENT_CHARACTER = "\ufffd"
-"""Decoded in place of bytes that are not a complete character yet."""
+"""Character that tokenizers decode for bytes that are not yet a complete character."""
 
 
 class TextStream:
-    """Text of a stream of tokens. It ends before the first of `stop_texts` that is complete."""
+    """Text of a stream of tokens. It ends before the first occurrence of any of `stop_texts`."""
 
     def __init__(self, tokenizer: BaseTokenizer, stop_texts: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop_texts = tokenizer, [stop for stop in stop_texts if stop]
@@ -31,7 +31,7 @@ class TextStream:
         return self._emit_until(certain_length - self._count_partial_stop(self.text[:certain_length]))
 
     def flush_text(self) -> str:
-        """Return the rest of the text."""
+        """Return the remaining text that was not returned yet."""
         return self._emit_until(len(self.text))
 
     def _emit_until(self, end: int) -> str:
@@ -39,6 +39,6 @@ class TextStream:
         return new_text
 
     def _count_partial_stop(self, text: str) -> int:
-        """Return how many characters at the end of `text` may be the beginning of a stop text."""
+        """Return the number of characters at the end of `text` that may be the beginning of a stop text."""
         lengths = (length for stop in self._stop_texts for length in range(1, len(stop)) if text.endswith(stop[:length]))
         return max(lengths, default=0)

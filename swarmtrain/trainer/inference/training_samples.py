@@ -1,4 +1,4 @@
-"""Completions during training, configured by trainer.sampling_config."""
+"""Completions of prompts during training, configured by trainer.sampling_config."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 
 class TrainingSampler:
-    """Sampler of a run's prompts. All methods are collective."""
+    """Generates completions of the configured prompts. All methods are called by all ranks together."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel) -> None:
-        """Encode the prompts. Raises TrainingError if the tokenizer is unknown or does not match the model, or if a prompt is too long."""
+        """Encode the configured prompts.
+
+        Raises TrainingError if the tokenizer is unknown or does not match the model, or if a prompt is too long.
+        """
         self._runtime, self._model = runtime, model
         self._config = runtime.config.trainer.sampling_config
         self._tokenizer: BaseTokenizer | None = None
@@ -32,9 +35,9 @@ class TrainingSampler:
             self._prompts, self._end_tokens = collectives.run_on_rank_zero(lambda: self._encode_prompts(config))
 
     def generate_samples(self, step: int, timer: StepTimer, *, is_last: bool) -> list[GeneratedSample]:
-        """Return completions of the prompts after `step`, if due; `is_last`: it is the last step. They are the same in every world.
+        """Return completions of the prompts after `step`, if they are due; `is_last`: it is the last step.
 
-        Ranks other than rank 0 return none.
+        Completions are the same in every topology. Empty on ranks other than rank 0.
         """
         config, local = self._config, self._model.local_model
         if config is None or step == 0 or (step % config.interval and not is_last):

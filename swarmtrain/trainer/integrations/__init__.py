@@ -1,1 +1,1 @@
-"""Other systems that start a training process."""
+"""Integrations with other systems that start a training process."""

@@ -1,6 +1,6 @@
-"""Determined AI trial, if this run is one: its master may request preemption, and receives the metrics.
+"""Integration with Determined AI: if the run is a trial, the Determined master may request preemption, and receives the metrics.
 
-There is no setting for it: Determined's container brings its own package and the environment variables that identify a trial.
+It needs no setting: Determined's container includes its own package and the environment variables that identify a trial.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _POLL_SECONDS, _CLOSE_TIMEOUT_SECONDS = 0.2, 30.0
-"""Seconds between two checks for preemption; seconds to send what is left when the run ends."""
+"""Seconds between two checks for preemption; maximum seconds to send pending metrics when the run ends."""
 
 
 class DeterminedTrial:
-    """The trial as rank 0 sees it. On other ranks, and outside a trial, it does nothing."""
+    """Determined trial, as seen by rank 0. A no-op on other ranks, and outside a trial."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Join the trial. Collective. Raises TrainingError on every rank if that fails."""
+        """Connect to the Determined master, on rank 0 of a trial. Called by all ranks together.
+
+        Raises TrainingError on every rank if that fails.
+        """
         self._log_interval, self._total_steps = runtime.config.logger.log_interval, runtime.config.trainer.train_iterations
         self._context: Any = None
         self._preemption_requested = self._reporting_failed = False
@@ -36,13 +39,14 @@ class DeterminedTrial:
             collectives.run_on_rank_zero(self._init_context)
 
     def should_preempt(self) -> bool:
-        """Return whether the master requested preemption."""
+        """Return whether the Determined master has requested preemption."""
         return self._preemption_requested
 
     def acknowledge_preemption(self) -> int:
-        """Return the exit code of a graceful exit after everything is saved. Collective.
+        """Return the exit code of a graceful exit after everything is saved. Called by all ranks together.
 
-        If the master requested preemption, it is asked to restart the trial, and the code is 0: any other looks like a failure there.
+        If the Determined master has requested preemption, it is asked to restart the trial, and the exit code is 0: the master would
+        treat any other as a failure.
         """
         return (
             EXIT_PLANNED
@@ -51,7 +55,10 @@ class DeterminedTrial:
         )
 
     def write(self, values: dict[str, Any]) -> None:
-        """Report `values`, one of which is `step`: validation losses as validation metrics, and other metrics at logged steps."""
+        """Report `values`, a metrics line.
+
+        Validation losses are reported as validation metrics, other metrics at logged steps as training metrics.
+        """
         if self._context is None or self._reporting_failed or extract_samples(values):
             return
         step, metrics = values["step"], {name: value for name, value in values.items() if name != "step" and value is not None}
@@ -61,7 +68,7 @@ class DeterminedTrial:
             self._try_reporting(lambda: self._context.train.report_training_metrics(step, metrics))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send pending metrics, for at most 30 s, and disconnect."""
         if self._context is not None:
             self._run_with_timeout(self._context.close)
 
@@ -79,13 +86,13 @@ class DeterminedTrial:
             )
             self._context.start()
         except Exception as error:  # whatever its client raises
-            raise TrainingError(str(error), place="Determined trial", hint="its master must be reachable from the container") from error
+            raise TrainingError(str(error), place="Determined trial", hint="make its master reachable from the container") from error
         threading.Thread(target=self._try_reporting, args=(self._poll_preemption,), daemon=True).start()
 
     def _poll_preemption(self) -> None:
-        """Wait until the master requests preemption.
+        """Wait until the Determined master requests preemption.
 
-        Runs in its own thread, since the first reply of an unreachable master takes minutes.
+        Runs in its own thread, since the first response of an unreachable master takes minutes.
         """
         while not self._context.preempt.should_preempt(auto_ack=False):
             time.sleep(_POLL_SECONDS)
@@ -95,7 +102,7 @@ class DeterminedTrial:
         return self._preemption_requested and self._run_with_timeout(self._context.preempt.acknowledge_preemption_signal)
 
     def _run_with_timeout(self, action: Callable[[], object]) -> bool:
-        """Run `action`, for at most 30 s. Return whether it succeeded."""
+        """Run `action` in a thread, and wait for at most 30 s. Return whether it succeeded."""
         outcomes: list[bool] = []
         thread = threading.Thread(target=lambda: outcomes.append(self._try_reporting(action)), daemon=True)
         thread.start()

@@ -1,9 +1,9 @@
-"""Memory that a config needs on each rank, estimated before a cluster is used.
+"""Estimate of the memory that a config needs on each rank, before a cluster is used.
 
-allocation_tracker    what is allocated, and for what
-simulation            one step of one rank, on fake tensors
+allocation_tracker    records allocations and their purposes
+simulation            simulates one step of one rank, on fake tensors
 
-This module decides which ranks differ, how much of a step has to be simulated, and which changes would need less memory.
+This module determines which ranks differ, how many micro batches have to be simulated, and which config changes need less memory.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
 __all__ = ["AllocationKind", "RankMemoryEstimate", "estimate_memory", "suggest_memory_savings"]
 
 _STEADY_MICRO_BATCHES = 3
-"""Micro batches per replica beyond which a step needs no more memory: the first, one that accumulates, the last."""
+"""Number of micro batches per replica above which a step needs no more memory: the first, one that accumulates gradients, the last."""
 
 
 @dataclass(frozen=True)
 class RankMemoryEstimate:
-    """Memory that one kind of rank needs, in bytes."""
+    """Estimated memory of one kind of rank, in bytes."""
 
     rank: int
-    """The first rank of its kind."""
+    """Lowest rank of this kind."""
     stages: tuple[int, ...]
-    """The pipeline stages of the rank; (0,) without a pipeline."""
+    """Pipeline stages of the rank; (0,) without pipeline parallelism."""
     startup_peak: int
-    """Peak while model and optimizer are created."""
+    """Peak in bytes while model and optimizer are created."""
     peak: int
-    """Peak during training steps."""
+    """Peak in bytes during training steps."""
     breakdown: Mapping[AllocationKind, int]
-    """What is allocated at that peak."""
+    """Allocated bytes at the peak of training steps, by purpose."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -53,17 +53,17 @@ class RankMemoryEstimate:
 
 
 def estimate_memory(config: Config, world_size: int) -> list[RankMemoryEstimate]:
-    """Return the estimate for each rank of one pipeline in a world of `world_size` ranks; without a pipeline, for rank 0.
+    """Return the estimate for each rank of one pipeline, if the run has `world_size` ranks; without pipeline parallelism, for rank 0.
 
-    The first replica has the most micro batches, and all tensor-parallel ranks need equally much.
-    Raises SwarmtrainError if the world does not fit the config, or if the step cannot be simulated.
+    The first replica has the most micro batches, and all tensor-parallel ranks need the same memory. Raises SwarmtrainError if the number
+    of ranks does not match the config, or if the step cannot be simulated.
     """
     pipe_size = config.topology.pipeline_parallel_size
     return [_estimate_rank(config, world_size, pipe_rank * world_size // pipe_size) for pipe_rank in range(pipe_size)]
 
 
 def suggest_memory_savings(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], list[RankMemoryEstimate]]]:
-    """Yield overrides that may need less memory, with their estimates: single changes first, then all that are known to combine."""
+    """Yield config overrides that may need less memory, with their estimates: first single changes, then a combination of changes."""
     current = config.model_dump(mode="json")
     tried: list[dict[str, object]] = []
     for candidate in _list_candidate_overrides(config.topology, world_size):
@@ -84,7 +84,7 @@ def _estimate_rank(config: Config, world_size: int, rank: int) -> RankMemoryEsti
     try:
         micro_batches = topology.assign_micro_batches(world_size)[0]
     except ValueError as error:
-        hint = "--ranks says how many there are to be"
+        hint = "set the number of ranks with --ranks"
         raise SwarmtrainError(str(error), place="config topology", hint=hint) from None
     stages = tuple(range(rank * topology.pipeline_parallel_size // world_size, topology.pipeline_stages, topology.pipeline_parallel_size))
     max_micro_batches = (
@@ -119,25 +119,28 @@ def _simulate_rank(config: Config, world_size: int, rank: int, stages: tuple[int
         startup, peak = simulate_memory_peaks(config, world_size, rank)
     except SwarmtrainError:
         raise
-    except Exception as error:  # whatever torch raises for tensors without data
+    except Exception as error:  # any error that torch raises for tensors without data
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SwarmtrainError(
-            f"cannot be simulated on rank {rank}: torch needs real numbers there: {reason}",
+            f"cannot be simulated on rank {rank}: torch needs actual tensor values there: {reason}",
             place="config",
-            hint="try it for real with a small num_layers, and multiply",
+            hint="run it with a small num_layers, and extrapolate",
         ) from error
     return RankMemoryEstimate(rank, stages, startup.size, peak.size, peak.breakdown)
 
 
 def _limit_micro_batches(config: Config, world_size: int, micro_batches: int) -> Config:
-    """Return `config` with steps of `micro_batches` micro batches per replica."""
+    """Return `config` with a global batch size of `micro_batches` micro batches per replica."""
     topology = config.topology
     global_batch_size = micro_batches * topology.compute_data_parallel_size(world_size) * topology.samples_per_micro_batch
     return _apply_overrides(config, {"topology.global_batch_size": global_batch_size})
 
 
 def _apply_overrides(config: Config, overrides: Mapping[str, object]) -> Config:
-    """Return `config` with the values of dotted keys replaced. Raises pydantic.ValidationError if the result is invalid."""
+    """Return `config` with the values of the dotted keys in `overrides` replaced.
+
+    Raises pydantic.ValidationError if the result is invalid.
+    """
     values = config.model_dump(mode="json")
     values["topology"] |= dict.fromkeys(("world_size", "data_parallel_size", "gradient_accumulation_steps"))
     for key, value in overrides.items():

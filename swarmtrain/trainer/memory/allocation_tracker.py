@@ -1,7 +1,7 @@
-"""Allocation ledger: every storage that operations allocate and free, by its purpose.
+"""Allocation ledger: records each storage that operations allocate and free, and its purpose.
 
-Entries are only appended while a step runs. The purpose of a storage is often known only after its allocation (a tensor becomes a gradient
-once a parameter holds it), so the peak and its breakdown are computed at the end from the whole ledger.
+Entries are only appended while a step runs. The purpose of a storage is often known only after its allocation (a tensor becomes a
+gradient once a parameter holds it), so the peak and its breakdown are computed from the whole ledger at the end.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ class AllocationKind(StrEnum):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The highest memory use in bytes, and its breakdown."""
+    """Peak of memory usage in bytes, and its breakdown by purpose."""
 
     size: int
     breakdown: Mapping[AllocationKind, int]
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not typed in torch
-    """While entered, records the memory of everything that is computed. Tensors may be fake: reading a scalar returns a placeholder."""
+    """Dispatch mode that records the allocations of all operations. Tensors may be fake: reading a scalar returns a placeholder."""
 
     def __init__(self, *, vocabulary_size: int, has_fp64_sums: bool) -> None:
-        """`vocabulary_size`: vocabulary entries in this rank's logits. `has_fp64_sums`: count float64 tensors as sums."""
+        """`vocabulary_size`: size of the vocabulary shard in this rank's logits.
+
+        `has_fp64_sums`: count float64 tensors as gradient sums.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary_size, self._has_fp64_sums = vocabulary_size, has_fp64_sums
         self._phase: AllocationKind | None = AllocationKind.startup
@@ -74,8 +77,8 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return out
 
     @contextmanager
-    def tracking(self) -> Iterator[None]:
-        """Record operations and storage resizes in the body."""
+    def track_allocations(self) -> Iterator[None]:
+        """Context manager that records operations, and resizes of storages."""
         original_resize = torch.UntypedStorage.resize_
 
         @wraps(original_resize)
@@ -95,30 +98,30 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     @contextmanager
     def in_phase(self, phase: AllocationKind | None) -> Iterator[None]:
-        """Attribute allocations in the body to `phase`; None: to forward and backward passes."""
+        """Context manager that attributes allocations to `phase`; None: to the forward or backward pass."""
         previous_phase, self._phase = self._phase, phase
         yield
         self._phase = previous_phase
 
     def assign_kind(self, tensors: Iterable[Tensor | None], kind: AllocationKind) -> None:
-        """Record the purpose of `tensors`."""
+        """Set the purpose of the storages of `tensors` to `kind`."""
         for tensor in tensors:
             if tensor is not None:
                 self._kinds[self._register_storage(_unwrap_dtensor(tensor))] = kind
 
     def track_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record gradients of `parameters` as such whenever a backward pass has computed one."""
+        """Attribute each gradient of `parameters` to gradients when a backward pass has computed it."""
         for parameter in (candidate for candidate in parameters if candidate.requires_grad):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda made: self.assign_kind([made.grad], AllocationKind.gradients)
             )
 
     def mark_position(self) -> int:
-        """Return the current position in the ledger."""
+        """Return the current position in the ledger, to be passed to `find_peak`."""
         return len(self._changes)
 
     def find_peak(self, since: int = 0, until: int | None = None) -> MemoryPeak:
-        """Return the peak between two positions in the ledger."""
+        """Return the peak between the ledger positions `since` and `until`; None: to the end."""
         current, highest, peak_position = 0, -1, 0
         for position, (_, change) in enumerate(self._changes[:until], 1):
             current += change
@@ -130,7 +133,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return MemoryPeak(highest, {kind: breakdown[kind] for kind in AllocationKind if breakdown[kind]})
 
     def _register_storage(self, tensor: Tensor) -> int:
-        """Return the id of the tensor's storage, which is recorded if it is new."""
+        """Return the id of the storage of `tensor`, and record the storage if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storage_ids:

@@ -1,7 +1,7 @@
-"""Simulation of one rank's step that moves no data: the real model, optimizer and forward and backward passes, on fake tensors.
+"""Simulation of one rank's step without data: the real model, optimizer and forward and backward passes, on fake tensors.
 
-The other ranks do not exist either: collectives of the `fake` backend return immediately. So any rank of any world can be simulated on any
-machine, in the memory and time of one process, and it runs the same code that will train.
+Other ranks are not needed: collectives of torch's `fake` backend return immediately. So any rank of any number of ranks can be simulated
+on any machine, with the memory and time of one process, and it runs the same code as training.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from swarmtrain.trainer.step import train_step
 
 
 def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[MemoryPeak, MemoryPeak]:
-    """Return the memory peaks of `rank` in a world of `world_size` ranks: during startup, and during steps.
+    """Return the memory peaks of `rank` in a run with `world_size` ranks: during startup, and during a step.
 
-    Raises WorldError if the world size does not fit the config's topology, and whatever torch raises if it cannot do without data.
+    Raises WorldError if the number of ranks does not match the config's topology, and any error that torch raises if an operation needs
+    real data.
     """
     # The compiler needs real data, and the size of weights is known without reading them.
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": False, "init_from": None})})
@@ -49,7 +50,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
         vocabulary_size=architecture.vocab_size // config.topology.tensor_parallel_size,
         has_fp64_sums=architecture.precision is Precision.float32,
     )
-    with _entering_fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), tracker.tracking():
+    with _entering_fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), tracker.track_allocations():
         model = parallelize(Transformer(architecture, config.trainer.seed), runtime)
         if isinstance(model.wrapped_model, DdpModel):
             model.wrapped_model._ddp.reducer = _StaticBucketReducer(model.wrapped_model._ddp.reducer)  # type: ignore[assignment]  # it delegates everything else
@@ -61,7 +62,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
 
 
 class _TrackedOptimizer(Optimizer):
-    """Optimizer that reports the purpose of its tensors to the ledger."""
+    """Optimizer that reports the purposes of its tensors to the allocation ledger."""
 
     def __init__(self, model: ParallelModel, config: Config, tracker: AllocationTracker) -> None:
         super().__init__(model, config)
@@ -81,7 +82,7 @@ class _TrackedOptimizer(Optimizer):
 
 
 class _SyntheticSamples(TokenDataset):
-    """Samples of the right shape, not backed by a file."""
+    """Data set of empty samples with the right shape, without token files."""
 
     def __init__(self, config: Config) -> None:
         architecture = config.transformer_architecture
@@ -102,11 +103,11 @@ class _SyntheticSamples(TokenDataset):
         return TokenBatch(tensors[0], tensors[1], tensors[2] if self._has_documents else None)
 
     def prefetch_samples(self, ids: Ids) -> None:
-        """Do nothing: there is no file."""
+        """A no-op: there is no token file."""
 
 
 class _StaticBucketReducer:
-    """DDP's reducer without rebuilding of buckets, which would read data that ranks have agreed on."""
+    """DDP's reducer with constant buckets: rebuilding them would read data that ranks have exchanged."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -120,7 +121,7 @@ class _StaticBucketReducer:
 
 @contextmanager
 def _entering_fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Run the body as `rank` of a world of `world_size`, in which no other rank exists."""
+    """Context manager in which this process is `rank` of `world_size` ranks, of which no other exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
@@ -135,7 +136,7 @@ def _entering_fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 _MESH_METHODS = "__init__", "__getitem__", "get_coordinate"
-"""Methods in which a mesh computes with tensors whose values it needs."""
+"""Methods of DeviceMesh that compute with tensor values, so they need real tensors."""
 
 
 def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:

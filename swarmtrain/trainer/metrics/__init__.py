@@ -1,4 +1,7 @@
-"""Run reporting: log lines, events for the coordinator, and metrics for the sinks. Only rank 0 posts events and writes metrics."""
+"""Reports of a run: log lines, events for the coordinator, and metrics for the sinks.
+
+Only rank 0 posts events and writes metrics.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _FLUSH_TIMEOUT_SECONDS = 10.0
 
 
 class RunReporter:
-    """Reporter of one world. Use it as a context manager, so that pending events are sent before the process ends."""
+    """Context manager that reports on a run, and sends pending events when it exits."""
 
     def __init__(self, runtime: Runtime, trial: DeterminedTrial) -> None:
         self._runtime, self._trial = runtime, trial
@@ -45,11 +48,11 @@ class RunReporter:
         self._throughput = Throughput()
         self._straggler_detector = StragglerDetector()
         self._straggler_fields: dict[str, Any] = {}
-        """Straggler fields of the next metrics line."""
+        """Straggler fields to add to the next metrics line."""
         self._flops_per_token = 0
-        """FLOPs per token."""
+        """FLOPs per token of a forward and backward pass."""
         self._peak_flops: float | None = None
-        """Peak FLOPS of a device, if known."""
+        """Peak FLOPS of one device; None if unknown."""
         self._replica_count = 1
         self._memory_usage: dict[str, int] = {}
 
@@ -62,10 +65,10 @@ class RunReporter:
             self._poster.close(_FLUSH_TIMEOUT_SECONDS)
 
     def report_start(self, step: int, resumed_from: Path | None, generation: int, model: ParallelModel) -> None:
-        """Report that the world of `generation` trains `model` from `step`, and open the sinks. Collective.
+        """Report that the world with this `generation` trains `model` from `step` on, and open the sinks. Called by all ranks together.
 
-        `resumed_from`: the checkpoint that it resumed from; None: training starts from scratch. Raises TrainingError if a sink cannot be
-        opened.
+        `resumed_from`: path of the checkpoint from which training resumes; None if it starts from scratch. Raises TrainingError if a sink
+        cannot be opened.
         """
         self._report_environment(generation, model)
         mesh = model.mesh
@@ -103,7 +106,7 @@ class RunReporter:
             self._post_event(protocol.EVENT_RUN_REPORT, node=node, **node_fields)
 
     def report_step(self, result: StepResult, phase_seconds: Mapping[str, float]) -> None:
-        """Report an optimizer step that was done or skipped. `phase_seconds`: seconds per phase of the last step whose timing is known."""
+        """Report an optimizer step, completed or skipped. `phase_seconds`: seconds per phase of the last step whose timing is known."""
         step, update = result.number, result.update
         self._throughput.record_step(result.loss_tokens)
         tokens_per_second, eta = self._throughput.tokens_per_second, self._throughput.estimate_seconds_left(self._total_steps - step)
@@ -160,7 +163,7 @@ class RunReporter:
             )
 
     def _compute_extra_metrics(self, result: StepResult, tokens_per_second: float, phase_seconds: Mapping[str, float]) -> dict[str, Any]:
-        """Return the metrics of a step other than loss and speed, as far as they are available."""
+        """Return the metrics of a step other than loss, learning rate and speed. Metrics that do not apply are omitted."""
         update, world_size = result.update, self._runtime.world_size
         extra_metrics: dict[str, Any] = {
             "gradient_norm": finite_or_none(update.gradient_norm),
@@ -181,7 +184,7 @@ class RunReporter:
         return extra_metrics | ({"skipped": True} if result.is_skipped else {}) | ({"clipped": True} if update.clipped else {})
 
     def report_rank_timings(self, timings: list[RankTiming] | None) -> None:
-        """Report the ranks' speed comparison; `timings` is None if this step made none."""
+        """Report the slowest rank, and a straggler if there is one. `timings`: timings of all ranks; None if no comparison was due."""
         if not self._runtime.is_rank_zero or timings is None:
             return
         slow_ranks = find_slow_ranks(timings)
@@ -196,9 +199,9 @@ class RunReporter:
             self._post_event(protocol.EVENT_STRAGGLER, **fields, message=change.message)
 
     def write_missing_step(self, step: int, result: StepResult | None) -> None:
-        """Write the line of `step`, which this rank has saved for all: rank 0 may have died before it wrote it.
+        """Append the metrics line of `step`, which this rank has saved in a just-in-time checkpoint.
 
-        `result` supplies the values, if it is the result of that step.
+        Rank 0 may have died before it wrote the line. `result`: result of the last step on this rank; used if it is that of `step`.
         """
         folder = get_metrics_folder(self._runtime)
         if folder and result and result.number == step:
@@ -211,7 +214,7 @@ class RunReporter:
             append_missing_step(folder, step, values)
 
     def report_validation(self, step: int, result: ValidationResult) -> None:
-        """Report the validation loss after `step`."""
+        """Report the validation result after `step`."""
         loss, accuracy = result.loss, result.accuracy
         LOG.info(
             "step %*d/%d  validation loss %.4f%s", len(str(self._total_steps)), step, self._total_steps, loss, _format_accuracy(accuracy)
@@ -221,15 +224,15 @@ class RunReporter:
         self._post_event(protocol.EVENT_EVALUATION, step=step, loss=loss)
 
     def report_samples(self, step: int, samples: Sequence[GeneratedSample]) -> None:
-        """Report the `samples` that the model generated after `step`."""
+        """Report the texts that the model generated from prompts after `step`."""
         for sample in samples:
             text = f"{sample['prompt']}{sample['text']}".replace("\n", "\\n")
-            LOG.info("step %*d/%d  says: %s", len(str(self._total_steps)), step, self._total_steps, text)
+            LOG.info("step %*d/%d  sample: %s", len(str(self._total_steps)), step, self._total_steps, text)
         if samples:
             self._sinks.write({"step": step, SAMPLES_KEY: samples})
 
     def report_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
-        """Report a published checkpoint."""
+        """Report a committed checkpoint."""
         if self._runtime.is_rank_zero:
             step, seconds = checkpoint.step, checkpoint.save_seconds
             message = f"saved {checkpoint.path} in {seconds:.2f} s (training stalled for {checkpoint.stall_seconds:.2f} s)"
@@ -237,18 +240,18 @@ class RunReporter:
             self._post_event(protocol.EVENT_CHECKPOINT, step=step, path=str(checkpoint.path), seconds=round(seconds, 3))
 
     def report_warning(self, message: str) -> None:
-        """Report a warning to the user."""
+        """Log a warning and post it to the coordinator, on rank 0."""
         if self._runtime.is_rank_zero:
             LOG.warning("%s", message)
             self._post_event(protocol.EVENT_NOTE, node=self._runtime.node, message=message)
 
     def report_graceful_exit(self, step: int) -> int:
-        """Report that all ranks exit gracefully after `step`, and return the exit code. Collective."""
+        """Report that all ranks exit gracefully after `step`, and return the exit code. Called by all ranks together."""
         LOG.info("stop requested: stops after step %d", step)
         return self._trial.acknowledge_preemption()
 
     def report_finished(self, step: int, values: dict[str, Any]) -> None:
-        """Report that the last step is done and saved."""
+        """Report that training has finished at `step`, and its checkpoint is committed."""
         self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **values)
 
     def _post_event(self, kind: str, **data: Any) -> None:
@@ -257,5 +260,5 @@ class RunReporter:
 
 
 def _format_accuracy(accuracy: float | None) -> str:
-    """Return `accuracy` formatted for a log line, to follow a loss."""
+    """Return `accuracy` as a percentage to append to a log line; empty if it is None."""
     return "" if accuracy is None else f"  accuracy {accuracy:.1%}"

@@ -1,4 +1,4 @@
-"""Audit log: what each rank did, on disk, one JSON line per step."""
+"""Audit log: the sample ids and loss of each step on each rank, one JSON line per step, written to disk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swarmtrain.trainer.step import StepResult
 
 
 class AuditLog:
-    """Log of what one rank of one world did. Each step is on disk before the next step begins."""
+    """Audit log of one rank. Each step is written to disk before the next step begins."""
 
     def __init__(self, folder: Path | None, generation: int, rank: int) -> None:
-        """Open this rank's file in `folder`; None: record nothing. Raises TrainingError if that fails."""
+        """Open this rank's file in `folder`; None: record nothing. Raises TrainingError if the file cannot be opened."""
         self._common_fields = {"generation": generation, "rank": rank}
         self._file: IO[str] | None = None
         if folder is None:
@@ -26,11 +26,11 @@ class AuditLog:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"world-{generation:06}-rank-{rank:04}.jsonl").open("a")
         except OSError as error:
-            hint = "the user that trains needs write access to it"
+            hint = "give the training user write access to it"
             raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.audit_dir", hint=hint) from None
 
     def write(self, result: StepResult) -> None:
-        """Record the sample ids of this rank in a step, the loss of the whole batch, and whether the step was skipped."""
+        """Write this rank's sample ids in a step, the loss of the global batch, and whether the step was skipped."""
         if self._file is None:
             return
         values = {"step": result.number, "samples": list(result.sample_ids), "loss": finite_or_none(result.loss)}
@@ -41,5 +41,5 @@ class AuditLog:
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return `value`, or None if it is not finite, which JSON cannot represent."""
+    """Return `value`; None if it is NaN/Inf, which JSON cannot represent."""
     return value if math.isfinite(value) else None

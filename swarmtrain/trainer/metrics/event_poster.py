@@ -1,6 +1,7 @@
-"""Post events to the coordinator from a thread, so that training never waits for the network.
+"""Posts events to the coordinator in a background thread, so that training never waits for the network.
 
-Only the latest progress event is kept: if the coordinator is slow, older ones are dropped. All other events are kept until posted.
+Of progress events only the latest is kept: if the coordinator is slow, older ones are dropped. All other events are kept until they are
+posted.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from swarmtrain.protocol import Event
 
 LOG = logging.getLogger("swarmtrain")
 _INTERVAL_SECONDS = 0.5
-"""Seconds between two progress posts."""
+"""Minimum seconds between two posts of progress events."""
 
 
 class EventPoster:
-    """Poster of events to the coordinator at `address` (host:port)."""
+    """Posts events to the coordinator at `address` (host:port)."""
 
     def __init__(self, address: str) -> None:
         self._coordinator = CoordinatorClient(address)
@@ -32,18 +33,18 @@ class EventPoster:
         self._thread.start()
 
     def post(self, event: Event) -> None:
-        """Post `event` soon. It is kept until the coordinator has received it."""
+        """Queue `event` for posting. It is kept until the coordinator has received it."""
         with self._wake:
             self._queue.append(event)
             self._wake.notify()
 
     def post_progress(self, event: Event) -> None:
-        """Post `event`, unless a newer progress event replaces it first."""
+        """Queue the progress event `event` for posting, replacing an earlier progress event that is still queued."""
         with self._wake:
             self._latest_progress = event
 
     def close(self, timeout: float) -> None:
-        """Post what is left, for at most `timeout` seconds."""
+        """Post the queued events, and stop the thread after at most about `timeout` seconds."""
         with self._wake:
             self._close_deadline = time.monotonic() + timeout
             self._wake.notify()
@@ -60,7 +61,7 @@ class EventPoster:
             if self._post_all() and deadline is not None:
                 return
             if deadline is not None and time.monotonic() > deadline:
-                LOG.warning("coordinator %s: not reached, %d events lost", self._coordinator.address, len(self._queue))
+                LOG.warning("coordinator %s: unreachable, %d events lost", self._coordinator.address, len(self._queue))
                 return
 
     def _post_all(self) -> bool:

@@ -1,8 +1,8 @@
-"""FLOPs of a model, counted as torchtitan and nanochat count them, so that figures are comparable.
+"""FLOPs of a model, counted like torchtitan and nanochat, so that results are comparable.
 
 A parameter in a matrix multiplication costs 2 FLOPs per token in the forward pass and 4 in the backward pass: 6 N. Attention adds 12 ×
-layers × width × sequence length, as if every token attended to the whole sequence; causal attention needs half.
-Recomputation (activation checkpointing) does not count: it is not work of the model.
+layers × width × sequence length, as if every token attended to the whole sequence; causal attention needs half of that. Recomputation
+(activation checkpointing) is not counted.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _LOW_PRECISIONS = (Precision.bfloat16, Precision.float16)
 
 
 def compute_flops_per_token(architecture: TransformerArchitectureConfig, parameters: int) -> int:
-    """Return the FLOPs per token of a forward and backward pass through a model of `architecture` with `parameters` parameters in total."""
+    """Return the FLOPs per token of a forward and backward pass of a model with `parameters` parameters in total."""
     lookup_parameters = 0 if architecture.has_tied_embeddings else architecture.vocab_size * architecture.hidden_size
     lookup_parameters += architecture.sequence_length * architecture.hidden_size if architecture.learned_positions else 0
     return 6 * (parameters - lookup_parameters) + 12 * architecture.num_layers * architecture.attention_width * architecture.sequence_length
 
 
 def find_peak_flops(device: str, precision: Precision) -> float | None:
-    """Return the peak FLOPS of a device by the name that its driver reports; None if unknown.
+    """Return the peak FLOPS of the device with the driver's name `device`; None if unknown.
 
-    For float8 it is the bfloat16 peak, as in other tools, so that the gain is visible. For float32 it is None, since it depends on whether
-    TF32 is enabled.
+    For float8 it is the bfloat16 peak, as in other tools, so that the speed-up is visible in the MFU. For float32 it is None, since it
+    depends on whether TF32 is enabled.
     """
     if precision not in _LOW_PRECISIONS:
         return None

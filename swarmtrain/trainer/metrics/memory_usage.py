@@ -1,4 +1,4 @@
-"""Memory that this rank uses now, as reported by its device and the operating system. Does not synchronize the device."""
+"""Current memory usage of this rank, as reported by the device and the operating system. Does not synchronize with the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _RESIDENT_FIELD = 1
 
 
 def read_memory_usage(device: torch.device) -> dict[str, int]:
-    """Return bytes: `host` (resident memory of the process); for a GPU also `allocated`, `reserved`, `peak` (allocated), `total`."""
+    """Return the memory usage in bytes, by name.
+
+    `host` is the resident memory of the process. For a GPU there are also `allocated`, `reserved`, `peak` (allocated) and `total`.
+    """
     host_memory = {"host": int(Path("/proc/self/statm").read_text().split()[_RESIDENT_FIELD]) * _PAGE_BYTES}
     if device.type != "cuda":
         return host_memory

@@ -1,4 +1,4 @@
-"""A torch.profiler trace of selected steps and ranks, with a table of the slowest operations and a snapshot of GPU memory."""
+"""torch.profiler trace of selected steps and ranks, with a table of the slowest operations and optionally a snapshot of GPU memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _COMPRESS_ABOVE_BYTES = 64 * 2**20
-"""Traces larger than this are compressed."""
+"""Size in bytes above which a trace is compressed."""
 _TABLE_ROWS = 40
-"""Operations in the table."""
+"""Number of operations in the table."""
 _MAX_RECORDED_ALLOCATIONS = 100_000
-"""Allocations kept for the memory snapshot: the most recent ones."""
+"""Maximum number of allocations in the memory snapshot; the most recent are kept."""
 
 
 class TorchProfiler:
-    """Profiler of the steps that the config selects. Does nothing on other ranks, or if the config selects no steps."""
+    """Profiles the steps that the config selects. A no-op on ranks that are not selected, or if no steps are selected."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._config = config = runtime.config.profiler
@@ -40,7 +40,7 @@ class TorchProfiler:
         self._profiler: profile | None = None
 
     def before_step(self) -> None:
-        """Start the profiler before the first warmup step, or the first traced step if there is no warmup."""
+        """Start the profiler if the next step is the first warm-up step, or the first traced step without warm-up."""
         if self._active_steps and self._steps_done == self._start_step:
             self._profiler = self._create_profiler()
             self._profiler.start()
@@ -50,7 +50,7 @@ class TorchProfiler:
                 LOG.warning("profiler.memory_snapshot: there is no GPU here, and a snapshot of CPU memory is not available")
 
     def after_step(self) -> None:
-        """Stop and write the trace after the last traced step."""
+        """Stop the profiler and write the trace if the step was the last traced step."""
         self._steps_done += 1
         if self._profiler:
             self._profiler.step()
@@ -58,7 +58,7 @@ class TorchProfiler:
                 self.close()
 
     def close(self) -> None:
-        """Write what has been traced, unless already written: a run may end or fail in the middle."""
+        """Write what has been traced so far, unless the trace is already written: a run may end or fail during traced steps."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
@@ -68,7 +68,7 @@ class TorchProfiler:
             self._trace_path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # not typed in torch
             torch.cuda.memory._record_memory_history(enabled=None)
-            LOG.info("snapshot of memory: %s", path)
+            LOG.info("memory snapshot: %s", path)
 
     def _create_profiler(self) -> profile:
         config = self._config
@@ -89,9 +89,9 @@ class TorchProfiler:
             table_path = self._trace_path.with_name(f"{self._trace_path.name.partition('.')[0]}.txt")
             table_path.write_text(self._format_table(profiler))
         except OSError as error:
-            LOG.warning("%s: no trace, since it cannot be written: %s", self._trace_path, describe_os_error(error))
+            LOG.warning("%s: the trace cannot be written: %s", self._trace_path, describe_os_error(error))
         else:
-            LOG.info("trace of %d steps: %s; operations by their time: %s", self._active_steps, trace_path, table_path)
+            LOG.info("trace of %d steps: %s; operations by time: %s", self._active_steps, trace_path, table_path)
 
     def _format_table(self, profiler: profile) -> str:
         groups = profiler.key_averages(
@@ -102,7 +102,7 @@ class TorchProfiler:
 
 
 def _compress_file(path: Path) -> Path:
-    """Compress the file at `path`, unless it is compressed already. Return its new path."""
+    """Compress the file `path` with gzip, unless its name ends with .gz. Return its new path."""
     if path.suffix == ".gz":
         return path
     compressed_path = path.with_name(f"{path.name}.gz")

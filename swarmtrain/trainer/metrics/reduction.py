@@ -1,4 +1,4 @@
-"""Metrics that a rank logs, and their reduction over all ranks."""
+"""Metrics that a custom script logs, and their reduction over all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.metrics.audit_log import finite_or_none
 
 MetricValues = dict[str, "MetricValue"]
-"""What one rank logs in one step."""
+"""Metrics that one rank logs in one step, by name."""
 
 
 class ReductionOp(StrEnum):
-    """Reductions of the values of all ranks that logged one, in rank order."""
+    """Reductions over the values of all ranks that logged a metric, in rank order."""
 
     mean = "mean"
     sum = "sum"
@@ -29,25 +29,23 @@ class ReductionOp(StrEnum):
 
 @dataclass(frozen=True)
 class MetricValue:
-    """A value of this rank, and how it is reduced over all ranks."""
+    """A metric's value on this rank, and how it is reduced over all ranks."""
 
     value: Any
     reduction: ReductionOp = ReductionOp.mean
 
     def copy_to_host(self) -> MetricValue:
-        """Return a copy with plain numbers. Synchronizes with the device if the value is a tensor."""
+        """Return a copy whose tensor is converted to Python numbers. Synchronizes with the device if the value is a tensor."""
         if not isinstance(self.value, Tensor):
             return self
         return MetricValue(self.value.flatten().tolist() if self.reduction is ReductionOp.cat else self.value.item(), self.reduction)
 
 
 def expand_metric(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
-    """Yield the metrics that `value` contributes under `name`: several, if it is a metric with several values.
+    """Yield name and value of each metric that `value` contributes: several if `value` is a mapping or a metric with several results.
 
-    Does not synchronize the device.
-    A tensor is cloned on its device, since the script may modify it afterwards. A torchmetrics object's `compute` is called on all ranks
-    together.
-    Raises TrainingError if a value is not a number.
+    Does not synchronize with the device. A tensor is cloned on its device, since the script may modify it afterwards. The `compute`
+    method of a torchmetrics object is called, on all ranks together. Raises TrainingError if a value is not a number.
     """
     reduction = value.reduction if isinstance(value, MetricValue) else ReductionOp.mean
     raw_value = value.value if isinstance(value, MetricValue) else value
@@ -60,7 +58,9 @@ def expand_metric(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
     if isinstance(raw_value, Tensor):
         raw_value = raw_value.detach().clone()
         if reduction is not ReductionOp.cat and raw_value.numel() != 1:
-            raise _build_metric_error(name, f"is {raw_value.numel()} numbers", "reduce it to one first, or run.cat(...) for all of them")
+            raise _build_metric_error(
+                name, f"has {raw_value.numel()} elements", "reduce it to one value first, or use run.cat(...) for all of them"
+            )
     elif reduction is ReductionOp.cat:
         raw_value = [_to_number(name, each) for each in (raw_value if isinstance(raw_value, Sequence) else [raw_value])]
     else:
@@ -69,7 +69,7 @@ def expand_metric(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
 
 
 def reduce_metrics(metrics_by_rank: Sequence[Mapping[str, MetricValue]]) -> dict[str, Any]:
-    """Return the values of all ranks reduced to one line. A non-finite result becomes None."""
+    """Return the values of all ranks, reduced to one value per metric. NaN/Inf becomes None."""
     values_by_name: dict[str, list[MetricValue]] = {}
     for rank_metrics in metrics_by_rank:
         for name, value in rank_metrics.items():
@@ -97,7 +97,7 @@ def _to_number(name: str, value: Any) -> int | float:
         return float(value)
     except (TypeError, ValueError):
         raise _build_metric_error(
-            name, f"is not a number but {type(value).__name__}", "a number, a tensor of one, or a torchmetrics object"
+            name, f"is not a number but {type(value).__name__}", "use a number, a tensor with one element, or a torchmetrics object"
         ) from None
 
 

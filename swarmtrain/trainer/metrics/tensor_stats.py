@@ -1,7 +1,7 @@
-"""Statistics of a sharded tensor: columns of each shard, how two rows of columns are merged, and the statistics that follow from them.
+"""Statistics of a sharded tensor: computed per shard as a row of columns, merged over shards, and converted to the final statistics.
 
-Moments are central and merged by the formulas of Chan et al. (1979) and Pébay (2008), since raw moments would suffer cancellation for
-values that hardly differ, such as norm weights. Quantiles come from a histogram of values rounded to bfloat16.
+Moments are central moments, merged by the formulas of Chan et al. (1979) and Pébay (2008): raw moments would suffer cancellation for
+values that hardly differ, such as norm weights. Quantiles come from a histogram of the values rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ from swarmtrain.config.schema.tensor_statistics import Statistic
     NEGATED_MIN,
     NEGATED_ABS_MIN,
 ) = range(18)
-"""Columns. Those from COUNT on are sums; those from MAX on are maxima: of the values, of the negated values, and of the negated magnitudes.
+"""Indices of the columns.
+
+Columns from COUNT on are sums. Columns from MAX on are maxima: of the values, of the negated values, and of the negated magnitudes.
 """
 COLUMN_COUNT = 18
 BIN_COUNT = 1 << 16
 _CHUNK_SIZE = 1 << 22
-"""Values processed at a time: in fp64 they take 8 bytes each."""
+"""Number of values that are processed at a time: each takes 8 bytes in float64."""
 _E4M3_UNDERFLOW_LIMIT, _E5M2_UNDERFLOW_LIMIT = 2.0**-10, 2.0**-17
-"""Values of at most this magnitude round to zero: half of the smallest subnormal."""
+"""Values with at most this magnitude round to zero in e4m3 or e5m2: half of the smallest subnormal."""
 _QUANTILE_STATISTICS = {Statistic.median, Statistic.abs_median, Statistic.max_sparsity}
 
 
@@ -53,14 +55,17 @@ def needs_histogram(statistics: Collection[Statistic]) -> bool:
 
 
 def create_empty_columns(device: torch.device | None = None) -> Tensor:
-    """Return the columns of an empty tensor."""
+    """Return the row of columns for a tensor without values."""
     row = torch.zeros(COLUMN_COUNT, dtype=torch.float64, device=device)
     row[MAX:] = -math.inf
     return row
 
 
 def compute_columns(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the columns of `tensor`. `dtype`: what its values are rounded to when they are used."""
+    """Return the row of columns (COLUMN_COUNT) of `tensor`, in float64.
+
+    `dtype`: precision to which its values are rounded when they are used.
+    """
     row = create_empty_columns(tensor.device)
     for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK_SIZE):
         row = merge_columns(row, _compute_chunk_columns(chunk, dtype)) if len(chunk) else row
@@ -68,7 +73,7 @@ def compute_columns(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def compute_histogram(tensor: Tensor) -> Tensor:
-    """Return, for each bfloat16 by its bits, how many finite values of `tensor` round to it."""
+    """Return a histogram (BIN_COUNT): for each bfloat16 bit pattern, the number of finite values of `tensor` that round to it."""
     histogram = torch.zeros(BIN_COUNT, dtype=torch.int64, device=tensor.device)
     for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK_SIZE):
         bits = chunk.to(torch.bfloat16).view(torch.int16).int() & (BIN_COUNT - 1)
@@ -77,7 +82,7 @@ def compute_histogram(tensor: Tensor) -> Tensor:
 
 
 def merge_columns(first: Tensor, second: Tensor) -> Tensor:
-    """Return the merged columns of two shards, or row by row of several."""
+    """Return the merged columns of two shards, or of several pairs of shards, row by row."""
     total = first + second
     total[..., MAX:] = torch.maximum(first[..., MAX:], second[..., MAX:])
     m, n = first[..., FINITE_COUNT], second[..., FINITE_COUNT]
@@ -95,9 +100,9 @@ def merge_columns(first: Tensor, second: Tensor) -> Tensor:
 
 
 def compute_statistics(row: Tensor, statistics: Collection[Statistic], histogram: Tensor | None = None) -> dict[str, Any]:
-    """Return `statistics` of the columns `row`, by name. `histogram` is required if any of them needs it.
+    """Return the values of `statistics`, by name, computed from the columns `row`.
 
-    A statistic that does not exist is None.
+    `histogram` is required if any of them needs it. A statistic that is not defined is None.
     """
     available = _compute_moment_statistics(row.tolist()) | (_compute_quantile_statistics(row, histogram) if histogram is not None else {})
     selected = {str(statistic): available[statistic] for statistic in statistics}
@@ -180,7 +185,10 @@ def _compute_quantile_statistics(row: Tensor, histogram: Tensor) -> dict[Statist
 
 
 def _compute_quantile(sorted_bits: Tensor, bin_counts: Tensor, fraction: float) -> float:
-    """Return the quantile at `fraction` of the values with these `sorted_bits` (ascending), each of which occurs `bin_counts` times."""
+    """Return the quantile at `fraction`.
+
+    `sorted_bits`: bfloat16 bit patterns in ascending order; `bin_counts`: number of values with each.
+    """
     cumulative_counts = bin_counts.cumsum(0)
     if not int(cumulative_counts[-1]):
         return math.nan
@@ -194,7 +202,7 @@ def _decode_bfloat16(bits: Tensor) -> Tensor:
 
 @cache
 def _sort_bfloat16_bits() -> tuple[Tensor, Tensor]:
-    """Return the bits of every finite bfloat16 in ascending order, and of the non-negative ones only."""
+    """Return the bit patterns of all finite bfloat16 values in ascending order, and those of the non-negative ones."""
     bits = torch.arange(BIN_COUNT)
     numbers = _decode_bfloat16(bits).float()
     bits = bits[numbers.isfinite()]

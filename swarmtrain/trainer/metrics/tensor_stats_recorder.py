@@ -1,8 +1,8 @@
-"""Statistics of weights, activations and gradients every few steps, as `tensor-statistics.jsonl`: one line per tensor.
+"""Recorder of statistics of weights, activations and gradients, at an interval of steps.
 
-They are statistics of full tensors, however sharded: each shard is counted by one of the ranks that hold it. For an activation all micro
-batches of the step count, on every rank; if ranks that share a layer hold the same activation, it counts once per rank.
-The recorder changes no values, and does nothing between recorded steps.
+It writes one line per tensor to `tensor-statistics.jsonl`. The statistics are those of full tensors: each shard is counted on one of the
+ranks that hold it. For an activation, all micro batches of the step are counted, on every rank. If ranks that share a layer hold the same
+activation, it is counted once per rank. The recorder changes no values, and does nothing between recorded steps.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ TensorKey = tuple[TensorKind, str]
 
 
 class TensorStatsRecorder:
-    """Recorder of the tensors of this rank's part of a model. Does nothing if the config does not enable it."""
+    """Records statistics of the tensors in this rank's part of a model. A no-op if the config does not enable it."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, resumed_step: int) -> None:
-        """Create the recorder of a run resumed from `resumed_step`. Collective. Raises TrainingError if the file cannot be created."""
+        """Create the recorder for a run that resumes from `resumed_step`. Called by all ranks together.
+
+        Raises TrainingError if the file cannot be created.
+        """
         self._config = config = runtime.config.trainer.tensor_statistics_recorder_config
         if config is None:
             return
@@ -58,7 +61,7 @@ class TensorStatsRecorder:
         self._hooks: list[Any] = []
 
     def before_step(self, number: int) -> None:
-        """If step `number` is to be recorded, record the weights, and from now on the outputs of modules."""
+        """If step `number` is to be recorded, record the weights, and register hooks that record the outputs of modules."""
         if self._config is None or number % self._config.interval:
             return
         self._recorded_step = number
@@ -71,7 +74,10 @@ class TensorStatsRecorder:
                 self._hooks.append(module.register_forward_hook(partial(self._record_activation, name)))
 
     def after_backward(self) -> None:
-        """Record the gradients, which are reduced and not yet clipped, and write all statistics. Collective."""
+        """Record the gradients, which are reduced but not yet clipped, and write the statistics of the step.
+
+        Called by all ranks together.
+        """
         if self._config is None or self._recorded_step is None:
             return
         for hook in self._hooks:
@@ -106,7 +112,10 @@ class TensorStatsRecorder:
         return {**line, "count": int(row[tensor_stats.COUNT]), **statistics}
 
     def _record_activation(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Record the output of a module. What a backward pass recomputes has been recorded already."""
+        """Record the output of a module.
+
+        Ignored in the backward pass, where activation checkpointing recomputes outputs that are already recorded.
+        """
         if not isinstance(output, Tensor) or not output.is_floating_point() or torch._C._current_graph_task_id() != -1:
             return
         self._accumulate_tensor(TensorKind.activations, name, output)
@@ -132,7 +141,10 @@ class TensorStatsRecorder:
             self._histograms[key] += tensor_stats.compute_histogram(local_tensor).cpu()
 
     def _find_statistics(self, name: str) -> tuple[Statistic, ...]:
-        """Return the statistics configured for a module, or for a parameter by its own name or its module's."""
+        """Return the statistics configured for the module or parameter `name`; empty if there are none.
+
+        A parameter is matched by its own name or by its module's name.
+        """
         names = (name, name.rpartition(".")[0])
         pairs = self._config.statistics if self._config else ()
         return next((statistics for pattern, statistics in pairs if any(fnmatchcase(each, pattern) for each in names)), ())
@@ -141,11 +153,11 @@ class TensorStatsRecorder:
         return {name: _get_module_type(module) for name, module in self._modules.items()}
 
     def _is_watched(self, name: str, module: nn.Module) -> bool:
-        """Return whether a module exists in the unsharded model and holds parameters on this rank."""
+        """Return whether a module exists in the unsharded model and has parameters on this rank."""
         return bool(name) and "parametrizations" not in name and next(module.parameters(), None) is not None
 
 
 def _get_module_type(module: nn.Module) -> str:
-    """Return a module's class name, without the prefixes that sharding and parametrization add."""
+    """Return the class name of `module`, without the prefixes that sharding and parametrization add."""
     name = type(module).__name__
     return name.removeprefix("FSDP").removeprefix("Parametrized")

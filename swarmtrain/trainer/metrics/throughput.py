@@ -1,4 +1,4 @@
-"""Tokens per second and estimated time left."""
+"""Throughput in tokens per second, and estimated remaining time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ _WINDOW_STEPS = 50
 
 
 class Throughput:
-    """Moving average over the last steps, including evaluations and checkpoints between them."""
+    """Moving averages over the last steps, including the time for validation and checkpoints between them."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_WINDOW_STEPS + 1)
 
     def record_step(self, tokens: int) -> None:
-        """Record that a step with `tokens` tokens is done."""
+        """Record that a step with `tokens` loss tokens has ended."""
         self._marks.append((time.monotonic(), self._marks[-1][1] + tokens))
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second, all ranks together."""
+        """Loss tokens per second, summed over all ranks."""
         return (self._marks[-1][1] - self._marks[0][1]) / self._seconds
 
     def estimate_seconds_left(self, steps_left: int) -> float:
-        """Return the estimated seconds that `steps_left` steps take."""
+        """Return the estimated time in seconds for `steps_left` steps."""
         return steps_left * self._seconds / max(1, len(self._marks) - 1)
 
     @property

@@ -1,7 +1,7 @@
-"""Timeline of all ranks over some steps: one trace file with a process per node and a thread per rank, for Perfetto.
+"""Timeline of all ranks over several steps: one trace file for Perfetto, with a process per node and a thread per rank.
 
-Ranks take timestamps by their own clocks, which have no common origin. Before the timestamps are merged, each rank asks rank 0 for its time
-repeatedly; the fastest reply gives the clock offset, to within half of its round-trip time.
+Ranks take timestamps by their own clocks, which have no common origin. Before the timestamps are merged, each rank asks rank 0 for its
+time repeatedly. The fastest response gives the clock offset, with an error of at most half its round-trip time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _CLOCK_SAMPLES = 20
-"""Time requests per rank."""
+"""Number of times that each rank asks rank 0 for its time, to measure its clock offset."""
 _MIN_SPAN_SECONDS = 1e-7
-"""Shorter phases are not shown: nothing was done in them."""
+"""Minimum duration of a phase in seconds; shorter phases are omitted."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class PhaseSpan:
     step: int
     phase: str
     indices: tuple[int, ...]
-    """The micro batch and the pipeline stage."""
+    """Indices of the micro batch and the pipeline stage that the phase belongs to, if any."""
     start_seconds: float
-    """Seconds on rank 0's clock."""
+    """Start of the phase, in seconds on rank 0's clock."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """Timeline of one rank."""
+    """The phases of one rank."""
 
     node: str
     coordinates: str
-    """Its coordinates in the topology."""
+    """Coordinates of the rank in the mesh, as text."""
     clock_error: float
-    """Maximum error in seconds of its timestamps, relative to rank 0."""
+    """Maximum error of the rank's timestamps relative to rank 0, in seconds."""
     spans: tuple[PhaseSpan, ...]
 
 
 class TimelineRecorder:
-    """Records the phases of this rank's step timer, and writes the timeline of all ranks. Does nothing if the config selects no steps."""
+    """Records the phases of this rank's step timer, and writes the timeline of all ranks. A no-op if the config selects no steps."""
 
     def __init__(self, runtime: Runtime, mesh: Mesh, timer: StepTimer) -> None:
         config = runtime.config.profiler
@@ -63,7 +63,7 @@ class TimelineRecorder:
         self._coordinates = f"pipe {mesh.pipe_rank} data {mesh.data_rank} tensor {mesh.tensor_rank}"
         self._start_step, self._step_count = config.timeline_start_at_step, config.timeline_steps
         self._step_numbers: list[int] = []
-        """Numbers of the steps done in this world."""
+        """Numbers of the steps that were run since the last restart."""
         self._steps_received = 0
         self._spans: list[tuple[int, str, tuple[int, ...], float, float]] = []
         if self._step_count:
@@ -71,7 +71,7 @@ class TimelineRecorder:
             self._anchor = self._record_anchor()
 
     def after_step(self, number: int) -> None:
-        """Record that step `number` is done. Collective."""
+        """Record that step `number` has ended. Called by all ranks together."""
         if not self._step_count:
             return
         self._step_numbers.append(number)
@@ -81,7 +81,7 @@ class TimelineRecorder:
             self.close()
 
     def close(self) -> None:
-        """Write the timeline, unless already written. Collective."""
+        """Write the timeline, unless it is already written. Called by all ranks together."""
         if not self._step_count or len(self._step_numbers) <= self._start_step:
             return
         if self._runtime.device.type == "cuda":
@@ -103,12 +103,12 @@ class TimelineRecorder:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(build_trace(timelines)))
         except OSError as error:
-            LOG.warning("%s: no timeline, since it cannot be written: %s", path, describe_os_error(error))
+            LOG.warning("%s: the timeline cannot be written: %s", path, describe_os_error(error))
         else:
-            LOG.info("timeline of %d ranks: %s, exact to %.0f µs", len(timelines), path, _find_max_clock_error(timelines) * 1e6)
+            LOG.info("timeline of %d ranks: %s, accurate to %.0f µs", len(timelines), path, _find_max_clock_error(timelines) * 1e6)
 
     def _record_anchor(self) -> tuple[Mark, float]:
-        """Return a timestamp mark, and its time on the host's clock."""
+        """Return a timestamp of the step timer, and the host clock's time in seconds at that moment."""
         if self._runtime.device.type != "cuda":
             return 0.0, 0.0
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # not typed in torch
@@ -178,7 +178,7 @@ def _find_max_clock_error(timelines: Sequence[RankTimeline]) -> float:
 
 
 def _measure_clock_offset(runtime: Runtime) -> tuple[float, float]:
-    """Return the offset in seconds from this rank's clock to rank 0's, and its maximum error. Collective."""
+    """Return the offset in seconds from this rank's clock to rank 0's clock, and its maximum error. Called by all ranks together."""
     offset_and_error, clock = (0.0, 0.0), torch.zeros(1, dtype=torch.float64)
     for rank in range(1, runtime.world_size):
         if runtime.is_rank_zero:

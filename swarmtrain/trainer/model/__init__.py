@@ -1,1 +1,1 @@
-"""The transformer model and its losses."""
+"""The transformer model and its loss functions."""

@@ -1,6 +1,6 @@
-"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): the output of attention or of the feed-forward block passes through a bottleneck.
+"""Adapters (Houlsby et al. 2019, arXiv 1902.00751): bottleneck layers after attention and after the feed-forward block.
 
-The bottleneck computes x + W GELU(N x + n) + w, before the output is added to the residual stream.
+An adapter computes x + W GELU(N x + n) + w from the layer's output x, before it is added to the residual stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from swarmtrain.trainer.model.peft import zero_second_half
 
 
 class Adapter(nn.Module):
-    """One bottleneck block. W is initialized with zeros, so the model initially computes what it did without adapters."""
+    """One bottleneck layer. W is initialized with zeros, so that the adapter initially does not change the model's output."""
 
     def __init__(self, hidden_size: int, bottleneck_size: int) -> None:
         super().__init__()
@@ -21,24 +21,24 @@ class Adapter(nn.Module):
         self.up_projection = nn.Linear(bottleneck_size, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what is added to `hidden`."""
+        """Return the adapter's output, to be added to `hidden`; same shape as `hidden`."""
         output: Tensor = self.up_projection(functional.gelu(self.down_projection(hidden)))
         return output
 
 
 class LayerAdapters(nn.ModuleDict):
-    """The adapters of one layer."""
+    """The adapters of one transformer layer, by name: "after_attention" and "after_mlp"."""
 
     def __init__(self, architecture: TransformerArchitectureConfig) -> None:
         self.first_half_only = False
-        """Apply adapters to the first half of the samples only."""
+        """If True, adapters apply only to the first half of the samples of a batch."""
         config = architecture.adapter_config
         factors = {"after_attention": config.attention_downsampling_factor, "after_mlp": config.mlp_downsampling_factor} if config else {}
         width = architecture.hidden_size
         super().__init__({name: Adapter(width, max(1, int(width * factor))) for name, factor in factors.items() if factor})
 
     def apply_adapter(self, name: str, hidden: Tensor) -> Tensor:
-        """Return `hidden` after the adapter `name`; unchanged if there is no such adapter."""
+        """Return `hidden` plus the output of the adapter `name`; `hidden` unchanged if there is no such adapter."""
         if name not in self:
             return hidden
         adapter_output: Tensor = self[name](hidden)

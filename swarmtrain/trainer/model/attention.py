@@ -16,14 +16,14 @@ from swarmtrain.trainer.model.sequence_shard import KeyValueGather
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The number of heads is inferred from the projections, which may be tensor-parallel shards."""
+    """Causal self-attention layer. The number of heads is inferred from the projections, which may be tensor-parallel shards."""
 
     def __init__(self, architecture: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
         self.first_head = 0
-        """Index of this rank's first head in the undivided model."""
+        """Index in the full model of this rank's first attention head."""
         self.gather_key_value: KeyValueGather | None = None
-        """Gathers the keys and values of the whole sequence, if this rank has only a part of it (context parallelism)."""
+        """Function that gathers the keys and values of the whole sequence, if this rank has only a part of it (context parallelism)."""
         self.head_size = architecture.head_size
         self.num_local_attention_heads = architecture.num_local_attention_heads
         self.position_type = architecture.relative_position_embedding_type
@@ -51,7 +51,10 @@ class Attention(nn.Module):
         self.key_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
 
     def forward(self, hidden: Tensor, *, rotation: Rotation | None, masks: Masks, noise: Tensor | None) -> Tensor:
-        """Return the attention output (batch, sequence, hidden size). `noise`: that of all tokens of `hidden`, see Dropout."""
+        """Return the attention output (batch, sequence, hidden size).
+
+        `noise` (batch, sequence): the dropout noise of the tokens in `hidden`, see Dropout.
+        """
         projections = {"query": self.query, "key": self.key, "value": self.value}
         query, key, value = (
             self._split_heads(self.lora.forward_with_lora(name, layer, hidden, noise)) for name, layer in projections.items()
@@ -71,7 +74,10 @@ class Attention(nn.Module):
         return self.lora.forward_with_lora("output", self.output, attended.transpose(1, 2).flatten(2), noise)
 
     def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
-        """Return the attention output of each head. The model's first heads use local attention."""
+        """Return the attention output of each head (batch, head, sequence, head size).
+
+        The first `num_local_attention_heads` heads of the model use local attention.
+        """
         how = AttentionOptions(self.dropout if self.training else 0.0, scale)
         num_local_heads = min(max(0, self.num_local_attention_heads - self.first_head), query.shape[1])
         if num_local_heads in (0, query.shape[1]):
@@ -90,6 +96,6 @@ class Attention(nn.Module):
 
 
 def _normalize_heads(heads: Tensor, norm: nn.Module) -> Tensor:
-    """Return `heads` normalized in float32 or higher, like the residual stream."""
+    """Return `heads` normalized by `norm`, computed in float32 or higher precision, in the original dtype."""
     normalized: Tensor = norm(heads.to(torch.promote_types(heads.dtype, torch.float32)))
     return normalized.to(heads.dtype)

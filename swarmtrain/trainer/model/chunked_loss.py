@@ -1,8 +1,8 @@
-"""The loss over many tokens, with only one chunk of logits in memory at a time.
+"""Cross-entropy loss over many tokens, with the logits of only one chunk of tokens in memory at a time.
 
-Logits are the largest activation of a model: tokens x vocabulary, in float32. Nothing follows the loss, so each chunk's backward pass runs
-at once, down to the hidden states and the head's parameters, and its logits are freed. The full backward pass then only multiplies by the
-gradient of the loss, a scalar. Nothing is computed twice.
+Logits are the largest activation of a model: tokens x vocabulary, in float32. Since the loss is the last operation of the forward pass,
+the backward pass of each chunk runs immediately, down to the hidden states and the head's parameters, and the chunk's logits are freed.
+The full backward pass then only multiplies these gradients by the gradient of the loss, a scalar. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def compute_chunked_loss(
 ) -> Tensor:
     """Return the summed loss of all tokens, computed in chunks of `chunk_size` tokens.
 
-    `hidden` (samples, this rank's part of a sequence, width), `targets` (samples, sequence). `sequence_shards`: how many ranks have a part
-    of each sequence, which `loss_function` gathers and concatenates. `parameters`: those used in `loss_function`, which receive gradients.
+    `hidden` (samples, this rank's part of the sequence, width), `targets` (samples, full sequence). `sequence_shards`: number of ranks
+    that each have a part of every sequence; `loss_function` gathers and concatenates these parts. `parameters`: the parameters that
+    `loss_function` uses; they receive gradients.
     """
     flat_hidden, ordered_targets = hidden.flatten(0, 1), targets.view(len(targets), sequence_shards, -1).transpose(0, 1).flatten(1)
     local_chunk_size = -(-chunk_size // sequence_shards)

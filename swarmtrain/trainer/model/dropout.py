@@ -1,9 +1,10 @@
-"""Dropout that is independent of the topology.
+"""Dropout that gives the same result in every topology.
 
-What is dropped is a function of the seed, the step, the sample's number in the step, the module, the token's position and the dimension,
-and of no random state. So a rank with half of a sequence, or a stage with the last layers, drops what a single process would have dropped;
-a layer recomputed for its backward pass drops the same, and so does a GPU instead of a CPU. Bits are mixed by the finalizer of MurmurHash3
-(Appleby 2011) in 32 bits, once per token and once per element.
+Whether an element is dropped is a function of the seed, the step, the sample's number in the step, the module's name, the token's
+position and the dimension; it does not depend on the state of a random number generator. So a rank with half of a sequence, or a pipeline
+stage with the last layers, drops the same elements as a single process would. The same holds for a layer that is recomputed for its
+backward pass, and for a GPU compared to a CPU. Bits are mixed by the 32-bit finalizer of MurmurHash3 (Appleby 2011), once per token and
+once per element.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from swarmtrain.trainer.runtime import derive_seed
 
 _MURMUR_MULTIPLIERS = -0x7A143595, -0x3D4D51CB
-"""0x85EBCA6B and 0xC2B2AE35 as signed integers."""
+"""The multipliers 0x85EBCA6B and 0xC2B2AE35 of MurmurHash3's finalizer, as signed integers."""
 _GOLDEN_RATIO = -0x61C88647
 """0x9E3779B9, the golden ratio in 32 bits: multiples of it are far apart after mixing."""
 _INT31_RANGE = 1 << 31
@@ -27,7 +28,10 @@ _SEED_AND_FIRST_SAMPLE: ContextVar[tuple[int, int]] = ContextVar("seed, and the 
 
 @contextmanager
 def seeded_dropout(seed: int, first_sample: int) -> Iterator[None]:
-    """Within the body, number the samples of a forward pass from `first_sample` on, in a step with seed `seed`."""
+    """Context manager for a forward pass: set the seed of its dropout, and the number of its first sample in the step.
+
+    `seed` is derived from the step; samples are numbered from `first_sample` on.
+    """
     reset_token = _SEED_AND_FIRST_SAMPLE.set((seed, first_sample))
     try:
         yield
@@ -36,9 +40,9 @@ def seeded_dropout(seed: int, first_sample: int) -> Iterator[None]:
 
 
 def compute_token_noise(batch_size: int, positions: Tensor) -> Tensor:
-    """Return one number per token (batch, sequence) of the current forward pass (see `seeded_dropout`).
+    """Return the dropout noise of the current forward pass (see `seeded_dropout`): one int32 per token (batch, sequence).
 
-    `positions` are those of the tokens in their samples.
+    `positions`: positions of the tokens in their samples.
     """
     seed, first_sample = _SEED_AND_FIRST_SAMPLE.get()
     tokens = positions.to(torch.int32) * _GOLDEN_RATIO + seed % _INT31_RANGE
@@ -53,14 +57,14 @@ class Dropout(nn.Module):
     """Zeroes a fraction of its input and scales the rest, so that the mean is unchanged. Active in training only."""
 
     key: Tensor
-    """A tensor, so that all layers share one compiled graph."""
+    """Hash of the module name. It is a tensor rather than an integer, so that all layers share one compiled graph."""
 
     def __init__(self, probability: float, module_name: str) -> None:
-        """`module_name` identifies the module: two modules of the same name drop the same elements."""
+        """`module_name` identifies the module: modules with the same name drop the same elements."""
         super().__init__()
         self.probability = probability
         self.first_dimension = 0
-        """Index of the input's first dimension in the undivided model."""
+        """Index in the full model of the input's first dimension, if the input is a tensor-parallel shard."""
         key = torch.tensor(
             derive_seed("dropout", module_name) % _INT31_RANGE, dtype=torch.int32, device="cpu"
         )  # the enclosing model is built on the meta device
@@ -68,7 +72,10 @@ class Dropout(nn.Module):
         self._keep_threshold = min(round((1 - probability) * 2 * _INT31_RANGE), 2 * _INT31_RANGE - 1) - _INT31_RANGE
 
     def forward(self, hidden: Tensor, noise: Tensor | None) -> Tensor:
-        """Return `hidden` (batch, sequence, dimension) with dropout. `noise` (batch, sequence) is from `compute_token_noise`."""
+        """Return `hidden` (batch, sequence, dimension) with dropout applied.
+
+        `noise` (batch, sequence) is from `compute_token_noise`; None: no dropout.
+        """
         if not self.probability or not self.training or noise is None:
             return hidden
         dimensions = (
@@ -80,7 +87,7 @@ class Dropout(nn.Module):
 
 
 def _mix_bits(words: Tensor) -> Tensor:
-    """Return 32-bit words in which every bit depends on every bit of `words`. Shifts fill with zeros, products wrap around."""
+    """Return 32-bit words in which every bit depends on every bit of `words`. Right shifts are logical, products wrap around."""
     first_multiplier, second_multiplier = _MURMUR_MULTIPLIERS
     words = (words ^ (words >> 16 & 0xFFFF)) * first_multiplier
     words = (words ^ (words >> 13 & 0x7FFFF)) * second_multiplier

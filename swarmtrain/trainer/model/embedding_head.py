@@ -1,4 +1,4 @@
-"""A head that computes one vector per text; texts are compared by the cosine similarity of their vectors."""
+"""Embedding head: computes one vector per text. Texts are compared by the cosine similarity of their vectors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 
 class EmbeddingHead(nn.Module):
-    """Pools the hidden states of a text's tokens.
+    """Pools the hidden states of a text's tokens into one vector, then applies optional projections and normalizes it to unit length.
 
-    The position-weighted mean is that of SGPT (Muennighoff 2022, arXiv 2202.08904): under causal attention the first tokens have attended
-    to little of the text.
+    The position-weighted mean is that of SGPT (Muennighoff 2022, arXiv 2202.08904): with causal attention the first tokens have attended
+    to little of the text, so they have lower weights.
     """
 
     def __init__(self, architecture: TransformerArchitectureConfig, config: EmbeddingHeadConfig) -> None:
@@ -27,9 +27,9 @@ class EmbeddingHead(nn.Module):
         self.projections = nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in pairwise(widths))
 
     def forward(self, hidden: Tensor, *, targets: Tensor) -> Tensor:
-        """Return vectors (texts, dimensions) of length one, in float32 or higher.
+        """Return the unit-length vectors (texts, dimensions) of texts, in float32 or higher precision.
 
-        `hidden` (texts, sequence, hidden size); `targets` (texts, sequence): tokens whose target is IGNORE_INDEX do not count.
+        `hidden` (texts, sequence, hidden size); `targets` (texts, sequence): tokens whose target is IGNORE_INDEX are not pooled.
         """
         hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         with torch.autocast(hidden.device.type, enabled=False):
@@ -40,7 +40,10 @@ class EmbeddingHead(nn.Module):
             return functional.normalize(vectors, dim=-1)
 
     def _compute_weights(self, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight of each token. The weights of a text sum to one, or to zero if none of its tokens counts."""
+        """Return the pooling weight of each token (texts, sequence).
+
+        The weights of a text sum to 1, or to 0 if all its targets are IGNORE_INDEX.
+        """
         valid = targets != IGNORE_INDEX
         positions = torch.arange(1, targets.shape[1] + 1, device=targets.device)
         if self._pooling is Pooling.last_token:

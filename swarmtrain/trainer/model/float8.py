@@ -1,9 +1,9 @@
-"""Linear layers that multiply in FP8, with torch's scaled matrix products.
+"""Linear layers that multiply in float8 (FP8), with torch's scaled matrix products.
 
-Before each product a matrix is multiplied by a power of two, the largest for which its largest value fits, and rounded. A power of two
-changes exponents only: the rounded value does not depend on the scale unless it is among the smallest, below 2^-15 (e4m3) or 2^-30 (e5m2)
-of the largest value with the same scale. So each rank can use the scales of its own shard of a divided layer, and no communication is
-needed. Scales are computed from the current values (dynamic scaling): there is no state.
+Before each product a matrix is multiplied by the largest power of two for which its largest value fits, and rounded to float8. A power of
+two changes exponents only: the rounded value does not depend on the scale, except for values below 2^-15 (e4m3) or 2^-30 (e5m2) of the
+largest value with the same scale. So each rank can use the scales of its own shard of a tensor-parallel layer, without communication.
+Scales are computed from the current values (dynamic scaling), so there is no state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ OperandDtypes = tuple[torch.dtype, torch.dtype]
 
 
 class Float8Recipe(NamedTuple):
-    """How a layer multiplies: operand dtypes of each product. A product without dtypes runs like the model's other matrix products."""
+    """How a linear layer multiplies: dtypes of the two operands of each product.
+
+    A product without dtypes (None) is not computed in float8.
+    """
 
     forward: OperandDtypes | None
     grad_input: OperandDtypes | None
@@ -39,20 +42,23 @@ class Float8Recipe(NamedTuple):
 
     @property
     def should_save_float8_input(self) -> bool:
-        """Whether the weight gradient is computed from the input as quantized in the forward pass."""
+        """Whether the float8 input of the forward pass is saved and reused to compute the weight gradient."""
         same = self.forward is not None and self.grad_weight is not None and self.forward[0] == self.grad_weight[1]
         return same and not self.rowwise
 
 
 class Float8Tensor(NamedTuple):
-    """A matrix in float8, and the factor that restores its values."""
+    """A matrix in float8, and the scale by which it is multiplied to restore the original values."""
 
     data: Tensor
     scale: Tensor
 
 
 def build_recipe(config: FP8LinearConfig, *, emulate: bool) -> Float8Recipe:
-    """Return the recipe of a layer with `config` on this machine."""
+    """Return the float8 recipe for a layer with the settings `config` on this machine.
+
+    `emulate`: multiply the rounded values in float32.
+    """
     forward, grad_input, grad_weight = (
         _resolve_dtypes(each) for each in (config.dtypes_forward, config.dtypes_grad_input, config.dtypes_grad_weight)
     )
@@ -61,14 +67,14 @@ def build_recipe(config: FP8LinearConfig, *, emulate: bool) -> Float8Recipe:
 
 
 def compute_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8Recipe) -> Tensor:
-    """Return the result of functional.linear, computed with the products of `recipe`."""
+    """Return `input` times the transpose of `weight` plus `bias`, like functional.linear, computed in float8 according to `recipe`."""
     if not input.numel():
         return functional.linear(input, weight, bias)  # an empty tensor has no maximum
     output_dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else input.dtype
     output = (
-        _multiply_sharded(input, weight, recipe, output_dtype)
+        _matmul_sharded(input, weight, recipe, output_dtype)
         if isinstance(input, DTensor)
-        else _multiply_matrices(input, weight, recipe, output_dtype)
+        else _matmul_local(input, weight, recipe, output_dtype)
     )
     return output if bias is None else output + bias.to(output_dtype)
 
@@ -79,21 +85,21 @@ def check_float8_support(architecture: TransformerArchitectureConfig, device: to
         return
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise TrainingError(
-        f"needs a GPU that multiplies in float8, as those of compute capability {'.'.join(map(str, _MIN_COMPUTE_CAPABILITY))} and later "
+        f"needs a GPU that supports float8 matmuls, as those of compute capability {'.'.join(map(str, _MIN_COMPUTE_CAPABILITY))} and later "
         f"do, "
         f"and this is {device_name}",
         place=f"config transformer_architecture.{next(iter(architecture.float8_layers))}",
-        hint="remove it; or set transformer_architecture.fp8_emulate: true, to see slowly what float8 does to a model",
+        hint="remove it, or set transformer_architecture.fp8_emulate: true for a slow emulation of float8",
     )
 
 
-def _multiply_matrices(input: Tensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
+def _matmul_local(input: Tensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
     output: Tensor = _Float8Matmul.apply(input.flatten(0, -2), weight, recipe, output_dtype)  # type: ignore[no-untyped-call]  # torch's own is not typed
     return output.view(*input.shape[:-1], -1)
 
 
-def _multiply_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
-    """Return this rank's part of a product whose weight is sharded by outputs (column-parallel) or by inputs (row-parallel)."""
+def _matmul_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
+    """Return this rank's part of a product whose weight is sharded over outputs (column-parallel) or over inputs (row-parallel)."""
     if not isinstance(weight, DTensor):
         raise TypeError("the input is a DTensor and the weight is not")
     mesh, last_dimension = input.device_mesh, input.dim() - 1
@@ -101,14 +107,14 @@ def _multiply_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe, outp
     # Column-parallel: a rank has complete values of some outputs. Row-parallel: it has a partial sum of every output.
     output_placement, input_gradient_placement = (Shard(last_dimension), Partial()) if is_colwise else (Partial(), Shard(last_dimension))
     placement: Placement = output_placement
-    output = _multiply_matrices(input.to_local(grad_placements=[input_gradient_placement]), weight.to_local(), recipe, output_dtype)
+    output = _matmul_local(input.to_local(grad_placements=[input_gradient_placement]), weight.to_local(), recipe, output_dtype)
     return DTensor.from_local(output, mesh, [placement], run_check=False)
 
 
 class _Float8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
-        """Return `input` (tokens, inputs) times the transpose of `weight` (outputs, inputs)."""
+        """Return `input` (tokens, inputs) times the transpose of `weight` (outputs, inputs): (tokens, outputs)."""
         ctx.recipe, ctx.output_dtype, ctx.input_dtype = recipe, output_dtype, input.dtype
         float8_input = _quantize_values(input, recipe.forward[0], recipe) if recipe.forward and recipe.should_save_float8_input else None
         # Save the weight, not its quantized copy: the copy would stay allocated after fully_shard frees the parameter.
@@ -138,9 +144,10 @@ def _matmul_transposed(
     *,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Return the products of each row of `left` with each row of `right`, in `output_dtype`.
+    """Return `left` (m, k) times the transpose of `right` (n, k) in `output_dtype`: (m, n).
 
-    `use_fast_accum`: accumulate in fewer bits if that is faster.
+    `dtypes`: float8 dtypes of the operands; None: multiply in `output_dtype`. `use_fast_accum`: accumulate with lower precision if that
+    is faster.
     """
     if dtypes is None:
         return _dequantize_values(left, output_dtype) @ _dequantize_values(right, output_dtype).t()

@@ -1,8 +1,8 @@
-"""Initial parameter values, independent of how the model is divided.
+"""Initial parameter values, which do not depend on the topology.
 
-Each parameter is drawn from a generator seeded by (seed, its name), so its values depend neither on the order in which modules are created
-nor on the topology. A rank that keeps a shard draws the full parameter, one at a time, and takes its shard: no rank ever holds a model that
-is too large for it.
+Each parameter is drawn from a random generator seeded by (seed, parameter name), so its values depend neither on the order in which
+modules are created nor on how the model is sharded. A rank that holds a shard draws the full parameter, one at a time, and takes its
+shard: no rank holds the full model in memory.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class ParameterInitializer:
-    """Computes the initial values of the parameters of `architecture`.
+    """Computes the initial values of a model with `architecture`.
 
-    Matrices are normal, with standard deviation one under u-muP; norms are one, biases zero. Added parameters are normal
-    too, except the second matrix of LoRA and of adapters, which is zero.
+    Matrices are normally distributed with standard deviation 0.02 (1 with u-muP), norm weights are 1 and biases 0. Parameters added for
+    fine-tuning are also normally distributed, except the second matrix of LoRA and of adapters, which is 0.
     """
 
     architecture: TransformerArchitectureConfig
     seed: int
 
     def __call__(self, name: str, size: torch.Size) -> Tensor:
-        """Return the full parameter `name` of this size, in float32 on the CPU."""
+        """Return the initial value of the full parameter `name` with shape `size`, in float32 on the CPU."""
         if len(size) < 2:
             return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
         if is_added_parameter(name) and name.endswith((".b.weight", ".up_projection.weight")):
@@ -51,9 +51,9 @@ class ParameterInitializer:
 def materialize_parameters(
     module: nn.Module, names: Mapping[nn.Parameter, str], value: Callable[[str], Tensor], device: torch.device
 ) -> None:
-    """Give the meta parameters of `module` their values, `value(name)`, and move it to `device`.
+    """Replace the meta parameters of `module` by parameters with values `value(name)` on `device`, and move its buffers to `device`.
 
-    `names` contains at least these parameters. Modules that share a parameter still share it afterwards.
+    `names` maps each of these parameters to its name. Parameters that modules share remain shared.
     """
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():

@@ -1,4 +1,4 @@
-"""Learned position embeddings (Radford et al. 2019): one vector per position in the sample, added to the token embedding."""
+"""Learned position embeddings (Radford et al. 2019): one vector per position in the sample is added to the token embedding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from swarmtrain.config.schema.transformer_architecture import TransformerArchite
 
 
 class LearnedPositions(nn.Module):
-    """The vectors of all positions."""
+    """Table of position embeddings (sequence length, hidden size)."""
 
     def __init__(self, architecture: TransformerArchitectureConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(architecture.sequence_length, architecture.hidden_size))
 
     def forward(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
-        """Return `hidden` (batch, sequence, dimension) plus the vectors of `positions`, (sequence) or (batch, sequence)."""
+        """Return `hidden` (batch, sequence, hidden size) plus the embeddings of `positions`, (sequence) or (batch, sequence)."""
         return hidden + self.weight[positions]

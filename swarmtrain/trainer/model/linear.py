@@ -1,4 +1,4 @@
-"""Linear layers of blocks: plain, in float8, scaled by u-muP, or both."""
+"""Linear layers of transformer blocks: plain, in float8, with u-muP scaling, or with both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarmtrain.trainer.model import float8, umup
 
 
 class FunctionalLinear(nn.Linear):
-    """A linear layer that computes its output with the given function."""
+    """A linear layer whose output is computed by the function `multiply(input, weight, bias)`."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, multiply: umup.LinearFunction) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -26,7 +26,10 @@ class FunctionalLinear(nn.Linear):
 def build_linear(
     architecture: TransformerArchitectureConfig, inputs: int, outputs: int, *, bias: bool, fp8: FP8LinearConfig | None
 ) -> nn.Linear:
-    """Return a linear layer of a block; its products are in float8 if `fp8` is given."""
+    """Return a linear layer for a transformer block.
+
+    It multiplies in float8 if `fp8` is given, and uses u-muP scaling if the architecture enables it.
+    """
     multiply: umup.LinearFunction = functional.linear
     if fp8 is not None:
         multiply = partial(float8.compute_linear, recipe=float8.build_recipe(fp8, emulate=architecture.fp8_emulate))

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): adds a low-rank product to a layer's matrix W, W x + alpha / rank B A x."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): adds a low-rank product to a linear layer, W x + alpha / rank B A x."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from swarmtrain.trainer.model.peft import zero_second_half
 
 
 class Lora(nn.Module):
-    """The low-rank product of one layer. B is initialized with zeros, so the model initially computes what it did without LoRA."""
+    """The low-rank product alpha / rank B A x of one linear layer.
+
+    B is initialized with zeros, so that LoRA initially does not change the model's output.
+    """
 
     def __init__(self, inputs: int, outputs: int, config: LoraConfig, layer_name: str) -> None:
-        """`layer_name` identifies the layer for Dropout."""
+        """`layer_name` identifies the layer: it selects the elements that Dropout drops."""
         super().__init__()
         self.dropout = Dropout(config.dropout, layer_name)
         self.a = nn.Linear(inputs, config.rank, bias=False)
@@ -32,14 +35,14 @@ class Lora(nn.Module):
 
 
 class LoraAdapters(nn.ModuleDict):
-    """The low-rank products of one module's layers, by the layers' names."""
+    """The LoRA products of one module's linear layers, by layer name."""
 
     def __init__(self, architecture: TransformerArchitectureConfig, module_name: str, layers: Iterable[tuple[str, nn.Linear]]) -> None:
-        """`module_name` identifies the module for Dropout."""
+        """`module_name` identifies the module: it selects the elements that Dropout drops."""
         config = architecture.lora_config
         lora_layers = {name: layer for name, layer in layers if config and name in config.layers}
         self.first_half_only = False
-        """Apply LoRA to the first half of the samples only."""
+        """If True, LoRA applies only to the first half of the samples of a batch."""
         super().__init__(
             {
                 name: Lora(layer.in_features, layer.out_features, config, f"{module_name} {name}")
@@ -49,7 +52,10 @@ class LoraAdapters(nn.ModuleDict):
         )
 
     def forward_with_lora(self, name: str, layer: nn.Module, input: Tensor, noise: Tensor | None) -> Tensor:
-        """Return the output of `layer`, called `name`, plus its LoRA output. For `noise` see Dropout."""
+        """Return the output of `layer` plus the output of the LoRA product `name`, if there is one.
+
+        `noise` (batch, sequence): see Dropout.
+        """
         output: Tensor = layer(input)
         if name not in self:
             return output
@@ -58,6 +64,6 @@ class LoraAdapters(nn.ModuleDict):
 
 
 def merge_lora_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, config: LoraConfig) -> Tensor:
-    """Return a layer's `weight` (outputs, inputs) with LoRA merged into it, in the dtype of `weight`."""
+    """Return `weight` + alpha / rank B A: a layer's weight (outputs, inputs) with LoRA merged into it, in the dtype of `weight`."""
     dtype = torch.float64
     return (weight.to(dtype) + lora_b.to(dtype) @ lora_a.to(dtype) * (config.alpha / config.rank)).to(weight.dtype)

@@ -1,6 +1,6 @@
-"""The target value of positions without a loss."""
+"""IGNORE_INDEX, the target of positions that do not contribute to the loss."""
 
 from __future__ import annotations
 
 IGNORE_INDEX = -1
-"""Target of a position without one: it counts neither in the loss, nor in the number of tokens, nor in a text's vector."""
+"""Target of a position that contributes neither to the loss, nor to the number of loss tokens, nor to a text's vector."""

@@ -1,8 +1,9 @@
-"""Attention masks: which tokens attend to which, and the kernels that apply them.
+"""Attention masks, and the attention kernels that apply them.
 
-If every token attends to all tokens before it, no mask is built: kernels support that case directly, and it allows flash attention. A
-window, or several documents in a sample, need a mask. It is built once per forward pass, for all layers: on a GPU as the blocks that flex
-attention (Dong et al. 2024, arXiv 2412.05496) skips, elsewhere as booleans. Both are derived from one function.
+For plain causal attention no mask is built: kernels support it directly, and it allows flash attention. A local attention window, or
+several documents in one sample, need a mask. It is built once per forward pass for all layers: on a GPU as a block mask for flex
+attention (Dong et al. 2024, arXiv 2412.05496), which skips masked blocks, elsewhere as booleans. Both are derived from the same mask
+function.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 
 AttentionMask = Tensor | BlockMask | None
-"""Booleans (batch or 1, 1, queries, keys), or a block mask for flex attention; None: plain causal attention."""
+"""Boolean mask (batch or 1, 1, queries, keys), or a block mask for flex attention. None: plain causal attention."""
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Maps sample, head, query position and key position to whether the query attends to the key."""
+"""Mask function: maps the indices of sample, head, query and key to whether the query attends to the key."""
 
 _FLEX_MIN_HEAD_SIZE = 16
 """Smallest head size that flex attention's kernel supports."""
 _FLEX_BLOCK_SIZE = 128
-"""Queries per block of flex attention."""
+"""Number of queries per block of a flex attention block mask."""
 
 
 class Masks(NamedTuple):
-    """The attention masks of one forward pass."""
+    """The attention masks of one forward pass, for heads with full attention and for heads with local attention."""
 
     full: AttentionMask
-    """For heads that attend to everything before."""
+    """Mask for heads that attend to all earlier tokens."""
     local: AttentionMask
-    """For local heads."""
+    """Mask for heads that attend to a local window."""
 
 
 class AttentionOptions(NamedTuple):
-    """How values are weighted."""
+    """Options of the attention function: dropout of attention weights, and scale of attention scores."""
 
     dropout: float = 0.0
     """Fraction of the attention weights that is dropped."""
     scale: float | None = None
-    """Factor of the products of queries and keys; None: one over the square root of the head size."""
+    """Factor of the attention scores; None: 1 / sqrt(head size)."""
 
 
 _DEFAULT_OPTIONS = AttentionOptions()
@@ -59,9 +60,10 @@ def build_masks(
     *,
     query_positions: Tensor | None = None,
 ) -> Masks:
-    """Return the masks of one forward pass. If `documents` (batch, sequence) is given, tokens attend only within their document.
+    """Return the attention masks of one forward pass for sequences of `length` tokens.
 
-    `query_positions`: positions of the queries in their sequences; None if this rank has all of a sequence.
+    `documents` (batch, sequence): the document of each token; tokens attend only within their document. None: to all documents.
+    `query_positions`: positions of this rank's queries in their sequences (context parallelism); None if it has full sequences.
     """
     window = architecture.local_attention_window_size
     use_flex = device.type == "cuda" and architecture.head_size >= _FLEX_MIN_HEAD_SIZE and not architecture.dropout_attention_probs
@@ -80,7 +82,10 @@ def build_masks(
 
 
 def build_mask_mod(documents: Tensor | None, window: int | None) -> MaskMod:
-    """Return the mask function: a token attends to itself and the tokens before it, of its document, at most `window` before it."""
+    """Return the mask function: a token attends to itself and to earlier tokens of the same document, at most `window` tokens before it.
+
+    `documents` (batch, sequence): the document of each token; None: all tokens are of one document. `window` None: no limit.
+    """
 
     def mask_mod(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = query >= key
@@ -94,21 +99,24 @@ def build_mask_mod(documents: Tensor | None, window: int | None) -> MaskMod:
 
 
 def build_dense_mask(mask_mod: MaskMod, batch_size: int, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return `mask_mod` as booleans (samples, 1, queries, keys); `size` is (queries, keys)."""
+    """Return `mask_mod` as a boolean tensor (batch, 1, queries, keys); `size` is (queries, keys)."""
     queries, keys = (torch.arange(count, device=device) for count in size)
     sample = torch.arange(batch_size, device=device)[:, None, None, None]
     return mask_mod(sample, torch.zeros_like(sample), queries[:, None], keys).expand(batch_size, 1, *size)
 
 
 def _remap_query_positions(mask_mod: MaskMod, query_positions: Tensor | None) -> MaskMod:
-    """Return `mask_mod` for local query indices, whose positions in their sequences are `query_positions`."""
+    """Return `mask_mod` for local query indices: query i of this rank is at position `query_positions[i]` of its sequence."""
     if query_positions is None:
         return mask_mod
     return lambda sample, head, query, key: mask_mod(sample, head, query_positions[query], key)
 
 
 def compute_attention(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, how: AttentionOptions = _DEFAULT_OPTIONS) -> Tensor:
-    """Return the attention output (batch, head, sequence, dimension), shaped like `query`."""
+    """Return the attention output (batch, head, sequence, head size), with the shape of `query`.
+
+    `key` and `value` may have fewer heads (GQA).
+    """
     enable_gqa = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):
         attended: Tensor = _compile_cached(flex_attention)(query, key, value, block_mask=mask, scale=how.scale, enable_gqa=enable_gqa)
@@ -122,7 +130,10 @@ def compute_attention(query: Tensor, key: Tensor, value: Tensor, mask: Attention
 
 
 def _can_use_gqa(query: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the kernel that torch will select supports grouped keys; otherwise torch falls back to one that stores all scores."""
+    """Return whether torch will select a kernel that supports grouped-query attention.
+
+    The fallback kernel would materialize all attention scores.
+    """
     return query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: two matrices with a GELU between them, or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+"""Feed-forward blocks: GELU with two matrices, or SwiGLU with three (Shazeer 2020, arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from swarmtrain.trainer.model.lora import LoraAdapters
 
 
 def build_mlp(architecture: TransformerArchitectureConfig, layer: int) -> nn.Module:
-    """Return the feed-forward block of layer `layer` that `architecture` selects."""
+    """Return the feed-forward block that `architecture` selects, for the layer with index `layer`."""
     return SwiGlu(architecture, layer) if architecture.mlp_type is MlpType.swiglu else Mlp(architecture, layer)
 
 
 class Mlp(nn.Module):
-    """Two matrices with a GELU between them, or its approximation by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    """Feed-forward block with two matrices and a GELU between them.
+
+    GELU may be approximated by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+    """
 
     def __init__(self, architecture: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
@@ -36,7 +39,10 @@ class Mlp(nn.Module):
         self.lora = LoraAdapters(architecture, f"{layer} mlp", {"up": self.up, "down": self.down}.items())
 
     def forward(self, hidden: Tensor, *, noise: Tensor | None = None) -> Tensor:
-        """Return the block's output. `noise`: that of all tokens of `hidden`, see Dropout."""
+        """Return the block's output, with the shape of `hidden`.
+
+        `noise` (batch, sequence): the dropout noise of the tokens in `hidden`, see Dropout.
+        """
         up = self.lora.forward_with_lora("up", self.up, hidden, noise)
         activated = (
             functional.gelu(up, approximate=self.approximate) if self.act_mult is None else self._apply_unit_scaled_gelu(up, self.act_mult)
@@ -50,7 +56,7 @@ class Mlp(nn.Module):
 
 
 class SwiGlu(nn.Module):
-    """A gated feed-forward network: three matrices."""
+    """SwiGLU feed-forward block: three matrices, gated by SiLU."""
 
     def __init__(self, architecture: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
@@ -71,7 +77,10 @@ class SwiGlu(nn.Module):
         self.lora = LoraAdapters(architecture, f"{layer} mlp", {"gate": self.gate, "up": self.up, "down": self.down}.items())
 
     def forward(self, hidden: Tensor, *, noise: Tensor | None = None) -> Tensor:
-        """Return the block's output. `noise`: that of all tokens of `hidden`, see Dropout."""
+        """Return the block's output, with the shape of `hidden`.
+
+        `noise` (batch, sequence): the dropout noise of the tokens in `hidden`, see Dropout.
+        """
         gate, up = self.lora.forward_with_lora("gate", self.gate, hidden, noise), self.lora.forward_with_lora("up", self.up, hidden, noise)
         activated = functional.silu(gate) * up if self.act_mult is None else _apply_unit_scaled_swiglu(gate, up, self.act_mult)
         return self.lora.forward_with_lora("down", self.down, activated, noise)

@@ -8,7 +8,7 @@ from swarmtrain.config.schema.transformer_architecture import NormType, Transfor
 
 
 def build_norm(size: int, architecture: TransformerArchitectureConfig) -> nn.Module:
-    """Return the norm that `architecture` selects, for vectors of `size` dimensions."""
+    """Return the normalization layer that `architecture` selects, for vectors of `size` dimensions."""
     if architecture.norm_type is NormType.rms:
         return nn.RMSNorm(size, eps=architecture.layernorm.layernorm_epsilon)
     return nn.LayerNorm(size, eps=architecture.layernorm.layernorm_epsilon, bias=architecture.layernorm.layernorm_bias)

@@ -1,6 +1,6 @@
-"""Parameters added to a model for fine-tuning, recognized by their names: LoRA, adapters, and projections of an embedding head.
+"""Parameters added to a model for fine-tuning (PEFT), recognized by their names: LoRA, adapters, and projections of an embedding head.
 
-LoRA and adapters initially leave the model's output unchanged. If a model has them, they alone are trained, unless
+LoRA and adapters initially do not change the model's output. If a model has added parameters, only they are trained, unless
 trainer.finetunable_parameters selects others.
 """
 
@@ -14,11 +14,11 @@ _PROJECTION_HEAD_PREFIX = "head.projections."
 
 
 def zero_second_half(values: Tensor) -> Tensor:
-    """Return `values` (samples, …) with the second half of the samples replaced by zeros."""
+    """Return `values` (samples, …), with the second half of the samples replaced by zeros."""
     half = len(values) // 2
     return torch.cat((values[:half], torch.zeros_like(values[half:])))
 
 
 def is_added_parameter(name: str) -> bool:
-    """Return whether the parameter `name` is added for fine-tuning rather than one of the model's own."""
+    """Return whether the parameter `name` was added for fine-tuning and does not belong to the base model."""
     return LORA_KEY in name or ADAPTER_KEY in name or name.startswith(_PROJECTION_HEAD_PREFIX)

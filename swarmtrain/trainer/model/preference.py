@@ -1,7 +1,8 @@
-"""A loss over pairs of completions: direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290).
+"""Preference loss over pairs of responses: direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290).
 
-Samples come in pairs, the preferred response before the rejected one. Each runs twice in one pass: with LoRA or adapters, and without them,
-which gives the reference model. So there is no second model, and no form of parallelism needs to know about it.
+Samples come in pairs, the preferred response followed by the rejected one. Each sample runs twice in the same forward pass: once with
+LoRA or adapters, and once without them, which gives the reference model's output. So no second model is needed, and every form of
+parallelism works without changes.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ T = TypeVar("T", Tensor, None)
 
 
 class PreferenceLoss:
-    """The DPO loss, and how many pairs were ranked correctly since that count was last read."""
+    """The DPO loss, with a counter of correctly ranked pairs."""
 
     def __init__(self, config: PreferenceConfig) -> None:
         self._config = config
         self._correct_count: Tensor | None = None
 
     def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss of all pairs, in nats. A pair without loss tokens has a loss of zero.
+        """Return the DPO loss in nats, summed over all pairs. A pair without loss tokens has a loss of 0.
 
-        `token_losses`: per token, first of the tuned model, then of the reference; `targets` (responses, sequence): pairs are consecutive.
+        `token_losses`: loss of each token, flattened: first for all samples of the tuned model, then for all samples of the reference
+        model. `targets` (responses, sequence): the two responses of a pair are consecutive.
         """
         log_probabilities = -token_losses.view(2, -1, 2, targets.shape[1]).sum(-1)
         log_ratios = log_probabilities[0] - log_probabilities[1].detach()
@@ -45,23 +47,24 @@ class PreferenceLoss:
         return torch.where(valid, pair_losses, 0).sum()
 
     def pop_correct_count(self) -> Tensor | None:
-        """Return the number of correctly ranked pairs since the last call; None if there was no pair.
+        """Return the number of correctly ranked pairs since the last call, and reset the counter. None if there was no pair.
 
-        In a correctly ranked pair the preferred response has gained more likelihood over the reference model than the rejected one.
+        A pair is ranked correctly if the preferred response has gained more likelihood over the reference model than the rejected
+        response.
         """
         correct_count, self._correct_count = self._correct_count, None
         return correct_count
 
 
 def restrict_adapters_to_first_half(model: nn.Module) -> None:
-    """Apply LoRA and adapters of `model` to the first half of each batch only."""
+    """Make LoRA and adapters of `model` apply only to the first half of each batch; the second half gives the reference model's output."""
     for module in _find_adapters(model):
         module.first_half_only = True
 
 
 @contextmanager
 def applying_adapters_to_all_samples(model: nn.Module) -> Iterator[None]:
-    """Within the body, apply LoRA and adapters of `model` to the whole batch."""
+    """Context manager that makes LoRA and adapters of `model` apply to the full batch."""
     restricted = [module for module in _find_adapters(model) if module.first_half_only]
     for module in restricted:
         module.first_half_only = False
@@ -73,7 +76,10 @@ def applying_adapters_to_all_samples(model: nn.Module) -> Iterator[None]:
 
 
 def duplicate_batch(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the batch repeated twice. Hidden states from an earlier pipeline stage are doubled already and returned unchanged."""
+    """Return `tokens` (batch, sequence) and `documents` repeated twice along the batch.
+
+    Hidden states from an earlier pipeline stage are already doubled and returned unchanged.
+    """
     doubled = tokens.repeat(2, 1) if tokens.dim() == 2 else tokens
     return doubled, None if documents is None else documents.repeat(2, 1)
 

@@ -1,6 +1,7 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): pairs of dimensions rotate by an angle that grows with the position.
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864).
 
-So the product of a query and a key depends on their distance only, not on their absolute positions.
+Pairs of dimensions are rotated by an angle proportional to the position. So the product of a query and a key depends only on the distance
+between them, not on their absolute positions.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from swarmtrain.config.schema.transformer_architecture import PositionType, RotaryScalingConfig, TransformerArchitectureConfig
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines per position and dimension, 1 for unrotated dimensions, and sines per position and pair.
+"""Cosines per position and dimension (1 for dimensions that are not rotated), and sines per position and pair of dimensions.
 
-Both (sequence, …) or (batch, 1, sequence, …).
+Shapes: (sequence, …) or (batch, 1, sequence, …).
 """
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles of all positions. They are looked up once per forward pass, for all layers."""
+    """Tables of the cosines and sines for all positions. They are looked up once per forward pass, for all layers."""
 
     def __init__(self, architecture: TransformerArchitectureConfig) -> None:
         super().__init__()
@@ -36,10 +37,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sine", angles.sin().float(), persistent=False)
 
     def forward(self, length: int, document_starts: Tensor | None = None) -> Rotation | None:
-        """Return the rotation of `length` positions, or None if no dimension rotates.
+        """Return the rotation for `length` positions, or None if no dimension is rotated.
 
-        `document_starts` (batch, sequence): per token the position of its document's first token, which gets position 0. None: positions
-        count from the start of the sample.
+        `document_starts` (batch, sequence): for each token the position of its document's first token, which gets position 0. None:
+        positions are counted from the start of the sample.
         """
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
         if not sine.shape[1]:
@@ -51,7 +52,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def find_document_starts(documents: Tensor) -> Tensor:
-    """Return for each token (batch, sequence) the position of its document's first token."""
+    """Return for each token (batch, sequence) the position in the sample of the first token of its document."""
     positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     same_document = torch.zeros_like(documents, dtype=torch.bool)
     same_document[:, 1:] = documents[:, 1:] == documents[:, :-1]
@@ -59,7 +60,7 @@ def find_document_starts(documents: Tensor) -> Tensor:
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Tensor:
-    """Return `frequencies`, in radians per position, scaled for longer samples.
+    """Return `frequencies`, in radians per position, scaled for sequences longer than those of pretraining.
 
     The method is that of Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783).
     """
@@ -69,14 +70,20 @@ def _scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Ten
 
 
 def apply_rotary(heads: Tensor, rotation: Rotation, position_type: PositionType) -> Tensor:
-    """Return `heads` (batch, head, sequence, dimension) with the first dimensions of each rotated, two per angle."""
+    """Return `heads` (batch, head, sequence, head size) with the rotary dimensions of each head rotated by `rotation`.
+
+    `position_type` determines which dimensions form a pair: neighbors, or the halves.
+    """
     cosine, sine = (table.to(heads.dtype) for table in rotation)
     rotated: Tensor = _ApplyRotary.apply(heads, cosine, sine, position_type)  # type: ignore[no-untyped-call]  # torch's own is not typed
     return rotated
 
 
 class _ApplyRotary(torch.autograd.Function):
-    """Rotates gradients back in the backward pass. Without it, autograd saves and adds the parts one by one: twice the time."""
+    """Rotation as one autograd function: the backward pass rotates gradients by the negative angle.
+
+    Plain autograd takes twice the time.
+    """
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor, position_type: PositionType) -> Tensor:
@@ -99,7 +106,7 @@ def _rotate_pairs(heads: Tensor, cosine: Tensor, sine: Tensor, position_type: Po
 
 
 def _split_pairs(heads: Tensor, pairs: int, position_type: PositionType) -> tuple[Tensor, Tensor]:
-    """Return the first and the second dimension of each pair."""
+    """Return the first and the second dimensions of all pairs, as views of `heads`: (…, pairs) each."""
     if position_type is PositionType.rotary_complex:
         return heads[..., : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2]
     return heads[..., :pairs], heads[..., pairs : 2 * pairs]

@@ -1,4 +1,7 @@
-"""The interface for a rank with only a part of each sequence: which part, and how it gathers the rest. trainer/parallel implements it."""
+"""Interface for context parallelism, used when a rank has only a part of each sequence.
+
+The implementation is in trainer/parallel.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from torch import Tensor
 
 
 class SequenceShard(Protocol):
-    """The ranks that share each sequence, as seen by one of them."""
+    """The part of each sequence that this rank has."""
 
     size: int
     """Number of ranks that share each sequence."""
 
     def select_positions(self, length: int, device: torch.device) -> Tensor | None:
-        """Return the positions, in sequences of `length`, of this rank's tokens; None: all."""
+        """Return the positions of this rank's tokens in sequences of `length` tokens; None if this rank has all tokens."""
 
 
 KeyValueGather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Maps keys and values (batch, head, sequence, dimension) of this rank's part of each sequence to those of the whole sequence."""
+"""Maps this rank's keys and values (batch, head, sequence, head size) to the keys and values of the full sequence."""

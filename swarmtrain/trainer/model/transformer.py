@@ -50,42 +50,47 @@ from swarmtrain.trainer.runtime import derive_seed, seed_torch
 
 
 class ForwardContext(NamedTuple):
-    """What all layers share in one forward pass."""
+    """Inputs that all layers share in one forward pass."""
 
     rotation: Rotation | None
     position_ids: Tensor | None
-    """Position of each of this rank's tokens, (sequence) or (batch, sequence); None without learned positions."""
+    """Position of each token of this rank, (sequence) or (batch, sequence); None without learned positions."""
     masks: Masks
     noise: Tensor | None
-    """Per token inside a block, where sequence parallelism has gathered the sequence: the number that determines its dropout (see
-    dropout.compute_token_noise); None without dropout.
+    """Dropout noise (batch, sequence) inside attention and feed-forward blocks; None without dropout.
+
+    Inside blocks, sequence parallelism has gathered the full sequence. See dropout.compute_token_noise.
     """
     residual_noise: Tensor | None
-    """The same for this rank's tokens between blocks."""
+    """Dropout noise (batch, sequence) between blocks, where a rank has only its part of the sequence (sequence parallelism).
+
+    None without dropout.
+    """
 
 
 class Transformer(nn.Module):
-    """Maps tokens (batch, sequence) to logits (batch, sequence, vocabulary).
+    """Decoder-only transformer: maps tokens (batch, sequence) to logits (batch, sequence, vocabulary), or to a loss.
 
-    It is constructed without values, on torch's meta device; `parallelize` materializes each rank's shard, `init_weights` everything.
+    Its parameters are created on torch's meta device, without values. `parallelize` materializes this rank's shard, `init_weights` the
+    full model.
     """
 
     def __init__(self, architecture: TransformerArchitectureConfig, seed: int) -> None:
         super().__init__()
         self.architecture = architecture
         self.initial_value: Callable[[str, torch.Size], Tensor] = ParameterInitializer(architecture, seed)
-        """Returns the full initial value of a parameter, by its name and size."""
+        """Function that returns the initial value of a full parameter, given its name and shape."""
         self.has_tied_embeddings = architecture.has_tied_embeddings
         self.sequence_parallel_coordinate = (0, 1)
-        """Index of this rank's part of each sequence between blocks, and the number of parts (sequence parallelism)."""
+        """Index of the part of each sequence that this rank has between blocks, and the number of parts (sequence parallelism)."""
         self.model_coordinate = (0, 0)
-        """This rank's first layer, and its index among the ranks that share its layers."""
+        """Index of this rank's first layer, and this rank's index among the ranks that hold the same layers."""
         self.loss_chunk_size: int | None = None
-        """Tokens whose logits are materialized at a time. None: all."""
+        """Number of tokens whose logits are materialized at a time. None: all tokens at once."""
         self.preference_loss: preference.PreferenceLoss | None = None
-        """Train on preference pairs: see preference.py."""
+        """Loss for preference training (see preference.py); None: next-token prediction."""
         self.sequence_shard: SequenceShard | None = None
-        """The ranks that share each sequence with this one (context parallelism)."""
+        """The ranks that share each sequence with this rank (context parallelism)."""
         self.embedding_dropout = Dropout(architecture.dropout_embedding, "embedding")
         self.rotary = RotaryEmbedding(architecture)
         with torch.device("meta"):
@@ -102,18 +107,18 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def init_weights(self, device: torch.device | None = None) -> Transformer:
-        """Initialize all parameters on `device`, and return this model."""
+        """Initialize all parameters on `device` (default: CPU), and return this model."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         sizes = {name: parameter.shape for parameter, name in names.items()}
         materialize_parameters(self, names, lambda name: self.initial_value(name, sizes[name]), device or torch.device("cpu"))
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Return the logits, or with `targets` (batch, sequence; IGNORE_INDEX for none) the summed loss in nats or EmbeddingHead's vectors.
+        """Return the logits, or if `targets` is given the summed loss in nats, or the text vectors of an embedding head.
 
-        `documents` (batch, sequence) has the number of each token's document, for models that distinguish documents. If the head is
-        divided over ranks, the logits are those of this rank's part of the vocabulary; if sequences are, logits and loss are those of
-        this rank's part of them.
+        `targets` (batch, sequence): IGNORE_INDEX for positions without a loss. `documents` (batch, sequence): the document number of each
+        token, for models that separate documents. If the head is tensor-parallel, logits are those of this rank's vocabulary shard. With
+        context parallelism, logits and loss are those of this rank's part of the sequences.
         """
         if self.preference_loss is not None:
             tokens, documents = preference.duplicate_batch(tokens, documents)
@@ -144,7 +149,7 @@ class Transformer(nn.Module):
         )
 
     def compute_next_token_logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the logits (batch, vocabulary) after the last of `tokens`; see `forward`."""
+        """Return the logits (batch, vocabulary) for the token that follows the last of `tokens`. For `documents`, see `forward`."""
         length = self._infer_sequence_length(tokens)
         positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
         with preference.applying_adapters_to_all_samples(self):
@@ -152,7 +157,10 @@ class Transformer(nn.Module):
         return logits[:, -1]
 
     def _compute_hidden(self, tokens: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Return the head's input: for the tokens at `positions` of sequences of `length`, if this rank does not have all of them."""
+        """Return the input of the head (batch, sequence, hidden size).
+
+        `positions`: positions of this rank's tokens in sequences of `length` tokens; None: all tokens.
+        """
         if positions is not None and tokens.dim() == 2:
             tokens = tokens[:, positions]
         context = self._build_forward_context(tokens, length, documents, positions)
@@ -169,21 +177,24 @@ class Transformer(nn.Module):
         return self._compute_token_losses(hidden, targets).sum()
 
     def _compute_token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each of `targets`, flattened."""
+        """Return the loss in nats of each target, flattened to one dimension."""
         logits: Tensor = self.head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses: Tensor = self.loss(logits.flatten(0, 1), targets.flatten())
         return losses
 
     def _infer_sequence_length(self, inputs: Tensor) -> int:
-        """Return the length of whole sequences. `inputs`: tokens, or hidden states of this rank's part from the previous pipeline stage."""
+        """Return the length of the full sequences.
+
+        `inputs`: token ids, or hidden states from the previous pipeline stage, which cover this rank's part.
+        """
         shard_count = self.sequence_parallel_coordinate[1] * (self.sequence_shard.size if self.sequence_shard else 1)
         return inputs.shape[1] * (1 if inputs.dim() == 2 else shard_count)
 
     def _build_forward_context(self, inputs: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> ForwardContext:
-        """Return the context that the layers share, for sequences of `length`.
+        """Return the inputs that all layers share, for sequences of `length` tokens.
 
-        `positions`: those of this rank's tokens in their sequences; None if it has whole sequences.
+        `positions`: positions of this rank's tokens in their sequences; None if this rank has full sequences.
         """
         attention_documents = documents if self.architecture.reset_attention_mask else None
         document_starts = find_document_starts(documents) if documents is not None and self.architecture.reset_position_ids else None
@@ -207,7 +218,10 @@ class Transformer(nn.Module):
 
 
 class InPlaceCrossEntropyLoss(nn.Module):
-    """Maps logits (tokens, vocabulary) and targets (tokens) to each token's loss in nats, zero for IGNORE_INDEX. Overwrites the logits."""
+    """Maps logits (tokens, vocabulary) and targets (tokens) to the loss of each token in nats, 0 for IGNORE_INDEX.
+
+    The logits are overwritten.
+    """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = _InPlaceCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch's own is not typed
@@ -215,7 +229,10 @@ class InPlaceCrossEntropyLoss(nn.Module):
 
 
 class _InPlaceCrossEntropy(torch.autograd.Function):
-    """Cross-entropy in the memory of the logits. torch's own allocates log-probabilities in addition, and a gradient on top of both."""
+    """Cross-entropy computed in the memory of the logits.
+
+    torch's implementation also allocates log-probabilities and a gradient of the same size.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -238,7 +255,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward network, each on a branch of the residual stream."""
+    """Transformer block: attention and a feed-forward block, each added to the residual stream."""
 
     def __init__(self, architecture: TransformerArchitectureConfig, layer: int) -> None:
         super().__init__()
@@ -273,7 +290,7 @@ class TransformerBlock(nn.Module):
         return self.adapter.apply_adapter("after_attention", self.attention_dropout(attended, context.residual_noise))
 
     def _run_mlp(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        # A custom block need not accept what only LoRA's dropout uses.
+        # `noise` is used only by LoRA's dropout, so a custom block need not accept it.
         mlp_options = {"noise": context.noise} if self.has_inner_dropout else {}
         output = self.mlp(self.mlp_norm(hidden), **mlp_options)
         return self.adapter.apply_adapter("after_mlp", self.mlp_dropout(output, context.residual_noise))

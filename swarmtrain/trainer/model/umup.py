@@ -1,9 +1,10 @@
 """u-muP, the unit-scaled maximal update parametrization: Blake et al. 2024 (arXiv 2407.17465).
 
-Parameters are initialized with a standard deviation of one, and each operation has a factor by which its output and the gradient that flows
-back through it initially have a scale near one as well, at every width and depth. Together with the learning rates (see
-`compute_lr_multiplier`) this makes the best learning rate of a narrow model that of a wide one. AdamW is invariant to a constant factor of
-a gradient; where such a factor would change how gradients of one tensor add up, both directions have the same factor.
+Parameters are initialized with standard deviation 1. Each operation has factors for its output and for the gradient that flows back
+through it, so that both initially have a scale close to 1 at every width and depth. With the learning rate multipliers of
+`compute_lr_multiplier`, the best learning rate of a narrow model is also the best of a wide model. AdamW is invariant to a constant
+factor of a gradient. Where such a factor would change how several gradients of one tensor add up, output and gradient have the same
+factor.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def scale_values(values: Tensor, forward: float = 1.0, backward: float = 1.0) -> Tensor:
-    """Return `values` x `forward`; the gradient is multiplied by `backward` instead."""
+    """Return `values` x `forward`. In the backward pass the gradient is multiplied by `backward`, not by `forward`."""
     result: Tensor = _ScaleForwardBackward.apply(values, forward, backward)  # type: ignore[no-untyped-call]  # torch's own is not typed
     return result
 
 
 class UnitScaledLinear(nn.Linear):
-    """A linear layer of a block. The gradient of a weight is a sum over tokens of unit-scale values."""
+    """Linear layer of a block with u-muP scaling. A weight's gradient is a sum over tokens of unit-scale values."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, multiply: LinearFunction = functional.linear) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.multiply = multiply
         self.scales = inputs**-0.5, inputs**-0.5
-        """Factors of the output and of the input's gradient. For a layer between other layers the two must be equal."""
+        """Factors of the output and of the input's gradient. They must be equal for a layer that is followed by other layers."""
 
     def forward(self, input: Tensor) -> Tensor:
         output_scale, gradient_scale = self.scales
@@ -43,7 +44,7 @@ class UnitScaledLinear(nn.Linear):
 
 
 class UnitScaledHead(UnitScaledLinear):
-    """The output layer. Only the loss follows it, so its two factors may differ."""
+    """Output layer with u-muP scaling. It is followed only by the loss, so its output and gradient factors may differ."""
 
     def __init__(self, architecture: TransformerArchitectureConfig) -> None:
         super().__init__(architecture.hidden_size, architecture.vocab_size, bias=False)
@@ -67,7 +68,7 @@ class _ScaleForwardBackward(torch.autograd.Function):
 
 
 def build_output_layer(architecture: TransformerArchitectureConfig) -> nn.Linear:
-    """Return the output layer."""
+    """Return the output layer (hidden size to vocabulary), with u-muP scaling if the architecture enables it."""
     return (
         UnitScaledHead(architecture)
         if architecture.umup.enable
@@ -76,9 +77,9 @@ def build_output_layer(architecture: TransformerArchitectureConfig) -> nn.Linear
 
 
 def compute_attention_scales(architecture: TransformerArchitectureConfig) -> tuple[float, float]:
-    """Return the factors of the attention scores and of the attention output.
+    """Return the u-muP factors of the attention scores and of the attention output.
 
-    The second is the paper's fit: heads that attend uniformly average their values, heads that attend to one token do not.
+    The second factor is the paper's fit: heads that attend uniformly average their values, heads that attend to one token do not.
     """
     multiplier = architecture.umup.attn_mult
     sharpness = 1 / (1 + 4 * architecture.head_size / multiplier**2)
@@ -88,19 +89,26 @@ def compute_attention_scales(architecture: TransformerArchitectureConfig) -> tup
 
 
 def compute_gelu_scale(multiplier: float) -> float:
-    """Return the factor of gelu(multiplier x) / multiplier, which lies between x / 2 and max(x, 0)."""
+    """Return the u-muP factor of gelu(multiplier x) / multiplier.
+
+    This function lies between x / 2 (small multiplier) and max(x, 0) (large multiplier).
+    """
     return _interpolate_log(1 / (1 + 0.25 / multiplier**2), 2.0, (2 / (1 - 1 / math.pi)) ** 0.5)
 
 
 def compute_swiglu_scale(multiplier: float) -> float:
-    """Return the factor of x silu(multiplier y) / multiplier, which lies between x y / 2 and x max(y, 0)."""
+    """Return the u-muP factor of x silu(multiplier y) / multiplier.
+
+    This function lies between x y / 2 (small multiplier) and x max(y, 0) (large multiplier).
+    """
     return 1 / _interpolate_log(1 / (1 + 1 / multiplier**2), 0.5, 0.5**0.5)
 
 
 def compute_residual_scales(architecture: TransformerArchitectureConfig, layer: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the factors of a branch and of the residual stream: for attention, and for the feed-forward block, of layer `layer`.
+    """Return the factors (branch, residual stream) for the attention branch and for the feed-forward branch of layer `layer`.
 
-    Their sum has a variance of one, and each branch's share of it is what it would be if the stream grew without these factors.
+    The scaled branch plus the scaled stream has a variance of 1, and the branch's share of the variance is the same as in a stream
+    without these factors.
     """
     mlp = architecture.umup.residual_mult * (2 / (1 + architecture.umup.residual_attn_ratio**2)) ** 0.5
     variances = [multiplier**2 / count_branches(architecture) for multiplier in (architecture.umup.residual_attn_ratio * mlp, mlp)]
@@ -110,12 +118,12 @@ def compute_residual_scales(architecture: TransformerArchitectureConfig, layer: 
 
 
 def count_branches(architecture: TransformerArchitectureConfig) -> int:
-    """Return the number of residual branches, by which each branch's variance is divided."""
+    """Return the number of residual branches by which u-muP divides the variance of each branch."""
     return architecture.num_layers * (1 if architecture.umup.normalize_depth_to_num_layers else 2)
 
 
 def compute_lr_multiplier(name: str, size: torch.Size, architecture: TransformerArchitectureConfig) -> float:
-    """Return the learning rate multiplier of parameter `name`; `size` is that of the full parameter."""
+    """Return the u-muP learning rate multiplier of the parameter `name`; `size`: shape of the full parameter. 1 without u-muP."""
     if not architecture.umup.enable:
         return 1.0
     if name == "embedding.weight":
@@ -130,5 +138,5 @@ def _compute_residual_weights(ratio: float) -> tuple[float, float]:
 
 
 def _interpolate_log(fraction: float, low: float, high: float) -> float:
-    """Return the geometric interpolation between `low` and `high` at `fraction`."""
+    """Return the geometric interpolation between `low` (fraction 0) and `high` (fraction 1)."""
     return math.exp(fraction * math.log(high) + (1 - fraction) * math.log(low))

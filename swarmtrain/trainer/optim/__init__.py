@@ -1,7 +1,7 @@
-"""The optimizer: from accumulated gradients to an update, clipped by the global gradient norm.
+"""The optimizer: turns accumulated gradients, clipped by their global norm, into an update of the parameters.
 
-param_groups    which parameter is trained with which settings
-lr_schedule     learning rates as functions of the step
+param_groups    assign parameters to training groups
+lr_schedule     learning rate as a function of the step
 update_rules    AdamW, SGD
 muon            Muon
 loss_scaler     dynamic loss scaling
@@ -34,34 +34,34 @@ from swarmtrain.trainer.parallel import EMBEDDING_WEIGHT, ParallelModel
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """The result of one step's gradients; the same on every rank except `non_finite_counts` and `extra_scalars`."""
+    """What one step does to the parameters; equal on every rank except `non_finite_counts` and `extra_scalars`."""
 
     gradient_norm: float
     """Global gradient norm before clipping."""
     learning_rates: Mapping[str, float]
-    """By training group."""
+    """Learning rate of each training group, by the group's name."""
     loss_scale: float | None = None
-    """Factor of the loss; None without loss scaling."""
+    """Factor by which the loss was multiplied; None without loss scaling."""
     skipped: bool = False
-    """True if the scaled gradients overflowed, or `skip_step` was called: parameters and optimizer state are unchanged."""
+    """True if the scaled gradients overflowed or `skip_step` was called: parameters and optimizer state did not change."""
     non_finite_counts: Mapping[str, int] = field(default_factory=dict)
-    """Parameter name to the number of NaN/Inf values in this rank's part of its gradient."""
+    """Number of NaN/Inf values in this rank's shard of each gradient, by parameter name."""
     extra_scalars: tuple[float, ...] = ()
-    """This rank's values that were read together with the norm."""
+    """Values of the `extra_scalars` of `prepare_step` on this rank, read from the device together with the norm."""
     clipped: bool = False
-    """True if the gradient norm exceeded the clipping threshold."""
+    """True if the gradient norm exceeded optimizer.gradient_clipping."""
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the first group."""
+        """Learning rate of the first training group."""
         return next(iter(self.learning_rates.values()))
 
 
 class Optimizer:
-    """Updates all parameters, each with the method, learning rate and weight decay of its group."""
+    """Optimizer of all trained parameters: each has the update rule, learning rate and weight decay of its training group."""
 
     def __init__(self, model: ParallelModel, config: Config) -> None:
-        """Raises TrainingError if training_groups do not fit the model's parameters."""
+        """Raises TrainingError if the config's training_groups do not match the model's parameters."""
         self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained_names}
         self.param_groups = param_groups.build_parameter_groups(model.trained_names, config)
         self._shard_layout = model.shard_layout
@@ -72,28 +72,30 @@ class Optimizer:
         self._update_rules = [each for group in self.param_groups for each in _build_update_rules(group, model, config, self._frozen_rows)]
         self._prepared_update: OptimizerUpdate | None = None
         self.last_step = 0
-        """Number of the last step of this process, 0 before the first."""
+        """Number of the last step that this process ran; 0 before the first."""
         self.is_updating = False
-        """True while parameters and state are partly updated: neither those before a step nor those after it."""
+        """True while an update is in progress: parameters and state are then inconsistent, partly before and partly after the step."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the value to differentiate instead of `loss`: `loss` itself, or with loss scaling a multiple of it."""
+        """Return `loss` times the loss scale, which is the value to differentiate; `loss` itself without loss scaling."""
         return loss * self._loss_scaler.current.factor if self._loss_scaler else loss
 
     @property
     def is_prepared(self) -> bool:
-        """True if the next update is prepared, is finite or skipped, and needs no other rank."""
+        """True if `prepare_step` has run and its update is finite or skipped: `step` then needs no communication."""
         update = self._prepared_update
         return update is not None and (update.skipped or math.isfinite(update.gradient_norm))
 
     @torch.no_grad()
     def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
-        """Do everything in step `number` for which ranks need each other, and return the update that the step will make.
+        """Do all communication of step `number`: unscale and clip gradients. Return the update that `step` will apply.
 
-        `extra_scalars`, values on the device, are read together with the norm: this is the one time in a step that the host waits for the
-        device, and later work is queued while ranks exchange what they have read. Neither parameters nor state change, so they stay valid
-        if a peer dies meanwhile. With loss scaling a step with non-finite gradients is skipped, by all ranks, since all have the same norm.
-        Raises TrainingError if that happens at the lowest scale.
+        `extra_scalars`, tensors on the device, are read together with the gradient norm: this is the only point in a step at which the
+        host waits for the device; later work is queued while ranks communicate. Parameters and optimizer state do not change, so they
+        remain valid if a peer dies in the meantime. With loss scaling, all ranks skip a step whose gradients are non-finite: all ranks
+        have the same norm.
+
+        Raises TrainingError if gradients are non-finite at the lowest loss scale.
         """
         self._zero_frozen_rows()
         gradients = {name: require_gradient(parameter) for name, parameter in self.parameters.items()}
@@ -118,7 +120,10 @@ class Optimizer:
         return self._prepared_update
 
     def skip_step(self) -> OptimizerUpdate:
-        """Make the prepared step change nothing, and return its new update."""
+        """Mark the prepared step as skipped, so that `step` changes no parameters. Return the new update.
+
+        Raises ValueError if no step is prepared.
+        """
         if self._prepared_update is None:
             raise ValueError("skip_step() without prepare_step()")
         self._prepared_update = replace(self._prepared_update, skipped=True)
@@ -126,7 +131,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, number: int) -> OptimizerUpdate:
-        """Run optimizer step `number` (the first is 1) with the current gradients, and clear them. Raises what `prepare_step` raises."""
+        """Run optimizer step `number` (the first is 1) with the current gradients, then clear them. Return the update.
+
+        Calls `prepare_step` first if the caller has not, and raises what it raises.
+        """
         update = self._prepared_update or self.prepare_step(number)
         self.is_updating, self._prepared_update = True, None
         if not update.skipped:
@@ -141,7 +149,10 @@ class Optimizer:
         return update
 
     def _zero_frozen_rows(self) -> None:
-        """Zero the gradients of frozen rows, and before the first step also their state, which may come from another run."""
+        """Set the gradients of frozen embedding rows to zero.
+
+        Before the first step, also set their optimizer state to zero, which may come from another run.
+        """
         for name, rows in self._frozen_rows.items():
             require_gradient(self.parameters[name])[rows] = 0
             for _, _, rule in self._update_rules if self.last_step == 0 else ():
@@ -150,7 +161,10 @@ class Optimizer:
                         state[name][rows] = 0
 
     def collect_state_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the optimizer state, named MOMENT/PARAMETER, to be read or filled in place."""
+        """Return the tensors of the optimizer state, named MOMENT/PARAMETER.
+
+        They are not copies: a checkpoint is loaded into them in place.
+        """
         tensors = {
             f"{kind}/{name}": tensor
             for _, _, rule in self._update_rules
@@ -173,7 +187,7 @@ def _build_lowest_scale_error(scaler: LossScaler, number: int, non_finite: Mappi
 
 
 def _find_frozen_rows(model: ParallelModel, config: Config) -> dict[str, Tensor]:
-    """Return a mask of this rank's frozen rows, by the names of parameters of which only some rows are trained."""
+    """Return a boolean mask of the frozen rows in this rank's shard of the embedding, by parameter name; empty if all rows are trained."""
     if not config.trainer.finetunable_token_ids or EMBEDDING_WEIGHT not in model.parameters:
         return {}
     trained = torch.isin(model.shard_layout.find_local_rows(EMBEDDING_WEIGHT), torch.tensor(config.trainer.finetunable_token_ids))
@@ -183,15 +197,16 @@ def _find_frozen_rows(model: ParallelModel, config: Config) -> dict[str, Tensor]
 def _build_update_rules(
     group: ParameterGroup, model: ParallelModel, config: Config, partly_frozen: Collection[str]
 ) -> Iterator[tuple[ParameterGroup, float, UpdateRule]]:
-    """Yield the update rules of `group`, each with its group settings and learning rate multiplier.
+    """Yield the update rules of `group`, each with its group settings and its learning rate multiplier.
 
-    Parameters in `partly_frozen` have no weight decay. Raises TrainingError if one of them has a method that would move all of it.
+    Parameters in `partly_frozen` have no weight decay. Raises TrainingError if such a parameter uses Muon, which would also update its
+    frozen rows.
     """
     parameters_by_rule: dict[tuple[float, OptimizerMethod, bool], dict[str, nn.Parameter]] = defaultdict(dict)
     shapes = model.shard_layout.shapes
     for name in group.parameter_names:
         if name not in model.parameters:
-            continue  # another stage of the pipeline has it
+            continue  # another pipeline stage holds this parameter
         parameter = model.parameters[name]
         lr_multiplier = umup.compute_lr_multiplier(name, shapes[name], config.transformer_architecture)
         parameters_by_rule[
@@ -205,8 +220,8 @@ def _build_update_rules(
             case OptimizerMethod.sgd:
                 yield rule_group, lr_multiplier, Sgd(parameters, config.optimizer)
             case OptimizerMethod.muon if is_partly_frozen:
-                place, hint = f"config training_groups, group {group.name}", "leave it to AdamW"
-                raise TrainingError("Muon would move all of the embedding, not trainer.finetunable_token_ids alone", place=place, hint=hint)
+                place, hint = f"config training_groups, group {group.name}", "use AdamW for this group"
+                raise TrainingError("Muon would update the whole embedding, not only trainer.finetunable_token_ids", place=place, hint=hint)
             case OptimizerMethod.muon:
                 full_precision = config.transformer_architecture.precision in (Precision.float32, Precision.float64)
                 yield (

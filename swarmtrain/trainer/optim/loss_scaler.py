@@ -1,7 +1,7 @@
-"""Loss scaling for float16: scales small gradients into its range, and skips steps whose gradients overflow.
+"""Dynamic loss scaling for float16: makes small gradients representable, and skips steps whose gradients overflow.
 
-The scale falls at an overflow and rises after a while without one, as in Micikevicius et al. 2017 (arXiv 1710.03740), with the hysteresis
-of DeepSpeed and Scaling.
+The scale is lowered after an overflow and raised after a number of steps without one, as in Micikevicius et al. 2017 (arXiv 1710.03740),
+with the hysteresis of DeepSpeed and Scaling.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from swarmtrain.config.schema.transformer_architecture import Precision
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """The state of loss scaling between two steps."""
+    """State of the loss scaling between two steps."""
 
     factor: float
-    """Factor of the loss."""
+    """Loss scale: factor by which the loss is multiplied."""
     clean_steps: float
-    """Steps without an overflow since the last overflow."""
+    """Number of steps since the last overflow."""
     hysteresis: float
-    """Overflows until the factor falls, the last one included."""
+    """Number of overflows until the loss scale is lowered: at 1, the next overflow lowers it."""
 
 
 def build_initial_state(config: LossScalerConfig) -> LossScaleState:
-    """Return the state at the start of a run."""
+    """Return the loss scale state at the start of a run."""
     return LossScaleState(config.initial_scale, 0, config.hysteresis)
 
 
 def advance_state(state: LossScaleState, config: LossScalerConfig, *, overflow: bool) -> LossScaleState:
-    """Return the state after a step."""
+    """Return the loss scale state after a step. `overflow`: the step was skipped because its gradients overflowed."""
     if overflow:
         if state.hysteresis > 1:
             return LossScaleState(state.factor, 0, state.hysteresis - 1)
@@ -46,7 +46,7 @@ def advance_state(state: LossScaleState, config: LossScalerConfig, *, overflow: 
 
 
 class LossScaler:
-    """The loss scaling of a run. Its state is a tensor, so that checkpoints contain it."""
+    """Dynamic loss scaling of a run. Its state is a tensor, so that checkpoints contain it."""
 
     def __init__(self, config: LossScalerConfig) -> None:
         self._config = config
@@ -54,27 +54,27 @@ class LossScaler:
 
     @property
     def current(self) -> LossScaleState:
-        """The current state."""
+        """Loss scale state before the next step."""
         return LossScaleState(*self.state.tolist())
 
     @property
     def is_at_minimum(self) -> bool:
-        """True if another overflow cannot lower the scale."""
+        """True if the loss scale is at its minimum, so that another overflow cannot lower it."""
         return self.current.factor <= self._config.min_scale
 
     def record_step(self, *, overflow: bool) -> None:
-        """Update the state after a step that was made, or skipped because of an overflow."""
+        """Update the loss scale state after a step. `overflow`: the step was skipped because its gradients overflowed."""
         self.state.copy_(torch.tensor(astuple(advance_state(self.current, self._config, overflow=overflow)), dtype=torch.float64))
 
 
 def build_loss_scaler(config: Config) -> LossScaler | None:
-    """Return the loss scaler that `config` asks for, or None."""
+    """Return the loss scaler that `config` enables, or None. The default is on for float16 and off otherwise."""
     scaler_config = config.optimizer.loss_scaler
     default = config.transformer_architecture.precision is Precision.float16
     return LossScaler(scaler_config) if (default if scaler_config.enable is None else scaler_config.enable) else None
 
 
 def unscale_gradients(gradients: list[Tensor], scaler: LossScaler) -> None:
-    """Divide gradients of a scaled loss by the scale, in place."""
+    """Divide the gradients of a scaled loss by the loss scale, in place."""
     for gradient in gradients:
         gradient.mul_(1 / scaler.current.factor)

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step: nothing to save, nothing to restore."""
+"""Learning rate schedules as pure functions of the step, without state to save or restore."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from swarmtrain.config.schema.learning_rate_scheduler import DecayStyle, Learnin
 
 
 def compute_learning_rate(schedule: LearningRateSchedulerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (the first is 1) in a run of `total_steps`.
+    """Return the learning rate of optimizer step `step` (the first is 1) in a run of `total_steps` steps.
 
-    0 during the delay; then linear warm-up to `learning_rate`, reached on the last warm-up step; then decay to `learning_rate_minimum`,
-    reached on step `learning_rate_decay_iters` (default: `total_steps`), and constant from there on. With warmup_stable_decay the rate
-    stays at `learning_rate` until the last `learning_rate_decay_steps` (default: a fifth) of these steps.
+    The rate is 0 during the delay. It then rises linearly to `learning_rate`, reached on the last warm-up step, decays to
+    `learning_rate_minimum`, reached on step `learning_rate_decay_iters` (default: `total_steps`), and remains constant. With
+    warmup_stable_decay, the rate stays at `learning_rate` and decays only in the last `learning_rate_decay_steps` steps (default: a fifth
+    of the decay's end step).
     """
     highest, lowest = schedule.learning_rate, schedule.learning_rate_minimum
     steps_since_delay = step - schedule.learning_rate_warmup_delay_steps
@@ -34,7 +35,7 @@ def compute_learning_rate(schedule: LearningRateSchedulerConfig, step: int, tota
 
 
 def _find_decay_start(schedule: LearningRateSchedulerConfig, end: int) -> int:
-    """Return the last step at the highest rate, if the decay ends on step `end`."""
+    """Return the last step at the highest learning rate, for a schedule whose decay ends on step `end`."""
     warmup_end = schedule.learning_rate_warmup_delay_steps + schedule.learning_rate_warmup_steps
     if schedule.learning_rate_decay_style is not DecayStyle.warmup_stable_decay:
         return warmup_end

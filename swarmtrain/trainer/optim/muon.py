@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the momentum of a matrix's gradients, orthogonalized.
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): updates a matrix by the orthogonalized momentum of its gradients.
 
-Updates are scaled as by Liu et al. 2025 (arXiv 2502.16982), so that learning rates and weight decays of AdamW work for it too. A matrix
-that is sharded over ranks is gathered and orthogonalized, and each rank takes its shard: the update is the same in every topology. Matrices
-are assigned to replicas, since each replica would compute the same.
+Updates are scaled as by Liu et al. 2025 (arXiv 2502.16982), so that learning rates and weight decays of AdamW are suitable for Muon too.
+A matrix that is sharded over ranks is gathered and orthogonalized, and each rank takes its shard: the update is the same in every
+topology. Each matrix is assigned to one replica, since all replicas would compute the same update, and is broadcast to the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEWTON_SCHULZ_ITERATIONS = 5
 
 
 class Muon:
-    """Updates matrices."""
+    """Muon update rule for matrices (2-dimensional parameters)."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Muon:
         *,
         full_precision: bool,
     ) -> None:
-        """`replica_group`: ranks with the same parameters, None if there are no others.
+        """`replica_group`: the ranks that hold the same parameters; None if there are no others.
 
-        `full_precision`: orthogonalize in the parameters' own precision; else in bfloat16, at a fraction of the cost.
+        `full_precision`: orthogonalize in the precision of the parameters; else in bfloat16, which is much cheaper.
         """
         self._parameters, self._momentum, self._shard_layout, self._full_precision = (
             parameters,
@@ -66,7 +66,7 @@ class Muon:
             )
 
     def _broadcast_updates(self, updates: dict[str, Tensor]) -> None:
-        """Receive the updates that other replicas have computed."""
+        """Broadcast each update from the replica that has computed it to the other replicas."""
         broadcasts = [
             dist.broadcast(updates[name].view(torch.uint8), group=self._replica_group, group_src=owner, async_op=True)
             for name, owner in self._owners.items()
@@ -75,20 +75,23 @@ class Muon:
             work.wait()
 
     def _compute_momentum(self, name: str) -> Tensor:
-        """Return the momentum including this step's gradient.
+        """Return the momentum of parameter `name`, including this step's gradient.
 
-        It is computed twice: in `prepare_step`, and in `step` once nothing can fail any more.
+        It is computed twice: in `prepare_step`, and again in `step`, once nothing can fail any more.
         """
         grad = require_gradient(self._parameters[name])
         return self.moments["muon_momentum"][name].to(grad.dtype).lerp(grad, 1 - self._momentum)
 
     def _compute_nesterov_momentum(self, name: str) -> Tensor:
-        """Return the Nesterov momentum of a matrix, in the precision in which it is orthogonalized."""
+        """Return the Nesterov momentum of parameter `name`, in the precision in which it is orthogonalized."""
         direction = require_gradient(self._parameters[name]).lerp(self._compute_momentum(name), self._momentum)  # Nesterov momentum
         return direction if self._full_precision else direction.bfloat16()
 
     def _orthogonalize_update(self, name: str, direction: Tensor) -> Tensor:
-        """Return `direction` orthogonalized as a whole matrix, in the same layout; an empty tensor if another replica computes it."""
+        """Orthogonalize `direction` as a full matrix, and return the result sharded like `direction`.
+
+        An empty tensor if another replica computes it.
+        """
         if self._replica_group and self._owners.get(name, self._replica_group.rank()) != self._replica_group.rank():
             return torch.empty_like(direction)
         full_direction = self._shard_layout.wrap_as_dtensor(name, direction)
@@ -102,13 +105,16 @@ class Muon:
         return sharded if isinstance(direction, DTensor) else sharded.to_local().contiguous()
 
     def _compute_update_scale(self, name: str) -> float:
-        """Return the factor that scales an orthogonal matrix to the size of AdamW's updates."""
+        """Return the factor that scales an orthogonalized matrix to the size of AdamW's updates."""
         full_parameter = self._shard_layout.wrap_as_dtensor(name, self._parameters[name].detach())
         return float(0.2 * max(full_parameter.shape) ** 0.5)
 
 
 def orthogonalize_matrix(matrix: Tensor) -> Tensor:
-    """Return approximately U V' of the singular value decomposition U S V' of `matrix`: singular values become 0.7 to 1.2."""
+    """Return approximately U V' of the singular value decomposition U S V' of `matrix`, by Newton-Schulz iterations.
+
+    The singular values of the result are between 0.7 and 1.2.
+    """
     a, b, c = _NEWTON_SCHULZ_COEFFICIENTS
     iterate = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     iterate = iterate / iterate.norm().clamp(min=1e-7)
@@ -120,13 +126,16 @@ def orthogonalize_matrix(matrix: Tensor) -> Tensor:
 
 
 def count_operations(shape: Sequence[int]) -> int:
-    """Return the number of operations of one iteration on a matrix of `shape`."""
+    """Return the number of floating-point operations of one Newton-Schulz iteration on a matrix of `shape`."""
     short, long = sorted(shape)
     return 4 * short * short * long + 2 * short**3
 
 
 def assign_matrices(costs: Mapping[str, int], replica_count: int) -> dict[str, int]:
-    """Assign each matrix to one of `replica_count` replicas with balanced cost: the most expensive first, to the least loaded."""
+    """Return for each matrix the index of the replica that computes its update, so that costs are balanced.
+
+    `costs`: operations per matrix, by name. Greedy: the most expensive matrix first, to the least loaded of `replica_count` replicas.
+    """
     loads, owners = [0] * replica_count, {}
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
         owners[name] = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Training groups: which parameter is trained with which settings. Every parameter is in exactly one group."""
+"""Training groups: assign every parameter to one group with its own update rule, weight decay and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _MATRIX_DIMENSIONS = 2
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters, by name, that share weight decay and schedule."""
+    """Names of parameters that share update rule, weight decay and learning rate schedule."""
 
     name: str
     parameter_names: tuple[str, ...]
     method: OptimizerMethod | None
-    """The group's method; None: what `choose_method` selects."""
+    """Update rule of the group; None: `choose_method` selects one for each parameter."""
     weight_decay: float
-    """A step multiplies parameters by 1 - learning rate x weight decay."""
+    """Weight decay: a step multiplies parameters by 1 - learning rate x weight decay."""
     schedule: LearningRateSchedulerConfig
     independent_weight_decay: bool = False
-    """Whether weight decay is the same at every learning rate."""
+    """Whether the amount of weight decay is independent of the learning rate."""
 
 
 def build_parameter_groups(names: Sequence[str], config: Config) -> list[ParameterGroup]:
-    """Partition the parameters `names` into the config's groups; without any, into one group with the default weight decay.
+    """Assign the parameters `names` to the config's training groups; without groups, to one group with the default weight decay.
 
-    Raises TrainingError for a group that matches nothing, and for parameters in several groups or in none, naming them.
+    Raises TrainingError if a group matches no parameter, or if parameters are in several groups or in none; the message names them.
     """
     group_configs = config.training_groups or (TrainingGroupConfig(group_name="all"),)
     groups = [
@@ -63,21 +63,21 @@ def build_parameter_groups(names: Sequence[str], config: Config) -> list[Paramet
 def _compute_weight_decay(group: TrainingGroupConfig, schedule: LearningRateSchedulerConfig) -> float:
     if not group.independent_weight_decay:
         return group.weight_decay
-    # Wortsman et al. 2023 (arXiv 2309.14322): another learning rate changes the speed of training, but not the weight decay.
+    # Wortsman et al. 2023 (arXiv 2309.14322): the effective weight decay does not depend on the learning rate.
     return group.weight_decay / schedule.learning_rate if schedule.learning_rate else 0.0
 
 
 def choose_method(group: ParameterGroup, name: str, dimensions: int, default_method: OptimizerMethod) -> OptimizerMethod:
-    """Return the method for the parameter `name` of `group`; `default_method` is the config's.
+    """Return the update rule for parameter `name` of `group`. `dimensions`: number of the parameter's dimensions.
 
-    Muon is for the matrices of blocks; embeddings, the output layer and norms use AdamW, unless the group sets a method. Raises
-    TrainingError if the group sets Muon for a parameter that is not a matrix.
+    If the group sets no method, `default_method` of the config applies. Muon is then used only for the matrices of blocks; embeddings,
+    the output layer and norms use AdamW. Raises TrainingError if the group sets Muon for a parameter that is not a matrix.
     """
     if group.method is OptimizerMethod.muon and dimensions != _MATRIX_DIMENSIONS:
         raise TrainingError(
-            f"{name} has {dimensions} dimensions, and Muon is for matrices",
+            f"{name} has {dimensions} dimensions, but Muon supports only matrices",
             place=f"config training_groups, group {group.name}",
-            hint="leave it to another group by parameters_exclude, or leave method out: norms then go to AdamW",
+            hint="move it to another group with parameters_exclude, or omit method: norms then use AdamW",
         )
     if group.method is not None:
         return group.method
@@ -98,4 +98,4 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _build_group_error(message: str, names: Sequence[str]) -> TrainingError:
-    return TrainingError(message, place="config training_groups", hint=f"parameters are named like {_format_names(names)}")
+    return TrainingError(message, place="config training_groups", hint=f"use parameter names such as {_format_names(names)}")

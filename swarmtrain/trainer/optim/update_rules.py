@@ -1,8 +1,8 @@
-"""AdamW and SGD: how gradients become an update. Each method owns the state of the parameters that it trains; muon.py is a third one.
+"""Update rules AdamW and SGD: compute a parameter update from gradients. Muon, the third rule, is in muon.py.
 
-Weight decay is decoupled in all of them: a step multiplies each parameter by 1 - learning rate x decay. A step depends only on its number,
-the gradients and the state, so the state's tensors are all that has to be saved. They are laid out like their parameters, which may be
-DTensors.
+Each rule owns the optimizer state of its parameters. Weight decay is decoupled in all rules: a step multiplies each parameter by 1 -
+learning rate x decay. A step depends only on its number, the gradients and the state, so only the state's tensors are saved. They have
+the layout of their parameters, which may be DTensors.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from swarmtrain.config.schema.optimizer import OptimizerConfig, StatePrecision
 
 NamedParameters = Mapping[str, nn.Parameter]
 NamedTensors = dict[str, Tensor]
-"""Tensors by the names of their parameters."""
+"""Tensors by parameter name."""
 
 _MAX_VECTOR_ELEMENTS = 16
-"""Elements in the widest vector register of any CPU: 512 bits of float32."""
+"""Number of float32 elements in the widest vector register of any CPU (512 bits)."""
 
 
 class UpdateRule(Protocol):
-    """Updates some of the parameters."""
+    """Interface of an update rule: updates a set of parameters from their gradients."""
 
     moments: dict[str, NamedTensors]
-    """Optimizer state by kind; no other method uses the same kinds."""
+    """Optimizer state: kind of moment to parameter name to tensor. Each kind belongs to one update rule only."""
 
     def prepare_step(self) -> None:
-        """Do everything in the next step that needs other ranks; changes neither parameters nor state."""
+        """Do all communication of the next step, without changing parameters or optimizer state."""
 
     def step(self, number: int, learning_rate: float, weight_decay: float) -> None:
-        """Run step `number` (the first is 1) with the current gradients."""
+        """Update the parameters in step `number` (the first is 1) from their current gradients."""
 
 
 class AdamW:
-    """AdamW: Loshchilov and Hutter 2017 (arXiv 1711.05101)."""
+    """AdamW update rule: Loshchilov and Hutter 2017 (arXiv 1711.05101)."""
 
     def __init__(self, parameters: NamedParameters, config: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-        """`shapes` are those of the undivided parameters, by name."""
+        """`shapes`: shapes of the full parameters, by name."""
         self._parameters, self._config = parameters, config
         self._fused_names = {name for name, parameter in parameters.items() if is_fusible(shapes[name], parameter.device)}
         self.moments = {kind: create_zero_state(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
-        # One counter per parameter, since torch increments each; it is set before every step, and so needs no saving.
+        # One counter per parameter, since torch increments each. Counters are set before every step, so they are not saved.
         self._step_counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
 
     def prepare_step(self) -> None: ...
@@ -99,7 +99,7 @@ class AdamW:
 
 
 class Sgd:
-    """Stochastic gradient descent with momentum, like torch.optim.SGD except for the weight decay."""
+    """SGD update rule with momentum: like torch.optim.SGD, except that weight decay is decoupled."""
 
     def __init__(self, parameters: NamedParameters, config: OptimizerConfig) -> None:
         self._parameters, self._momentum = parameters, config.momentum
@@ -116,9 +116,9 @@ class Sgd:
 
 
 def is_fusible(shape: Sequence[int], device: torch.device) -> bool:
-    """Return whether the fused kernel updates a parameter of `shape` identically however its rows are divided over ranks.
+    """Return whether the fused kernel gives the same result for a parameter of `shape` however its rows are sharded over ranks.
 
-    On a CPU it rounds the remainder after the last full vector differently, so parts must consist of full vectors.
+    On a CPU the kernel rounds the remainder after the last full vector differently, so each row must consist of full vectors.
     """
     return device.type != "cpu" or (len(shape) > 1 and math.prod(shape[1:]) % _MAX_VECTOR_ELEMENTS == 0)
 
@@ -126,12 +126,12 @@ def is_fusible(shape: Sequence[int], device: torch.device) -> bool:
 def require_gradient(parameter: nn.Parameter) -> Tensor:
     """Return the gradient of `parameter`. Raises RuntimeError if it has none."""
     if parameter.grad is None:
-        raise RuntimeError("a parameter took no part in the loss")
+        raise RuntimeError("a parameter did not contribute to the loss")
     return parameter.grad
 
 
 def create_zero_state(parameters: NamedParameters, config: OptimizerConfig) -> NamedTensors:
-    """Return zero-initialized state for `parameters`, laid out like them."""
+    """Return zero-initialized optimizer state for `parameters`, with the same shape and layout, in the configured state precision."""
     use_bfloat16 = config.state_precision is StatePrecision.bfloat16
     return {
         name: torch.zeros_like(parameter, dtype=torch.bfloat16 if use_bfloat16 else None, memory_format=torch.preserve_format)

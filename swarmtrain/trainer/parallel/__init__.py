@@ -1,4 +1,7 @@
-"""Divide a model over ranks: tensor and pipeline parallelism within a replica, data parallelism between replicas, on one mesh."""
+"""Model parallelism: distribute a model over ranks.
+
+Within a replica it is tensor and pipeline parallel; replicas are data parallel. All use one device mesh.
+"""
 
 from __future__ import annotations
 
@@ -30,36 +33,38 @@ from swarmtrain.trainer.parallel.shard_layout import ShardLayout
 from swarmtrain.trainer.runtime import Runtime
 
 EMBEDDING_WEIGHT = "embedding.weight"
-"""The name of a tied weight, also where the head uses it."""
+"""Name of the embedding's weight; also used for the output layer's weight if the two are tied."""
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model as this rank holds it."""
+    """A model that is distributed over ranks, as one rank holds it."""
 
     mesh: Mesh
     local_model: Transformer
-    """This rank's part without data parallelism around it: its forward pass sets up no gradient reduction."""
+    """This rank's part of the model, without data parallelism: its backward pass does not reduce gradients over replicas."""
     wrapped_model: SingleReplicaModel | DdpModel | FsdpModel | PipelineModel
-    """The same, with gradients summed over replicas."""
+    """This rank's part of the model with data parallelism: gradients are summed over replicas."""
     shard_layout: ShardLayout
     parameters: dict[str, nn.Parameter]
-    """This rank's parameters as plain tensors, by their names in the undivided model."""
+    """This rank's parameters or shards as plain tensors, by parameter name in the full model."""
     parameter_names: tuple[str, ...]
-    """Names of the undivided model's parameters."""
+    """Names of all parameters of the full model (all pipeline stages, unsharded)."""
     trained_names: tuple[str, ...]
-    """Names of the parameters that are trained; the others are frozen."""
+    """Names of the trained parameters of the full model; all others are frozen."""
     parameter_count: int
-    """Number of elements in all parameters of the undivided model."""
+    """Number of elements in all parameters of the full model."""
     base_fingerprint: str | None
-    """The fingerprint of trainer.init_from."""
+    """Fingerprint of the model in trainer.init_from; None if trainer.init_from is not set."""
 
 
 def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
-    """Divide `model` over this world.
+    """Distribute `model` over all ranks according to the config's topology, and materialize this rank's part.
 
-    Raises WorldError if the world's size does not fit the topology, TrainingError if the model is to be compiled and cannot be, and
-    CheckpointError if trainer.init_from is not a checkpoint of this model or cannot be read.
+    Return the parallel model.
+
+    Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled, and
+    CheckpointError if trainer.init_from cannot be read or is a checkpoint of another model.
     """
     config, layout = runtime.config, mesh.build_mesh(runtime)
     if config.trainer.preference_config:
@@ -120,9 +125,9 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
 
 
 def select_trained_names(names: Iterable[str], config: Config) -> list[str]:
-    """Return the names of the undivided model's parameters that are trained.
+    """Return those of the parameter `names` that the config selects for training.
 
-    Raises TrainingError if there are none, or none in some pipeline stage: no gradient would flow back from it.
+    Raises TrainingError if no parameter is selected, or none in some pipeline stage: no gradient would flow back from that stage.
     """
     patterns, names = config.trainer.finetunable_parameters, list(names)
     if patterns is not None:
@@ -135,7 +140,7 @@ def select_trained_names(names: Iterable[str], config: Config) -> list[str]:
         selected = [name for name in names if name in selected or name == EMBEDDING_WEIGHT]
     place = "config trainer.finetunable_parameters"
     if not selected:
-        raise TrainingError("matches no parameter", place=place, hint=f"they are named like {', '.join(names[:3])}")
+        raise TrainingError("matches no parameter", place=place, hint=f"use parameter names such as {', '.join(names[:3])}")
     stages = partition_layers(config.topology, config.transformer_architecture)
     for stage_index, layers in enumerate(stages if len(stages) > 1 else ()):
         prefixes = [f"blocks.{layer}." for layer in layers]
@@ -149,13 +154,18 @@ def select_trained_names(names: Iterable[str], config: Config) -> list[str]:
         )
         if not any(name.startswith(tuple(prefixes)) for name in selected):
             raise TrainingError(
-                f"matches nothing in stage {stage_index} of the pipeline", place=place, hint="train something in each of them"
+                f"matches no parameter in stage {stage_index} of the pipeline",
+                place=place,
+                hint="train at least one parameter in each stage",
             )
     return selected
 
 
 def _apply_model_parallelism(model: Transformer, config: Config, layout: Mesh) -> dict[str, Placement]:
-    """Reduce `model` to this rank's part. Return the tensor-parallel placements of parameters, by name."""
+    """Apply pipeline, tensor and context parallelism and activation checkpointing to `model`, in place.
+
+    Return the tensor-parallel placements of parameters, by name.
+    """
     if layout.pipe_size > 1:
         pipeline_parallel.remove_remote_layers(model, config, layout)
     tensor_placements = tensor_parallel.apply_tensor_parallel(
@@ -168,7 +178,7 @@ def _apply_model_parallelism(model: Transformer, config: Config, layout: Mesh) -
 
 
 def _load_base_model(runtime: Runtime, shapes: Mapping[str, torch.Size]) -> BaseWeights | None:
-    """Return trainer.init_from, if it is set. Raises CheckpointError."""
+    """Return the weights in trainer.init_from; None if it is not set. Raises CheckpointError if they cannot be read."""
     folder = runtime.config.trainer.init_from
     if folder is None:
         return None
@@ -190,9 +200,9 @@ def _build_shard_initializer(
     *,
     is_memory_mapped: bool,
 ) -> Callable[[str], Tensor]:
-    """Return a function that returns this rank's part of a parameter's initial value, by the parameter's name in the undivided model.
+    """Return a function that maps a parameter name to the initial value of this rank's tensor-parallel shard.
 
-    `is_memory_mapped`: initial values are views of a file rather than memory of their own, so they are copied.
+    `is_memory_mapped`: initial values are views of a memory-mapped file, so they are copied.
     """
     precision = torch.float64 if model.architecture.precision is Precision.float64 else torch.float32
 
@@ -209,7 +219,10 @@ def _build_shard_initializer(
 def _wrap_model(
     model: Transformer, runtime: Runtime, layout: Mesh, materialize: Materializer, *, tied_index: int | None
 ) -> SingleReplicaModel | DdpModel | FsdpModel | PipelineModel:
-    """Return `model`, materialized and combined with its other replicas. `tied_index`: index of a weight with a copy on another stage."""
+    """Return `model`, materialized and wrapped for data parallelism or for the pipeline.
+
+    `tied_index`: index of the parameter that has a tied copy on another pipeline stage; None if there is none.
+    """
     config = runtime.config
     # A sum of two numbers is rounded once, in any order.
     sum_in_fp64 = config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) > 2
@@ -234,10 +247,10 @@ def _wrap_model(
 
 
 def _has_sharded_state(config: Config) -> bool:
-    """Return whether replicas shard their parameters or optimizer state."""
+    """Return whether replicas shard their parameters or optimizer state (FSDP or ZeRO)."""
     return config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
 
 
 def _count_summed_gradients(topology: TopologyConfig) -> int:
-    """Return how many gradients of one parameter are summed in a step."""
+    """Return the number of gradients that are summed per parameter in one step."""
     return topology.micro_batches_per_step * topology.context_parallel_size

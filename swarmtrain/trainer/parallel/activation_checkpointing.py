@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a forward pass saves for the backward pass, and what is recomputed instead.
+"""Activation checkpointing: which activations are saved for the backward pass, and which are recomputed.
 
-Uses torch.utils.checkpoint, which restores random state and autocast. It wraps a module's forward method, not the module: so parameter
-names stay the same, and the hooks of fully_shard do not run again.
+Uses torch.utils.checkpoint, which restores random state and autocast. It wraps a module's forward method, not the module, so parameter
+names do not change, and hooks of fully_shard do not run a second time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _SAVED_OPERATIONS = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""Operations whose results are more expensive to recompute than to store."""
+"""Operations whose results are saved by selective checkpointing, since recomputing them costs more than storing them."""
 
 
 def checkpoint_layers(model: Transformer, mode: ActivationCheckpointing) -> None:
-    """Make each layer of `model` save only the activations that `mode` selects."""
+    """Make each layer of `model` save only the activations that `mode` selects, and recompute the others in the backward pass."""
     # torch.compile supports the default context_fn only if the argument is omitted.
     options: dict[str, Any] = {}
     if mode is ActivationCheckpointing.selective:
@@ -51,14 +51,14 @@ def checkpoint_layers(model: Transformer, mode: ActivationCheckpointing) -> None
 
 
 def checkpoint_stage(stage_model: Transformer, mode: ActivationCheckpointing) -> None:
-    """Make `stage_model`, a pipeline stage, save only its inputs, if `mode` is every_pipe_stage."""
+    """Make the pipeline stage `stage_model` save only its inputs, if `mode` is every_pipe_stage; a no-op for other modes."""
     if mode is not ActivationCheckpointing.every_pipe_stage:
         return
     original_forward = stage_model.forward
 
     @wraps(original_forward)
     def forward(*args: Any, **options: Any) -> Any:
-        # The backward pass may run after the micro batch's context variables were reset, or in a thread that never had them.
+        # The backward pass may run after the micro batch's context variables were reset, or in a thread that does not have them.
         captured_context = copy_context()
         # Recompute to the end, even if all needed tensors are available earlier: fully_shard's work after each block must run.
         with set_checkpoint_early_stop(False):

@@ -1,8 +1,8 @@
-"""Compiled blocks: torch.compile on each block's forward pass during training.
+"""Compilation of transformer blocks: torch.compile on the forward pass of each block, in training only.
 
-Blocks are compiled rather than the whole model, because blocks are alike: one compilation serves all of them, and everything around them
-(hooks of fully_shard, pipeline schedules, activation checkpointing) stays as it is. Validation runs uncompiled: another compilation, in the
-middle of a run, would take longer than the validation itself.
+Blocks are compiled separately rather than the whole model: they are alike, so one compilation serves all of them, and everything around
+them (hooks of fully_shard, pipeline schedules, activation checkpointing) does not change. Validation runs uncompiled: another compilation
+in the middle of a run would take longer than the validation itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.model.transformer import Transformer
 
 _GRAPHS_PER_BLOCK = 2
-"""One for a full micro batch, and one for an empty one."""
+"""Number of compiled graphs per block: one for a full micro batch, and one for an empty micro batch."""
 
 
 def compile_blocks(model: Transformer, device: torch.device) -> None:
-    """Compile the blocks of `model` on first use. Raises TrainingError if this machine has no compiler."""
+    """Compile the blocks of `model` when they first run. Raises TrainingError if this machine has no compiler."""
     _check_compiler(device)
     recompile_limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(recompile_limit, _GRAPHS_PER_BLOCK * len(model.blocks))  # for blocks that differ slightly
@@ -43,7 +43,9 @@ def _check_compiler(device: torch.device) -> None:
     from torch.utils._triton import has_triton
 
     if device.type == "cuda" and not has_triton():
-        raise TrainingError("there is no Triton here", place="config trainer.compile", hint="pip install triton, or remove trainer.compile")
+        raise TrainingError(
+            "needs Triton, which is not installed", place="config trainer.compile", hint="pip install triton, or remove trainer.compile"
+        )
     try:
         compiler = cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
@@ -51,7 +53,7 @@ def _check_compiler(device: torch.device) -> None:
     if not compiler or shutil.which(compiler) is None:
         tried = ", ".join(str(name) for name in config.cpp.cxx if name)
         raise TrainingError(
-            f"needs a C++ compiler, and found none of {tried}",
+            f"needs a C++ compiler, but found none of {tried}",
             place="config trainer.compile",
-            hint="an image whose BASE_IMAGE has one, as python:3.11-bookworm does; or remove trainer.compile",
+            hint="use an image whose BASE_IMAGE has one, such as python:3.11-bookworm, or remove trainer.compile",
         )

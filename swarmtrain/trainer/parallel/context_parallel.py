@@ -1,7 +1,7 @@
-"""Context parallelism: each rank has a part of every sequence, and gathers the keys and values of the whole for attention.
+"""Context parallelism: each rank has a part of every sequence, and gathers the keys and values of the full sequence for attention.
 
-All other layers process one token at a time and need no communication. A token attends to those before it, so later tokens cost more; each
-rank therefore has one chunk from the front and the matching one from the end, which balances the work.
+All other layers process each token independently and need no communication. A token attends to all tokens before it, so later tokens cost
+more. Each rank therefore has one chunk from the front of the sequence and the mirrored chunk from the end, which balances the work.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ _SEQUENCE_DIM = 2
 
 
 class ContextParallelGroup:
-    """The ranks of a one-dimensional mesh, which share sequences."""
+    """The ranks of a one-dimensional mesh, which share each sequence (context parallelism)."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
         self._mesh, self._rank = mesh, mesh.get_local_rank()
 
     def select_positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions, in sequences of `length`, of this rank's tokens. `length` must be a multiple of twice the group size."""
+        """Return the positions of this rank's tokens in sequences of `length` tokens.
+
+        `length` must be a multiple of twice the group size.
+        """
         return self._compute_all_positions(length, device)[self._rank]
 
     def gather_key_value(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the whole sequence. Gradients are summed over ranks, and each rank receives those of its part."""
+        """Return the keys and values (batch, head, sequence, head size) of the full sequence.
+
+        In the backward pass, gradients are summed over ranks, and each rank receives the gradients of its own part.
+        """
         return self._gather_sequence(key), self._gather_sequence(value)
 
     def _gather_sequence(self, heads: Tensor) -> Tensor:
@@ -40,13 +46,16 @@ class ContextParallelGroup:
         return gathered.index_select(_SEQUENCE_DIM, order)
 
     def _compute_all_positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of each rank's tokens, one row per rank."""
+        """Return the positions of each rank's tokens (ranks, tokens per rank)."""
         chunks = torch.arange(length, device=device).view(2 * self.size, -1)
         return torch.cat((chunks[: self.size], chunks[self.size :].flip(0)), dim=1)
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
-    """Divide each sequence of `model` over the ranks of `mesh`; all of them receive the whole sequence as input."""
+    """Make `model` process only this rank's part of each sequence; the ranks of `mesh` share every sequence.
+
+    All ranks still receive full sequences as input.
+    """
     model.sequence_shard = group = ContextParallelGroup(mesh)
     model.model_coordinate = model.model_coordinate[0], model.model_coordinate[1] * mesh.size() + mesh.get_local_rank()
     for module in model.modules():

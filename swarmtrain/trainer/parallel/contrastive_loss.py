@@ -1,11 +1,10 @@
-"""A contrastive loss over all texts of a global batch (InfoNCE: van den Oord et al. 2018, arXiv 1807.03748).
+"""Contrastive loss over all texts of a global batch (InfoNCE: van den Oord et al. 2018, arXiv 1807.03748).
 
-Among all answers in the global batch, including known negatives, a query's own answer should be the most likely.
-
-The loss covers the whole global batch, however many replicas and micro batches there are, with the memory of one micro batch: vectors are
-first computed without gradients, the loss is differentiated with respect to them, and then each micro batch runs again with its part of
-those gradients (GradCache: Gao et al. 2021, arXiv 2101.06983). So the loss is the same in every topology, like all losses here; the price
-is one more forward pass. Dropout is a function of the step and the sample, so it drops the same in both passes.
+For each query, its own answer should be the most likely among all answers in the global batch, including the known negatives. The loss
+covers the whole global batch, however many replicas and micro batches there are, with the memory of one micro batch: vectors are first
+computed without gradients, the loss is differentiated with respect to the vectors, and then each micro batch runs again with its part of
+those gradients (GradCache: Gao et al. 2021, arXiv 2101.06983). So the loss is the same in every topology, at the cost of one more forward
+pass. Dropout is a function of the step and the sample, so it drops the same elements in both passes.
 """
 
 from __future__ import annotations
@@ -22,17 +21,20 @@ from swarmtrain.config.schema.contrastive import ContrastiveConfig
 
 @dataclass(frozen=True)
 class ContrastiveResult:
-    """The result of this replica's part of a global batch."""
+    """The contrastive loss of this replica's part of a global batch, and the gradients of its vectors."""
 
     loss: Tensor
-    """Sum over this replica's queries, in nats, in float64."""
+    """Loss in nats, summed over this replica's queries, in float64."""
     correct_count: Tensor
-    """Number of this replica's queries whose own answer is the most likely."""
+    """Number of this replica's queries for which their own answer is the most likely."""
     vector_gradients: Tensor
-    """For each of this replica's vectors the gradient of the loss over all replicas' queries; same shape as the vectors."""
+    """Gradient of the loss over the queries of all replicas with respect to each of this replica's vectors; same shape as the vectors."""
 
     def select_micro_batch(self, index: int, size: int) -> Tensor:
-        """Return the gradients of this replica's micro batch `index`, which has `size` vectors; zeros if there is no such micro batch."""
+        """Return the vector gradients of micro batch `index` of this replica, which has `size` vectors.
+
+        Zeros if there is no such micro batch.
+        """
         gradients = self.vector_gradients[index * size : (index + 1) * size]
         return gradients if len(gradients) else self.vector_gradients.new_zeros(size, 1)
 
@@ -40,10 +42,10 @@ class ContrastiveResult:
 def compute_contrastive_loss(
     vectors: Tensor, config: ContrastiveConfig, *, rows_per_sample: int, first_sample: int, global_batch_size: int, group: dist.ProcessGroup
 ) -> ContrastiveResult:
-    """Compute the loss over the vectors of all replicas. One rank of each replica calls it, together: the ranks of `group`.
+    """Compute the contrastive loss over the vectors of all replicas. Called by the ranks of `group` together, one rank per replica.
 
-    `vectors` (this replica's samples x `rows_per_sample`, dimensions): vectors of length one; per sample that of the query, that of its
-    answer, and those of its negatives. This replica has the samples from `first_sample` on, out of `global_batch_size`.
+    `vectors` (this replica's samples x `rows_per_sample`, dimensions): unit-length vectors; for each sample, those of the query, its
+    answer, and its negatives. This replica has the samples from `first_sample` on, of `global_batch_size` samples in total.
     """
     with torch.enable_grad():
         sample_count, width = len(vectors) // rows_per_sample, vectors.shape[1]

@@ -1,11 +1,13 @@
 """Data parallelism: DistributedDataParallel over the mesh's data group, with summed instead of averaged gradients.
 
-The loss is a sum over tokens divided by the global number of tokens, so gradients of micro batches add up, whichever replica computed them.
-In fp32 they are added in fp64: a small number of 24-bit significands adds up in 53 bits without rounding, so neither the order of additions
-nor the number of replicas affects the result. Training amplifies a difference in the last bit to one in the second digit within some
-hundred steps; with fp64 sums there is no difference, and a run on three nodes has exactly the losses of a run on one. It costs twice the
-traffic. In bfloat16, where this exactness is not attainable anyway, sums are in fp32. A sum of two numbers is rounded once in any case, so
-a step of two micro batches or fewer needs none of this.
+The loss is a sum over tokens divided by the global number of tokens, so the gradients of micro batches add up, whichever replica computes
+them.
+
+With float32 parameters, gradients are summed in float64. Sums of a small number of 24-bit significands are exact in 53 bits, so the
+result depends neither on the order of additions nor on the number of replicas. Otherwise training would amplify a difference in the last
+bit to one in the second digit within some hundred steps; with float64 sums, a run on three nodes has exactly the losses of a run on one.
+This doubles the network traffic. In bfloat16 exactness is not possible anyway, so sums are in float32. A sum of two numbers is rounded
+once in any case, so a step of at most two micro batches needs no float64 sums.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
@@ -24,24 +26,27 @@ from swarmtrain.trainer.parallel.mesh import Mesh
 
 
 class SingleReplicaModel:
-    """A model without other replicas: its gradients need no reduction."""
+    """A model with one replica: its gradients need no reduction over ranks."""
 
     micro_batches_per_step = 1
 
     def __init__(self, model: nn.Module, *, sum_in_fp64: bool) -> None:
-        """`sum_in_fp64`: add gradients in fp64."""
+        """`sum_in_fp64`: sum the gradients of micro batches in float64."""
         self._model, self._sum_in_fp64 = model, sum_in_fp64
         self.parameters = list(model.parameters())
         self._gradient_sums: dict[Tensor, Tensor] = {}
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
+        """Return the summed loss of a micro batch, as a tensor for the backward pass (see Transformer.forward)."""
         loss: Tensor = self._model(tokens, targets, documents)
         return loss
 
     @contextmanager
     def accumulating_gradients(self, *, is_last: bool) -> Iterator[None]:
-        """Run the forward and backward pass of one micro batch in the body. After a step's last one, gradients are the sum of all."""
+        """Context manager for the forward and backward pass of one micro batch.
+
+        After the last one of a step, gradients are the sum over all micro batches.
+        """
         yield
         if not is_last and self._sum_in_fp64:
             _accumulate_gradients(self.parameters, self._gradient_sums)
@@ -52,13 +57,13 @@ class SingleReplicaModel:
 
 
 class DdpModel:
-    """A model and its replicas on the other ranks of the data group, as one."""
+    """A model wrapped in DistributedDataParallel: gradients are summed over the ranks of the data group."""
 
     micro_batches_per_step = 1
-    """Micro batches that every rank runs in a step at least, empty ones included: the all-reduce needs all ranks."""
+    """Minimum number of micro batches that each rank runs in a step, padded with empty ones: all ranks must take part in the all-reduce."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, sum_in_fp64: bool) -> None:
-        """`sum_in_fp64`: add gradients in fp64."""
+        """`sum_in_fp64`: sum the gradients of micro batches and replicas in float64."""
         self._sum_in_fp64 = sum_in_fp64
         self.parameters = list(model.parameters())
         self._gradient_sums: dict[Tensor, Tensor] = {}
@@ -77,13 +82,16 @@ class DdpModel:
         self._ddp.zero_grad()
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
+        """Return the summed loss of a micro batch, as a tensor for the backward pass (see Transformer.forward)."""
         loss: Tensor = self._ddp(tokens, targets, documents)
         return loss
 
     @contextmanager
     def accumulating_gradients(self, *, is_last: bool) -> Iterator[None]:
-        """Run the forward and backward pass of one micro batch in the body. After a step's last one, every rank has the sum of all."""
+        """Context manager for the forward and backward pass of one micro batch.
+
+        After the last one of a step, gradients are the sum over all micro batches of all replicas.
+        """
         if is_last:
             yield
             return
@@ -93,7 +101,7 @@ class DdpModel:
             _accumulate_gradients(self.parameters, self._gradient_sums)
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum a bucket of gradients over the data group."""
+        """Sum a bucket of gradients over the data group. Return a future of the bucket's buffer with the sums."""
         buffer = bucket.buffer()
         sums = buffer.double() if self._sum_in_fp64 else buffer
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -115,7 +123,7 @@ def _reduce_bucket_hook(replicas: DdpModel, bucket: dist.GradBucket) -> torch.fu
 
 
 def _accumulate_gradients(parameters: Sequence[Tensor], sums: dict[Tensor, Tensor]) -> None:
-    """Add the gradients of a micro batch to `sums`, in fp64, and clear them."""
+    """Add the gradients of one micro batch to `sums`, in float64, and clear the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             if parameter in sums:
@@ -127,5 +135,5 @@ def _accumulate_gradients(parameters: Sequence[Tensor], sums: dict[Tensor, Tenso
 
 def _flatten_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
-        raise RuntimeError("a parameter took no part in the loss")
+        raise RuntimeError("a parameter did not contribute to the loss")
     return parameter.grad.reshape(-1)

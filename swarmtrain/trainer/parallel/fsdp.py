@@ -1,7 +1,8 @@
-"""Data parallelism with sharded state: `fully_shard`, one group per block, with summed instead of averaged gradients.
+"""Data parallelism with sharded state (FSDP, ZeRO), with summed instead of averaged gradients.
 
-Each rank keeps a shard of every parameter, its gradient and its optimizer state, and gathers a block's parameters when they are needed. In
-fp32 gradients are kept in fp64 until they are summed (see ddp.py), so the losses equal those of one process.
+Uses torch's `fully_shard` with one group per block. Each rank holds a shard of every parameter, of its gradient and of its optimizer
+state, and gathers a block's parameters when they are needed. With float32 parameters, gradients are summed in float64 (see ddp.py), so
+the losses equal those of one process.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
 
 Materializer = Callable[[nn.Module], None]
-"""Gives the parameters of a module their values."""
+"""Function that materializes the parameters of a module, which are on the meta device before."""
 
 
 class FsdpParameters:
-    """This rank's shards of a model that is divided over the shard dimension, as plain tensors."""
+    """This rank's parameter shards of a model that is sharded by `fully_shard`, as plain tensors."""
 
     def __init__(
         self,
@@ -38,10 +39,11 @@ class FsdpParameters:
         *,
         keep_gathered: bool,
     ) -> None:
-        """Shard `model` in place. `stages` are what forward passes run through: the model itself, or views that show parts of it.
+        """Shard `model` in place.
 
-        The model has no values yet: each block is filled with `materialize` right before it is sharded, so that no two blocks are ever in
-        memory unsharded. `keep_gathered`: parameters gathered in a forward pass stay until a backward pass reshards them.
+        `stages`: the models that forward passes run through: `model` itself, or one view of it per pipeline stage. The model is on the
+        meta device: `materialize` is called for each block right before it is sharded, so that at most one block is in memory unsharded.
+        `keep_gathered`: keep gathered parameters after the forward pass, until a backward pass reshards them.
         """
         sum_in_fp64, device_mesh = config.transformer_architecture.precision is Precision.float32, mesh.device_mesh
         # Sums that wait for the reduction over replicas are kept in fp64. Sums that fully_shard completes at once have the dtype of the
@@ -65,26 +67,26 @@ class FsdpParameters:
         """This rank's shards, in the order of the model's parameters."""
 
     def finalize_gradients(self) -> None:
-        """Move the gradients that fully_shard has summed to this rank's plain tensors."""
+        """Move the gradients that fully_shard has summed to the `grad` of this rank's plain tensors."""
         for parameter, local_shard in zip(self._sharded_parameters, self.parameters, strict=True):
             local_shard.grad = None if parameter.grad is None else _to_local_tensor(parameter.grad)
             parameter.grad = None
 
 
 class FsdpModel:
-    """A model divided over the ranks of the shard dimension, as one."""
+    """A model sharded by `fully_shard` over the ranks of the shard dimension."""
 
     def __init__(self, model: Transformer, config: Config, mesh: Mesh, materialize: Materializer) -> None:
         self._model, self._reduce_every_micro_batch = model, config.topology.reduce_every_micro_batch
         self._keep_gathered = config.topology.data_parallel_type is DataParallelType.ddp
-        """Gather parameters once per step and keep them until its end: only the optimizer state is to be sharded."""
+        """Gather parameters once per step and keep them until its end: only the optimizer state is sharded (ZeRO-1)."""
         self.micro_batches_per_step = max(mesh.micro_batches_per_replica)
-        """Micro batches that every rank runs in a step, empty ones included: the other ranks' passes need its shards."""
+        """Number of micro batches that every rank runs in a step, padded with empty ones, since each pass needs all ranks' shards."""
         self._fsdp_parameters = FsdpParameters(model, [model], config, mesh, materialize, keep_gathered=self._keep_gathered)
         register_fsdp_forward_method(model, "compute_next_token_logits")
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the summed loss of a micro batch (see Transformer.forward), ready for the backward pass."""
+        """Return the summed loss of a micro batch, as a tensor for the backward pass (see Transformer.forward)."""
         loss: Tensor = self._model(tokens, targets, documents)
         return loss
 
@@ -95,7 +97,10 @@ class FsdpModel:
 
     @contextmanager
     def accumulating_gradients(self, *, is_last: bool) -> Iterator[None]:
-        """Run the forward and backward pass of one micro batch in the body. After a step's last one, this rank has its shard of the sum."""
+        """Context manager for the forward and backward pass of one micro batch.
+
+        After the last one of a step, gradients are this rank's shard of the sum over all micro batches of all replicas.
+        """
         model = _as_fsdp_module(self._model)
         model.set_requires_gradient_sync(is_last or self._reduce_every_micro_batch)
         model.set_requires_all_reduce(is_last)

@@ -1,4 +1,4 @@
-"""The one DeviceMesh: who holds the next layers, who shares layers, who holds which shard of the state, who holds the same."""
+"""The device mesh of all ranks, with dimensions for pipeline, tensor and data parallelism."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from swarmtrain.trainer.runtime import Runtime
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks as a grid, pipe x tensor x replica x shard. Ranks with adjacent numbers share layers, then state.
+    """The ranks as a grid with dimensions pipe x tensor x replica x shard.
 
-    The last two dimensions together are the data dimension: its ranks sum their gradients. Each of them processes micro batches of its own,
-    or, if sequences are divided (context parallelism), adjacent ranks share micro batches and each processes a part of them.
+    Consecutive rank numbers are tensor-parallel ranks first, then the shard dimension, then replicas, then pipeline stages. The
+    dimensions replica and shard together are the data dimension: its ranks sum their gradients. Each of them processes micro batches of
+    its own. With context parallelism, groups of consecutive ranks in the data dimension share their micro batches, and each rank
+    processes a part of every sequence.
     """
 
     device_mesh: DeviceMesh
     context_mesh: DeviceMesh | None
-    """Ranks that share this rank's sequences, None without context parallelism."""
+    """Mesh of the ranks that share this rank's sequences; None without context parallelism."""
     state_mesh: DeviceMesh
-    """The same as `device_mesh`, on the device type where parameters and optimizer state are kept."""
+    """The same mesh as `device_mesh`, for the device type on which parameters and optimizer state are stored: CPU with offloading."""
     pipe_rank: int
     pipe_size: int
     data_rank: int
@@ -32,54 +34,54 @@ class Mesh:
     tensor_rank: int
     tensor_size: int
     micro_batches_per_replica: tuple[int, ...]
-    """Micro batches that each replica processes in a step."""
+    """Number of micro batches that each replica processes in a step."""
 
     @property
     def pipe_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the stages of this rank's pipeline, in order."""
+        """Process group of this rank's pipeline: the ranks that hold its stages, in order."""
         return self.device_mesh.get_group("pipe")
 
     @property
     def has_loss(self) -> bool:
-        """True on one rank of each replica, or of each part of its sequences: one of those with the last layer."""
+        """True on the ranks whose loss is counted: the first tensor-parallel rank of the last pipeline stage, in each replica."""
         return self.pipe_rank == self.pipe_size - 1 and self.tensor_rank == 0
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks that compute the same as this one, each on its own tokens."""
+        """Process group of the ranks that hold the same layers and tensor-parallel shards, and process different tokens."""
         return self.device_mesh.get_group("data")
 
     @property
     def replica_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same part of the same parameters as this one."""
+        """Process group of the ranks that hold the same shards of the same parameters as this rank."""
         return self.device_mesh.get_group("replica")
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """Ranks that share this rank's layers."""
+        """Process group of the tensor-parallel ranks that share this rank's layers."""
         return self.device_mesh.get_group("tensor")
 
     @property
     def replica_ranks(self) -> list[list[int]]:
-        """For each part into which parameters are divided, the ranks that hold that part."""
+        """For each shard of the model, the ranks that hold it: outer list by shard, inner list by replica."""
         pipe_tensor_shard_replica = 0, 1, 3, 2
         ranks: list[list[int]] = self.device_mesh.mesh.permute(pipe_tensor_shard_replica).flatten(0, 2).tolist()
         return ranks
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All process groups in use."""
+        """All process groups that training uses."""
         meshes = {id(mesh): mesh for mesh in (self.device_mesh, self.state_mesh, self.context_mesh) if mesh}.values()
         return dist.distributed_c10d._get_default_group(), self.data_group, *(group for mesh in meshes for group in mesh.get_all_groups())
 
 
 def build_mesh(runtime: Runtime) -> Mesh:
-    """Return the mesh of this world. Raises WorldError if the world's size does not fit the topology."""
+    """Return the mesh of all ranks. Raises WorldError if the number of ranks does not match the topology."""
     topology = runtime.config.topology
     try:
         micro_batches_per_replica = topology.assign_micro_batches(runtime.world_size)
     except ValueError as error:
-        raise WorldError(str(error), place="config topology", hint="add or remove ranks until it is") from None
+        raise WorldError(str(error), place="config topology", hint="add or remove ranks to satisfy this") from None
     context_size = topology.context_parallel_size
     shard_size = topology.compute_shard_size(len(micro_batches_per_replica), zero=runtime.config.optimizer.zero)
     # Tensor comes before shard, because tensor-parallel shards are divided again over shard: DTensor applies dimensions in that order.

@@ -1,13 +1,12 @@
-"""Pipeline parallelism: torch's stages and schedules over the mesh's pipe group, on parts of one Transformer.
+"""Pipeline parallelism: torch's pipeline stages and schedules over the mesh's pipe group.
 
-Modules that a rank does not hold are replaced by a placeholder that passes its input on. So the remaining ones keep their names, and a
-stage's forward pass is the model's own: it takes hidden states instead of tokens, and returns hidden states if it has no head, a loss if it
-has one.
+Modules that a rank does not hold are replaced by a placeholder that returns its input. So the remaining modules keep their names, and a
+stage's forward pass is that of the full model: it takes hidden states instead of tokens unless it is the first stage, and returns hidden
+states instead of a loss unless it is the last.
 
-Gradients are summed over replicas after the last backward pass, not during it: a pipeline rank is idle then, while the stages before it
-drain. As between replicas (see ddp.py) they are added in fp64 if the model's precision is float32. If replicas shard their state (see
-fsdp.py), each stage gathers its parameters once per step and keeps them until its last backward pass: micro batches run in both directions,
-and gathering for each of them would make all stages wait.
+Gradients are summed over replicas after the last backward pass, when a pipeline rank is idle while earlier stages drain. They are summed
+in float64 if the model's precision is float32 (see ddp.py). If replicas shard their state (see fsdp.py), each stage gathers its
+parameters once per step and keeps them until its last backward pass: gathering for each micro batch would make all stages wait.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from swarmtrain.trainer.parallel.fsdp import FsdpParameters, Materializer
 from swarmtrain.trainer.parallel.mesh import Mesh
 
 PassContextFactory = Callable[[int, int], AbstractContextManager[object]]
-"""Returns the context manager for a pass, given the micro batch's index in the replica and the stage's index."""
+"""Returns the context manager for one forward or backward pass, given the micro batch's index in the replica and the stage's index."""
 LossTransform = Callable[[Tensor], Tensor]
 """Maps a summed loss to the value that is differentiated."""
 _StageLossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Computes that value from the last stage's output and its target."""
+"""Computes the value that is differentiated, from the last stage's output and its target."""
 
 
 def remove_remote_layers(model: Transformer, config: Config, mesh: Mesh) -> None:
-    """Remove from `model`, in place, the modules that other ranks of the pipeline hold."""
+    """Replace in `model`, in place, the modules that other ranks of the pipeline hold."""
     stages = partition_layers(config.topology, config.transformer_architecture)
     local_stages = stages[mesh.pipe_rank :: mesh.pipe_size]
     _keep_layers(model, {layer for layers in local_stages for layer in layers})
 
 
 class PipelineModel:
-    """This rank's stages of one pipeline, as one model whose gradients are summed over its replicas."""
+    """The pipeline stages of this rank, as one model. Gradients are summed over replicas."""
 
     def __init__(
         self,
@@ -61,9 +60,10 @@ class PipelineModel:
         materialize_shards: Materializer | None,
         tied_index: int | None,
     ) -> None:
-        """`model` has only this rank's layers. `materialize_shards` is given if replicas shard the model's state: it has no values yet.
+        """`model` has only this rank's layers.
 
-        `tied_index`: index of the parameter of which the pipeline's other end has a copy.
+        `materialize_shards`: function that materializes parameters, if replicas shard the model's state; None if `model` is already
+        materialized. `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if there is none.
         """
         self._mesh, self._device = mesh, device
         topology, architecture = config.topology, config.transformer_architecture
@@ -98,7 +98,7 @@ class PipelineModel:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What this rank keeps of each parameter, in the order of the model's parameters."""
+        """This rank's parameters or shards, in the order of the model's parameters."""
         return self._parameter_store.parameters
 
     def run_forward_backward(
@@ -111,9 +111,9 @@ class PipelineModel:
     ) -> Tensor:
         """Run the forward and backward passes of `rows`, this replica's samples of one step.
 
-        Return their summed loss in fp64, zero on a rank without the last stage and with `vector_gradients`. Every rank then has the
-        gradient of the sum over all replicas, with losses scaled by `scale_loss`. `vector_gradients`: gradients of the loss with respect to
-        the vectors that the last stage computes from `rows`.
+        Return the unscaled loss summed over the samples, in float64; 0 on a rank without the last stage, and if `vector_gradients` is
+        given. Afterwards, the parameters of every rank have the gradient of the loss summed over all replicas and scaled by `scale_loss`.
+        `vector_gradients`: gradients of the loss with respect to the vectors that the last stage computes from `rows` (contrastive loss).
         """
         if vector_gradients is None:
             losses = self._run_schedule(self._schedule.step, rows, lambda loss, _: scale_loss(loss), (forward_context, backward_context))
@@ -132,11 +132,11 @@ class PipelineModel:
         return self._sum_losses(losses)
 
     def evaluate_loss(self, rows: TokenBatch, forward_context: PassContextFactory) -> Tensor:
-        """Return the summed loss of `rows` in fp64, zero on a rank without the last stage."""
+        """Return the loss summed over `rows`, in float64; 0 on a rank without the last stage."""
         return self._sum_losses(self._run_schedule(self._schedule.eval, rows, _return_output, (forward_context, forward_context)))
 
     def compute_vectors(self, rows: TokenBatch, forward_context: PassContextFactory) -> Tensor | None:
-        """Return the last stage's output for each of `rows`; None on a rank without it."""
+        """Return the last stage's output vector for each of `rows`; None on a rank without the last stage."""
         outputs = self._run_schedule(self._schedule.eval, rows, _return_output, (forward_context, forward_context))
         return torch.cat(outputs)[: len(rows.inputs)] if outputs else None
 
@@ -148,7 +148,12 @@ class PipelineModel:
         contexts: tuple[PassContextFactory, PassContextFactory],
         schedule_targets: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the last stage's output of each micro batch, if this rank has that stage."""
+        """Run a pipeline schedule over `rows`.
+
+        Return the last stage's output for each micro batch; empty on a rank without the last stage.
+        `loss_function` computes the value to differentiate. `contexts`: context managers for forward and backward passes.
+        `schedule_targets`: passed to `loss_function` instead of the targets of `rows`.
+        """
         self._loss_function, self._outputs = loss_function, []
         for stage in self._stages:
             stage.forward_context, stage.backward_context = contexts
@@ -167,7 +172,7 @@ class PipelineModel:
         return torch.stack(list(losses)).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _pad_rows(self, rows: Tensor, value: int) -> Tensor:
-        """Return `rows`, padded with empty samples to the number that the schedule requires."""
+        """Return `rows` padded to the number of samples that the schedule requires; padding rows are filled with `value`."""
         padded = torch.full((self._scheduled_rows, rows.shape[1]), value, dtype=rows.dtype, device=self._device)
         padded[: len(rows)] = rows
         return padded
@@ -178,12 +183,12 @@ class PipelineModel:
 
 
 class _HookedStage(PipelineStage):
-    """A pipeline stage that runs each micro batch's passes in given contexts, and collects gradients after each backward pass."""
+    """A pipeline stage that runs each pass in a given context manager, and accumulates gradients after each backward pass."""
 
     forward_context: PassContextFactory
     backward_context: PassContextFactory
     replicated_parameters: _ReplicatedParameters | None = None
-    """Collects the gradients; None if fully_shard does."""
+    """Accumulates the gradients; None if fully_shard does."""
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -192,7 +197,7 @@ class _HookedStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, args, self._filter_kwargs(kwargs or {}), save_forward_output)
 
     def _filter_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs`, without targets unless this is the pipeline's last stage: only that stage computes a loss."""
+        """Return `kwargs`, without targets unless this is the last stage: only the last stage computes a loss."""
         return {name: value for name, value in kwargs.items() if self.is_last or name != "targets"}
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
@@ -203,17 +208,23 @@ class _HookedStage(PipelineStage):
 
 
 class _ReplicatedParameters:
-    """Parameters that every replica holds completely, and their gradient sums: over micro batches, then over replicas."""
+    """Parameters that every replica holds completely, with their gradient sums over micro batches and over replicas."""
 
     def __init__(self, model: Transformer, mesh: Mesh, *, sum_in_fp64: bool, tied_index: int | None) -> None:
-        """`sum_in_fp64`: add in fp64. `tied_index`: index of the parameter of which the pipeline's other end has a copy."""
+        """`sum_in_fp64`: sum gradients in float64.
+
+        `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if there is none.
+        """
         self.parameters = list(model.parameters())
         self._mesh, self._sum_in_fp64 = mesh, sum_in_fp64
         self._tied_parameter = None if tied_index is None else self.parameters[tied_index]
         self._gradient_sums: dict[nn.Parameter, Tensor] = {}
 
     def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of one micro batch to the fp64 sums. Without fp64 sums, autograd accumulates them."""
+        """Add the gradients of one micro batch to the float64 sums.
+
+        A no-op without float64 sums: autograd then accumulates the gradients.
+        """
         for parameter in parameters if self._sum_in_fp64 else ():
             if parameter.grad is None:
                 continue
@@ -224,7 +235,7 @@ class _ReplicatedParameters:
             parameter.grad = None
 
     def finalize_gradients(self) -> None:
-        """Sum over all replicas, and store the results as gradients."""
+        """Sum the gradients over all replicas, and store the results as the parameters' gradients."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self._gradient_sums[parameter], parameter.grad = parameter.grad, None
@@ -240,9 +251,9 @@ class _ReplicatedParameters:
 
 
 def _sum_with_tied_copy(gradient: Tensor, mesh: Mesh) -> Tensor:
-    """Return the sum of `gradient` and that of the copy on the pipeline's other end.
+    """Return the sum of `gradient` and the gradient of the tied copy at the other end of the pipeline.
 
-    Both ends add the two, so the copies stay bitwise equal.
+    Both ends compute the same sum, so the two copies stay bitwise equal.
     """
     local_gradient = gradient.contiguous()
     remote_gradient = torch.empty_like(local_gradient)
@@ -256,7 +267,7 @@ def _sum_with_tied_copy(gradient: Tensor, mesh: Mesh) -> Tensor:
 
 
 class _RemoteStagePlaceholder(nn.Module):
-    """Replaces a module that another rank holds."""
+    """Placeholder for a module that another rank holds: returns its input."""
 
     def forward(self, hidden: Tensor, *_: object, **__: object) -> Tensor:
         return hidden
@@ -267,7 +278,10 @@ def _return_output(output: Tensor, _: Tensor) -> Tensor:
 
 
 def _keep_layers(model: Transformer, layers: Collection[int]) -> None:
-    """Keep only `layers` in `model`, with the embedding before the very first and the head after the very last."""
+    """Remove all layers from `model` except those with indices in `layers`.
+
+    The embedding is kept with the first layer, the head with the last.
+    """
     has_first, has_last = 0 in layers, len(model.blocks) - 1 in layers
     remote_modules = [f"blocks.{layer}" for layer in range(len(model.blocks)) if layer not in layers]
     remote_modules += [] if has_first else ["embedding", "embedding_dropout"]
@@ -281,7 +295,7 @@ def _keep_layers(model: Transformer, layers: Collection[int]) -> None:
 
 
 def _build_stage_model(model: Transformer, layers: Collection[int]) -> Transformer:
-    """Return a view of `model` that has only `layers`, and shares them with it."""
+    """Return a view of `model` that has only `layers`; it shares their parameters with `model`."""
     stage_model = copy.copy(model)
     # Its own dicts of modules and hooks: fully_shard registers hooks on each view.
     vars(stage_model).update({name: copy.copy(value) for name, value in vars(model).items() if isinstance(value, dict)})
@@ -300,9 +314,9 @@ def _build_stage(
     mesh: Mesh,
     device: torch.device,
 ) -> _HookedStage:
-    """Return stage `index`, for micro batches of `rows` rows.
+    """Return the pipeline stage with number `index`, for micro batches of `rows` rows.
 
-    Input and output shapes are given explicitly, so that torch runs no extra pass to infer them.
+    Input and output shapes are set explicitly, so that torch runs no extra pass to infer them.
     """
     length = architecture.sequence_length
     tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")

@@ -1,7 +1,7 @@
-"""Shard layout: which parameters are sharded, how, and what the full parameters are.
+"""Shard layout: how each parameter is sharded over ranks, and the shape of the full parameter.
 
-Code that trains parameters (optimizer, clipping) sees this rank's part of each as a plain tensor; code that needs full parameters
-(checkpoints) asks `ShardLayout` for a DTensor that shares the part's memory.
+The optimizer and gradient clipping use this rank's shard of each parameter as a plain tensor. Checkpoints need full parameters:
+`ShardLayout` returns DTensors that share the shards' memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The layout of every parameter on the mesh tensor x shard."""
+    """The sharding of every parameter over the mesh dimensions tensor and shard."""
 
     mesh: DeviceMesh
     shapes: Mapping[str, torch.Size]
-    """Shapes of the undivided parameters, by name."""
+    """Shapes of the full parameters, by name."""
     tensor_placements: Mapping[str, Placement]
-    """Tensor-parallel placements; parameters that tensor parallelism does not divide are absent."""
+    """Tensor-parallel placement of each sharded parameter, by name; parameters that are not tensor-parallel are absent."""
     fsdp_names: Collection[str]
-    """Parameters whose parts are divided again, along their first dimension, over the shard dimension."""
+    """Names of the parameters that are also sharded over the shard dimension, along their first dimension."""
     tied_copies: Collection[str] = ()
-    """Parameters of this rank that are copies of another pipeline stage's, which counts them."""
+    """Names of this rank's parameters that are tied copies of a parameter on another pipeline stage, which counts it in norms."""
     pipeline_group: dist.ProcessGroup | None = None
-    """The ranks that hold the other layers, with pipeline parallelism."""
+    """Process group of the pipeline, whose ranks hold the other layers; None without pipeline parallelism."""
 
     def wrap_as_dtensor(self, name: str, local: Tensor) -> Tensor:
-        """Return `local`, a tensor laid out like parameter `name`, as a DTensor that shares its memory."""
+        """Return `local`, a tensor with the shard layout of parameter `name`, as a DTensor that shares its memory.
+
+        Unsharded tensors are returned unchanged.
+        """
         if name not in self.tensor_placements and name not in self.fsdp_names:
             return local
         shape = self.shapes[name]
@@ -41,7 +44,7 @@ class ShardLayout:
         return DTensor.from_local(local, self.mesh, self._find_placements(name), run_check=False, shape=shape, stride=stride)
 
     def find_local_rows(self, name: str) -> Tensor:
-        """Return the row indices (rows) of the full parameter `name` that this rank's part has."""
+        """Return the row indices of the full parameter `name` that are in this rank's shard."""
         rows = torch.arange(self.shapes[name][0])
         for placement, count, coordinate in zip(
             self._find_placements(name), self.mesh.shape, self.mesh.get_coordinate() or (), strict=True
@@ -51,17 +54,19 @@ class ShardLayout:
         return rows
 
     def is_primary_copy(self, name: str) -> bool:
-        """Return whether this rank counts its part of a parameter: exactly one of the ranks that hold the same part does."""
+        """Return whether this rank counts its shard of parameter `name`, as exactly one of the ranks that hold the same shard does."""
         if name in self.tied_copies:
             return False
         coordinates = zip(self._find_placements(name), self.mesh.get_coordinate() or (), strict=True)
         return all(placement.is_shard() or coordinate == 0 for placement, coordinate in coordinates)
 
     def compute_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the 2-norm over all parameters of `tensors`, of which this rank has its parts, by name.
+        """Return the 2-norm over all full tensors, given this rank's shard of each in `tensors`, by parameter name.
 
-        Rows are never divided over the shard dimension, and their norms are added in fp64, so the result does not depend on the number of
-        ranks that hold them.
+        Called by all ranks together.
+
+        Rows are never split over the shard dimension, and the norms of rows are added in float64, so the result does not depend on the
+        number of ranks.
         """
         row_norms = [_compute_row_norms(tensor) for name, tensor in tensors.items() if self.is_primary_copy(name)]
         example = next(iter(tensors.values()))

@@ -1,8 +1,8 @@
 """Tensor parallelism: `parallelize_module` shards the model, then every shard becomes a plain tensor again.
 
-parallelize_module leaves DTensor parameters behind, which DistributedDataParallel cannot reduce and some optimizers do not support. So each
-of them is re-registered as its local shard, with a parametrization that shows the layer the DTensor. Everything that handles parameters
-(DDP, fully_shard, AdamW, clipping) sees plain tensors.
+parallelize_module creates DTensor parameters, which DistributedDataParallel cannot reduce and some optimizers do not support. So each of
+them is re-registered as its local shard, with a parametrization that presents it to the layer as a DTensor. Everything that handles
+parameters (DDP, fully_shard, AdamW, clipping) sees plain tensors.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _ROWWISE_LAYERS = ("output", "down")
 _PER_HEAD_MODULES = ("query_norm", "key_norm")
 _PER_POSITION_MODULES = ("positions",)
 _SEQUENCE_SHARDED_ADAPTERS = ("output.b", "down.b", "down_projection", "up_projection")
-"""Added modules in which each rank sees only its own positions under sequence parallelism: adapters, and LoRA's second matrices of
-row-parallel layers.
+"""Suffixes of added modules whose input has only this rank's positions under sequence parallelism.
+
+These are adapters, and LoRA's second matrices of row-parallel layers.
 """
 
 
 class _AsDTensor(nn.Module):
-    """Shows a layer its local shard as the DTensor that its parallel style expects."""
+    """Parametrization that presents a layer's local shard as the DTensor that the layer's parallel style expects."""
 
     def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
         super().__init__()
@@ -49,7 +50,10 @@ class _AsDTensor(nn.Module):
 
 
 class _SummedGradient(nn.Module):
-    """Shows a layer a replicated parameter and sums its gradient over ranks, each of which saw only its own heads or positions."""
+    """Parametrization of a replicated parameter that sums its gradient over ranks.
+
+    Each rank computes the gradient from only its own heads or positions.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -62,8 +66,8 @@ class _SummedGradient(nn.Module):
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> dict[str, Placement]:
     """Shard `model` in place over the one-dimensional `mesh`. Return the placements of sharded parameters, by name.
 
-    `sequence_parallel`: between attention and feed-forward blocks each rank has a part of the sequence, whose length must be a multiple of
-    the number of ranks.
+    `sequence_parallel`: between attention and feed-forward blocks each rank has only a part of the sequence, whose length must be a
+    multiple of the number of ranks.
     """
     if mesh.size() == 1:
         return {}
@@ -95,7 +99,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
 
 
 def _has_partial_gradient(name: str, *, sequence_parallel: bool) -> bool:
-    """Return whether the parameters of module `name` are replicated while each rank computes only a part of their gradient."""
+    """Return whether the parameters of module `name` are replicated, but each rank computes only a part of their gradient."""
     is_per_position = name.endswith(_PER_POSITION_MODULES) or (
         (LORA_KEY in name or ADAPTER_KEY in name) and name.endswith(_SEQUENCE_SHARDED_ADAPTERS)
     )
@@ -103,7 +107,7 @@ def _has_partial_gradient(name: str, *, sequence_parallel: bool) -> bool:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of `model` by their names in an unsharded model."""
+    """Return the parameters of `model`, by their names in the unsharded model."""
     return {name.replace("parametrizations.", "").removesuffix(".original"): parameter for name, parameter in model.named_parameters()}
 
 

@@ -1,7 +1,7 @@
-"""Cross-entropy over a vocabulary that is sharded over ranks, without ever gathering the logits.
+"""Cross-entropy over a vocabulary that is sharded over ranks, without gathering the logits.
 
-torch's own (loss_parallel) works only inside a context that must also enclose the backward pass, which here is the caller's; and it needs
-three collectives where two suffice.
+torch's loss_parallel works only inside a context manager that must also enclose the backward pass, which runs in the caller here. It also
+needs three collectives instead of two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 
 class VocabularyParallelLoss(nn.Module):
-    """Each token's loss in nats, identical on all ranks of `group`, each of which has an equal part of the logits."""
+    """Loss of each token in nats, equal on all ranks of `group`, each of which has an equally large shard of the logits."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class VocabularyParallelLoss(nn.Module):
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the loss of each token. `logits` (tokens, part of the vocabulary), `targets` (tokens)."""
+        """Return the loss of each token in nats. `logits` (tokens, vocabulary shard), `targets` (tokens)."""
         max_logits = logits.amax(1)
         dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=group)
         shifted = logits - max_logits[:, None]

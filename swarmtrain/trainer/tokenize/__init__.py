@@ -1,15 +1,15 @@
-"""Write token files from text: `swarmtrain data tokenize`, and the commands that inspect the result.
+"""Tokenization: write token files from text with `swarmtrain data tokenize`, and inspect them.
 
 options               options of `data tokenize`
-readers               files as records: lines, rows or whole texts, split into shards by size
-tokenizer_backends    records to tokens: a tokenizer.json, or one token per byte
-shards                one shard to files that are published atomically
+readers               read files as records (lines, rows or whole texts), and plan shards by size
+tokenizer_backends    encode texts as tokens: with a tokenizer.json, or one token per byte
+shards                build one shard and publish its files atomically
 worker_pool           processes that build shards
-document_builders     documents from records: texts, prompts with completions, conversations
-chat_template         chat templates, and which tokens are the assistant's
-pipeline              the whole job: builds missing shards, resumes after an interruption, merges the shards
-verify                whether token files are complete
-inspect_samples       samples as the model will see them
+document_builders     build documents from records: texts, prompts with completions, conversations
+chat_template         apply chat templates, and find the assistant's tokens
+pipeline              run the whole job: build missing shards, resume after an interruption, merge the shards
+verify                check whether token files are complete
+inspect_samples       show samples as the model receives them
 progress              progress bar on stderr
-command               python -m swarmtrain.trainer data
+command               command line: python -m swarmtrain.trainer data
 """

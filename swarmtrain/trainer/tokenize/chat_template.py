@@ -1,7 +1,7 @@
-"""Render conversations as text with a Hugging Face chat template, and find which characters are the assistant's.
+"""Render conversations as text with a Hugging Face chat template, and find the characters of the assistant's turns.
 
-An assistant turn begins where the template, rendered with the generation prompt, ends; it ends where the template has rendered that turn.
-This works for any template that writes message after message, whether or not it marks the assistant's tokens.
+An assistant turn begins where the template, rendered with the generation prompt, ends; it ends where the template, rendered up to that
+turn, ends. This works for any template that writes message after message, whether or not it marks the assistant's tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ CharRange = tuple[int, int]
 
 
 class ChatTemplate:
-    """A chat template."""
+    """A chat template, compiled for one tokenizer."""
 
     def __init__(self, tokenizer: BaseTokenizer, template_file: str | None) -> None:
-        """Load the template of `template_file`, a tokenizer_config.json or a Jinja template; else the tokenizer's own, else ChatML.
+        """Load the chat template: from `template_file`, else the tokenizer's own, else ChatML.
 
-        Raises TrainingError if it cannot be read.
+        `template_file`: path of a tokenizer_config.json or a Jinja template; None: not given. Raises TrainingError if the template cannot
+        be read.
         """
         settings = tokenizer_backends.read_tokenizer_config(tokenizer.name)
         self.source, self.name = _load_template_source(tokenizer, template_file, settings)
@@ -51,7 +52,7 @@ class ChatTemplate:
                 for mark in _CHATML_TOKENS
                 if isinstance(tokenizer, tokenizer_backends.HuggingFaceTokenizer) and tokenizer.token_to_id(mark) is None
             ]
-            self.name += f", in which {' and '.join(missing)} are not tokens of their own" if missing else ""
+            self.name += f", in which {' and '.join(missing)} are not single tokens" if missing else ""
         self._special_tokens = [*tokenizer.special_tokens, *(_CHATML_TOKENS if self.source == _CHATML_TEMPLATE else ())]
         self._token_values = {
             name: _extract_token_text(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -62,27 +63,30 @@ class ChatTemplate:
         )
 
     def find_problem(self, messages: Any) -> str:
-        """Return why `messages` cannot be rendered as a conversation, or an empty string."""
+        """Return a description of why `messages` cannot be rendered as a conversation; empty if they can."""
         if not isinstance(messages, list) or not messages:
             return "has no list of messages"
         previous_role = ""
         for number, message in enumerate(messages, 1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                return f"message {number} is not a role and a content, both texts"
+                return f"message {number} does not have a role and a content that are both strings"
             if message["role"] not in _ALLOWED_NEXT_ROLES[previous_role]:
                 after = f"after {previous_role}" if previous_role else "at the beginning"
-                return f"message {number} is of {message['role']}, and {after} comes {' or '.join(_ALLOWED_NEXT_ROLES[previous_role])}"
+                return (
+                    f"message {number} has the role {message['role']}, and {after} the role must be "
+                    f"{' or '.join(_ALLOWED_NEXT_ROLES[previous_role])}"
+                )
             if special_token := next(
                 (special_token for special_token in self._special_tokens if special_token in message["content"]), None
             ):
                 return f"message {number} has {special_token}, which only the template may write"
             previous_role = message["role"]
-        return "" if previous_role == "assistant" else f"ends with {previous_role}, and not with the assistant's answer"
+        return "" if previous_role == "assistant" else f"ends with {previous_role}, not with the assistant's answer"
 
     def render_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[CharRange]]:
         """Return the text of `messages`, and the character ranges of the assistant's turns.
 
-        Raises ValueError if these ranges cannot be determined.
+        Raises ValueError if the ranges cannot be determined.
         """
         text, assistant_ranges = self._render_text(messages), list[CharRange]()
         for number, message in enumerate(messages):
@@ -90,12 +94,15 @@ class ChatTemplate:
                 prompt = self._render_text(messages[:number], add_generation_prompt=True)
                 rendered = self._render_text(messages[: number + 1])
                 if not rendered.startswith(prompt) or not text.startswith(rendered):
-                    raise ValueError(f"message {number + 1}: the chat template writes messages otherwise once others follow")
+                    raise ValueError(f"message {number + 1}: the chat template renders messages differently once others follow")
                 assistant_ranges.append((len(prompt), len(prompt) + self._measure_learned_length(rendered[len(prompt) :])))
         return text, assistant_ranges
 
     def _measure_learned_length(self, turn: str) -> int:
-        """Return how many characters of a turn are learned: whitespace after the special token at its end is not."""
+        """Return the number of characters of an assistant turn that contribute to the loss.
+
+        Whitespace after a special token at the end of the turn does not.
+        """
         text = turn.rstrip()
         return len(text) if text.endswith(tuple(self._special_tokens)) else len(turn)
 
@@ -115,14 +122,14 @@ class ChatTemplate:
         try:
             return sandbox.from_string(source)
         except self._jinja.TemplateError as error:
-            raise TrainingError(f"{self.name}: is not a template: {error}", place=f"{ERROR_PLACE} --chat") from None
+            raise TrainingError(f"{self.name}: is not a valid template: {error}", place=f"{ERROR_PLACE} --chat") from None
 
     def _raise_template_error(self, message: str) -> NoReturn:
         raise self._jinja.TemplateError(message)
 
 
 def build_loss_mask(encoded: EncodedText, ranges: Sequence[CharRange]) -> Any:
-    """Return for each token whether at least one of its characters is in `ranges`."""
+    """Return the loss mask of an encoded text: True for each token with at least one character in `ranges`."""
     loss_mask = np.zeros(len(encoded.tokens), dtype=bool)
     for start, end in ranges:
         loss_mask |= (encoded.starts < end) & (encoded.ends > start)
@@ -130,7 +137,7 @@ def build_loss_mask(encoded: EncodedText, ranges: Sequence[CharRange]) -> Any:
 
 
 def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the template's source and its display name."""
+    """Return the source of the chat template, and its name for messages."""
     if template_file is None:
         template_path = Path(tokenizer.name).with_name("chat_template.jinja")
         if isinstance(settings.get("chat_template"), str):
@@ -143,7 +150,9 @@ def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, s
         raise TrainingError(f"{template_file}: has no chat template: {error}", place=f"{ERROR_PLACE} --chat-template") from None
     if not isinstance(template, str):
         raise TrainingError(
-            f"{template_file}: has several chat templates", place=f"{ERROR_PLACE} --chat-template", hint="give one as a file of its own"
+            f"{template_file}: has several chat templates",
+            place=f"{ERROR_PLACE} --chat-template",
+            hint="pass a single template as a separate file",
         )
     return template, template_file
 

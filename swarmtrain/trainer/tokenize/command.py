@@ -1,4 +1,4 @@
-"""`python -m swarmtrain.trainer data VERB OPTIONS FILE...`, which `swarmtrain data` runs; OPTIONS is JSON."""
+"""`python -m swarmtrain.trainer data VERB OPTIONS FILE...`: the command that `swarmtrain data` starts. OPTIONS is JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarmtrain.trainer.tokenize.verify import verify_token_files
 
 @handle_cli_errors
 def main(argv: Sequence[str]) -> int:
-    """Run the data command in `argv`, and return the exit code. Raises SwarmtrainError."""
+    """Run the data command that `argv` names, and return its exit code. Raises SwarmtrainError."""
     if len(argv) < 2 or argv[0] not in _COMMANDS:
         sys.stderr.write(f"usage: python -m swarmtrain.trainer data {'|'.join(_COMMANDS)} OPTIONS [FILE...]\n")
         return EXIT_USAGE
@@ -35,7 +35,7 @@ def _run_prepare(values: dict[str, Any], names: Sequence[str]) -> int:
     try:
         meta = prepare_token_files(options, names)
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted: finished shards are kept; the same command resumes from here\n")
+        sys.stderr.write("\ninterrupted: finished shards are kept; run the same command again to resume\n")
         return EXIT_INTERRUPTED
     tokenizer_facts = meta["prepared"]["tokenizer"]
     loss_tokens_text = f", of which {meta['loss_tokens']:,} count in the loss" if "loss_tokens" in meta else ""

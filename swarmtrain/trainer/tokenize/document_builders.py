@@ -19,15 +19,15 @@ from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 
 def select_token_dtype(vocab_size: int) -> str:
-    """Return the smallest unsigned integer dtype that holds tokens below `vocab_size`."""
+    """Return the smallest unsigned integer dtype for tokens below `vocab_size`."""
     return next(name for name in ("uint8", "uint16", "uint32") if vocab_size <= np.iinfo(name).max + 1)
 
 
 def find_text_problem(values: Any, key: str) -> str:
-    """Return why `values[key]` is not a valid text, or an empty string."""
+    """Return a description of why `values[key]` is not a valid text; empty if it is."""
     value = values[key]
     if not isinstance(value, str):
-        return f"{key!r} is {'null' if value is None else type(value).__name__}, not a text"
+        return f"{key!r} is {'null' if value is None else type(value).__name__}, not a string"
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -36,12 +36,15 @@ def find_text_problem(values: Any, key: str) -> str:
 
 
 def append_end_token(tokens: Tokens, end_token: int | None) -> Tokens:
-    """Return `tokens` followed by `end_token`, if there is one."""
+    """Return `tokens` followed by `end_token`; only `tokens` if it is None."""
     return tokens if end_token is None else np.append(tokens.astype(np.uint32), np.uint32(end_token))
 
 
 class TextBuilder:
-    """Builds one document per text; every token counts in the loss. An empty text yields an empty document, even with an end token."""
+    """Builds one document per text. All tokens contribute to the loss.
+
+    An empty text yields an empty document, without an end token.
+    """
 
     has_loss_mask = False
 
@@ -52,7 +55,7 @@ class TextBuilder:
         self.identity_options: Mapping[str, Any] = {"key": key, "end_token": end_token}
 
     def find_problem(self, record: SourceRecord) -> str:
-        """Return why `record` cannot become a document, or an empty string."""
+        """Return a description of why `record` cannot become a document; empty if it can."""
         return find_text_problem(record.values, self.keys[0])
 
     def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
@@ -65,7 +68,7 @@ class TextBuilder:
 
 
 class CompletionBuilder:
-    """Builds one document per prompt with its completion; only the completion and the end token count in the loss."""
+    """Builds one document per prompt with its completion. Only the completion and the end token contribute to the loss."""
 
     has_loss_mask = True
 
@@ -76,7 +79,7 @@ class CompletionBuilder:
         self.identity_options: Mapping[str, Any] = {"prompt_key": prompt_key, "completion_key": completion_key, "end_token": end_token}
 
     def find_problem(self, record: SourceRecord) -> str:
-        """Return why `record` cannot become a document, or an empty string."""
+        """Return a description of why `record` cannot become a document; empty if it can."""
         return next(filter(None, (find_text_problem(record.values, key) for key in self.keys)), "")
 
     def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
@@ -98,7 +101,7 @@ class CompletionBuilder:
 
 
 class ChatBuilder:
-    """Builds one document per conversation; only the assistant's turns, including their end, count in the loss."""
+    """Builds one document per conversation. Only the assistant's turns, including their end tokens, contribute to the loss."""
 
     has_loss_mask = True
 
@@ -109,7 +112,7 @@ class ChatBuilder:
         self.identity_options: Mapping[str, Any] = {"key": key, "chat_template": template.source}
 
     def find_problem(self, record: SourceRecord) -> str:
-        """Return why `record` cannot become a document, or an empty string."""
+        """Return a description of why `record` cannot become a document; empty if it can."""
         messages = record.values[self.keys[0]] if record.values else None
         problem = self._template.find_problem(messages)
         if not problem and (text_problem := next(filter(None, (find_text_problem(message, "content") for message in messages or ())), "")):
@@ -131,16 +134,16 @@ class ChatBuilder:
 
 
 def select_document_builder(options: PrepareOptions, tokenizer: BaseTokenizer) -> DocumentBuilder:
-    """Return the document builder that `options` select. Raises TrainingError if the options contradict each other."""
+    """Return the document builder that `options` select. Raises TrainingError if options contradict each other."""
     end_token = tokenizer_backends.resolve_end_token(tokenizer, options.end_token, use_default=options.append_eos)
     pair_keys = options.prompt_key, options.completion_key
     if any(pair_keys) and (not all(pair_keys) or options.chat):
-        hint = "--prompt-key prompt --completion-key completion; or --chat, with messages under --key"
-        raise TrainingError("--prompt-key and --completion-key go together, and without --chat", place=ERROR_PLACE, hint=hint)
+        hint = "use --prompt-key prompt --completion-key completion, or --chat with messages under --key"
+        raise TrainingError("--prompt-key and --completion-key must be used together, and without --chat", place=ERROR_PLACE, hint=hint)
     if options.chat and end_token is not None:
-        raise TrainingError("a chat's template ends its messages itself", place=ERROR_PLACE, hint="leave out --append-eos and --end-token")
+        raise TrainingError("the chat template ends its messages itself", place=ERROR_PLACE, hint="omit --append-eos and --end-token")
     if options.chat_template and not options.chat:
-        raise TrainingError("--chat-template is for --chat", place=ERROR_PLACE, hint="add --chat")
+        raise TrainingError("--chat-template needs --chat", place=ERROR_PLACE, hint="add --chat")
     if options.chat:
         template = ChatTemplate(tokenizer, options.chat_template)
         sys.stderr.write(f"chat template: {template.name}\n")

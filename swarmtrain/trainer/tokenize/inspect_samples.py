@@ -1,4 +1,4 @@
-"""Format training samples as text, as the model will see them."""
+"""Format training samples as text, as the model receives them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.tokenize import tokenizer_backends
 
 _MAX_SHOWN_CHARS = 160
-"""Maximum characters shown of a run of tokens; half of them are from its end."""
+"""Maximum number of characters shown for a run of tokens: half from its beginning, half from its end."""
 LabelArray = npt.NDArray[np.str_]
 _LOSS_LABELS = {1: ("loss   ", "no loss"), 0: ("counts ", "ignored")}
-"""Labels of tokens that count and of tokens that do not, keyed by how far targets are shifted."""
+"""Labels for tokens that contribute to the loss (or the vector), and for tokens that do not, by target shift."""
 DecodeFunction = Callable[[Sequence[int]], str]
 
 
 def format_samples(config: Config, count: int, tokenizer: str | None = None) -> Iterator[str]:
-    """Yield the first `count` training samples of `config`, several lines each. Raises SwarmtrainError."""
+    """Yield a text of several lines for each of the first `count` training samples of `config`.
+
+    `tokenizer`: tokenizer that decodes tokens; None: the one recorded in the token files. Raises SwarmtrainError.
+    """
     data, _ = open_data(config)
     architecture = config.transformer_architecture
     decoders = {file.prefix: _build_decoder(file, tokenizer) for file in data.all_token_files}
@@ -57,9 +60,10 @@ def _format_sample(
 def _format_span(
     file: MemoryMap, column: int, start: int, labels: LabelArray, decode: DecodeFunction, *, reset_positions: bool
 ) -> Iterator[str]:
-    """Yield a line for each run of tokens of one document that have the same label.
+    """Yield a line for each run of consecutive tokens of one document with the same label.
 
-    `labels` has as many entries more than there are inputs as targets are shifted by: with a shift of 1 the last token is only a target.
+    `labels`: one label per token. There are more tokens than inputs by the target shift: with a shift of 1, the last token is only a
+    target.
     """
     tokens = file.tokens[start : start + len(labels)]
     documents = file.find_documents_at(np.arange(start, start + len(tokens), dtype=np.int64))
@@ -74,7 +78,10 @@ def _format_span(
 
 
 def _build_decoder(file: MemoryMap, tokenizer: str | None) -> DecodeFunction:
-    """Return the function that decodes tokens of `file`; it shows token ids if the tokenizer is unknown or not available unchanged."""
+    """Return a function that decodes tokens of `file` to text.
+
+    If their tokenizer is unknown, missing or changed, it returns the token ids.
+    """
     recorded = file.meta.get("prepared", {}).get("tokenizer", {})
     name = tokenizer or recorded.get("name")
     if name is None:

@@ -1,4 +1,4 @@
-"""Options of `data tokenize`."""
+"""Options of `swarmtrain data tokenize`."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ class PrepareOptions:
     tokenizer: str
     """Path of a tokenizer.json, or BYTE_TOKENIZER."""
     key: str | None = None
-    """Key of a record's text, or of its messages. None: "text", or "messages" for chat."""
+    """Key of a record's text or messages. None: "text", or "messages" for conversations."""
     prompt_key: str | None = None
     completion_key: str | None = None
     chat: bool = False
     """Whether records are conversations."""
     chat_template: str | None = None
-    """A tokenizer_config.json or a Jinja template file."""
+    """Path of a tokenizer_config.json or a Jinja template file with the chat template; None: see ChatTemplate."""
     end_token: str | None = None
-    """Text of the token appended to each document."""
+    """Text of the token that is appended to each document; None: see `append_eos`."""
     append_eos: bool = False
     """Whether to append the tokenizer's own end token to each document."""
     on_bad: str = "stop"
-    """What to do with bad records: stop, skip (report each) or count."""
+    """How to handle invalid records: stop, skip (and list them) or count (skip, and report their number)."""
     workers: int = 0
-    """Number of processes; 0: one per available CPU."""
+    """Number of worker processes; 0: one per available CPU."""
 
 
 BYTE_TOKENIZER = "bytes"
 
 
 def import_optional(name: str) -> ModuleType:
-    """Return the module `name`, an optional dependency. Raises TrainingError if it is not installed."""
+    """Import and return the optional dependency `name`. Raises TrainingError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

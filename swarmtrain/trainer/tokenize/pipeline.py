@@ -1,7 +1,7 @@
-"""Run `data tokenize`: several processes build shards, each is kept once finished, and all are merged.
+"""Pipeline of `data tokenize`: several processes build shards, which are merged into token files.
 
-PREFIX.parts holds the finished shards. A shard is published atomically, so the same command resumes after any interruption. The output
-depends only on files and options, byte for byte: not on the number of workers, nor on interruptions.
+PREFIX.parts contains the finished shards. A shard is published atomically, so the same command resumes after any interruption. The output
+depends only on files and options, byte for byte: neither on the number of workers, nor on interruptions.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 from swarmtrain.trainer.tokenize.worker_pool import WorkerPool
 
 _MIN_SHARD_BYTES, _MAX_SHARDS = 8 << 20, 4096
-"""Minimum bytes of a shard, and approximate maximum number of shards."""
+"""Minimum size of a shard in bytes, and approximate maximum number of shards."""
 _READ_BYTES = 1 << 20
 _FORMAT_VERSION = 1
 
 
 def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_shard_bytes: int = _MIN_SHARD_BYTES) -> dict[str, Any]:
-    """Write the token files that `options` describe from the files `names`; return the content of their meta file.
+    """Tokenize the files `names` into the token files that `options` describe. Return the content of their meta file.
 
-    Raises TrainingError.
+    Raises TrainingError if a file cannot be read or written, or if options contradict each other.
     """
     prefix = Path(options.prefix)
     tokenizer = tokenizer_backends.open_tokenizer(options.tokenizer)
@@ -49,13 +49,13 @@ def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_sh
     plan = readers.plan_shards(files, builder.keys, max(min_shard_bytes, sum(file.size for file in files) // _MAX_SHARDS))
     if formats.build_file_path(prefix, "bin").exists() and _read_identity(prefix) is None:
         raise TrainingError(
-            f"{prefix}: there are token files that were not prepared by this", place=ERROR_PLACE, hint="name another prefix"
+            f"{prefix}: there are token files that were not written by this command", place=ERROR_PLACE, hint="choose another prefix"
         )
     folder = formats.build_file_path(prefix, "parts")
     with _locking_folder(folder):
         identity = _build_identity(tokenizer, builder, _hash_sources(folder, files, options.workers), files)
         if _read_identity(prefix) == identity:
-            _print_status(f"{prefix} is there already, of the same files and options")
+            _print_status(f"{prefix} already exists, from the same files and options")
             shutil.rmtree(folder)
             return _read_meta(prefix)
         _reset_job_folder(folder, {**identity, "shards": len(plan)})
@@ -69,7 +69,7 @@ def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_sh
 def _build_missing_shards(
     folder: Path, plan: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], builder: DocumentBuilder, options: PrepareOptions
 ) -> list[ShardStats]:
-    """Build the shards of `plan` that are not finished; return the stats of all shards."""
+    """Build the shards of `plan` that are not finished, in parallel. Return the statistics of all shards."""
     shard_stats = {number: finished_stats for number in range(len(plan)) if (finished_stats := shards.read_finished_shard(folder, number))}
     stops_on_bad = options.on_bad == "stop"
     if stops_on_bad and (bad_shard := next((each for _, each in sorted(shard_stats.items()) if each.bad_count), None)):
@@ -96,7 +96,7 @@ def _build_missing_shards(
 
 
 def _hash_sources(folder: Path, files: Sequence[SourceFile], worker_count: int) -> list[str]:
-    """Return the hash of each file. Hashes of files that have not changed since they were hashed are reused."""
+    """Return the SHA-256 of each file. Files that have not changed since an earlier call are not hashed again."""
     record_path = folder / "hashes.json"
     known_hashes: dict[str, str] = _read_json(record_path) or {}
     missing = [file for file in files if f"{file.name} {file.stamp}" not in known_hashes]
@@ -119,7 +119,7 @@ def _hash_sources(folder: Path, files: Sequence[SourceFile], worker_count: int) 
 def _build_identity(
     tokenizer: BaseTokenizer, builder: DocumentBuilder, hashes: Sequence[str], files: Sequence[SourceFile]
 ) -> dict[str, Any]:
-    """Return everything that determines the bytes of the output."""
+    """Return everything that determines the bytes of the output: tokenizer, options and source files."""
     return {
         "version": _FORMAT_VERSION,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
@@ -129,11 +129,11 @@ def _build_identity(
 
 
 def _reset_job_folder(folder: Path, job: dict[str, Any]) -> None:
-    """Keep the finished shards of `job` in `folder`; delete those of any other job."""
+    """Keep the finished shards in `folder` if they belong to `job`, else delete them."""
     previous = _read_json(folder / "job.json")
     if previous is not None and previous != job:
         changed = [name for name in job if previous.get(name) != job[name]]
-        _print_status(f"starts from scratch: not the same {' and '.join(changed)} as in what was begun")
+        _print_status(f"starting from scratch: not the same {' and '.join(changed)} as in the interrupted job")
     if previous != job:
         for path in folder.iterdir():
             if path.name not in ("hashes.json", "lock"):
@@ -146,10 +146,15 @@ def _reset_job_folder(folder: Path, job: dict[str, Any]) -> None:
 def _merge_shards(
     prefix: Path, folder: Path, shard_stats: Sequence[ShardStats], builder: DocumentBuilder, identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the files of `prefix`, the meta file last."""
+    """Merge the shards into the token files of `prefix`, and return the content of the meta file, which is written last.
+
+    Raises TrainingError if there is no document.
+    """
     documents, tokens = sum(each.documents for each in shard_stats), sum(each.tokens for each in shard_stats)
     if not tokens:
-        raise TrainingError("there is not one document in these files", place=ERROR_PLACE, hint="--key names the text of a record")
+        raise TrainingError(
+            "there is no document in these files", place=ERROR_PLACE, hint="set --key to the field with the text of a record"
+        )
     merged_paths = {suffix: folder / f"whole.{suffix}" for suffix in ("bin", "idx", *(["mask.bin"] if builder.has_loss_mask else []))}
     numbers = range(len(shard_stats))
     hashes = {"bin": _concatenate_files(merged_paths["bin"], (folder / f"{number:06}.bin" for number in numbers))}
@@ -175,7 +180,7 @@ def _merge_shards(
 
 
 def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
-    """Write the contents of `paths` one after the other to `path`; return the SHA-256 of the result."""
+    """Concatenate the files `paths` to the file `path`; return the SHA-256 of the result."""
     sha256 = hashlib.sha256()
     with path.open("wb") as file:
         for part_path in paths:
@@ -189,7 +194,7 @@ def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
 
 
 def _write_index(path: Path, paths: Sequence[Path]) -> str:
-    """Write the first token and the length of each document, from the lengths in `paths`; return the SHA-256 of the index."""
+    """Write the index file `path`, with first token and length of each document, from the files of lengths `paths`; return its SHA-256."""
     sha256, start = hashlib.sha256(), 0
     with path.open("wb") as file:
         for part_path in paths:
@@ -204,7 +209,7 @@ def _write_index(path: Path, paths: Sequence[Path]) -> str:
 
 
 def _report_skipped(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: PrepareOptions) -> None:
-    """Print which and how many records were skipped."""
+    """Print the number of skipped records, and with `on_bad` skip also list them."""
     bad_records = [each for stats in shard_stats for each in stats.bad_records]
     if options.on_bad == "skip":
         for file_number, position, problem in bad_records[: shards.MAX_NAMED_BAD_RECORDS]:
@@ -217,7 +222,10 @@ def _report_skipped(shard_stats: Sequence[ShardStats], files: Sequence[SourceFil
 
 @contextmanager
 def _locking_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process. Raises TrainingError if another process holds it, or it cannot be created."""
+    """Context manager that locks `folder` for this process.
+
+    Raises TrainingError if another process has locked it, or if it cannot be created.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
@@ -225,10 +233,10 @@ def _locking_folder(folder: Path) -> Iterator[None]:
             yield
     except BlockingIOError:
         raise TrainingError(
-            f"{folder}: another process is at work there", place=ERROR_PLACE, hint="wait for it, or name another prefix"
+            f"{folder}: is in use by another process", place=ERROR_PLACE, hint="wait for it, or choose another prefix"
         ) from None
     except OSError as error:
-        hint = "finished shards are kept; the same command resumes from here"
+        hint = "finished shards are kept; run the same command again to resume"
         raise TrainingError(f"{error.filename or folder}: {describe_os_error(error)}", place=ERROR_PLACE, hint=hint) from None
 
 
@@ -242,7 +250,7 @@ def _running_workers(count: int, function: Any) -> Iterator[WorkerPool[Any, Any]
 
 
 def _read_identity(prefix: Path) -> Any:
-    """Return the identity recorded for the files of `prefix`, if `data tokenize` wrote them."""
+    """Return the identity of the job that wrote the token files of `prefix`; None if `data tokenize` did not write them."""
     return (_read_json(formats.build_file_path(prefix, "meta.json")) or {}).get("prepared")
 
 

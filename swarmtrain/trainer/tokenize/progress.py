@@ -1,4 +1,4 @@
-"""Progress on stderr: one line that is rewritten on a terminal, a line at intervals otherwise."""
+"""Progress bar on stderr: one line that is updated on a terminal, one line per 10 s otherwise."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _TERMINAL_INTERVAL_SECONDS, _LOG_INTERVAL_SECONDS = 0.5, 10.0
 
 
 class ProgressBar:
-    """Prints how much of `total` is done, the rate and the remaining time.
+    """Prints the completed part of `total`, the rate, and the estimated remaining time.
 
-    `total` is in bytes, or in `total_unit`; `initial` of it was done before. `count_unit` names a second quantity, shown as a rate.
+    `total`: in bytes, or in `total_unit`; `initial` of it was completed before. `count_unit`: unit of a second quantity, shown as a rate.
     """
 
     def __init__(self, count_unit: str, total: int, *, initial: int = 0, verb: str = "", total_unit: str = "") -> None:
@@ -22,12 +22,12 @@ class ProgressBar:
         self._is_terminal = sys.stderr.isatty()
 
     def update(self, size: int, count: int) -> None:
-        """Add `size` to what is done, and `count` to the number of `count_unit`."""
+        """Add `size` to the completed part, and `count` to the second quantity."""
         self._done += size
         self._count += count
 
     def print_if_due(self) -> None:
-        """Print the progress if the interval has passed."""
+        """Print the progress if the interval since the last time has passed."""
         now = time.monotonic()
         if now - self._last_printed >= (_TERMINAL_INTERVAL_SECONDS if self._is_terminal else _LOG_INTERVAL_SECONDS):
             self._last_printed = now

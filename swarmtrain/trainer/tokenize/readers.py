@@ -1,4 +1,4 @@
-"""Read files as records: lines of JSONL, rows of Parquet, or one whole text; and plan where files are split into shards.
+"""Read source files as records (lines of JSONL, rows of Parquet, or one whole text), and plan how files are split into shards.
 
 A shard depends only on the files, so its documents are the same whichever worker builds it.
 """
@@ -26,7 +26,7 @@ _COMPRESSED_SUFFIXES = {".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4"}
 
 
 class RecordKind(StrEnum):
-    """The kind of records in a file."""
+    """The kind of records in a source file."""
 
     lines = "lines"
     rows = "rows"
@@ -38,67 +38,73 @@ _KIND_OF_SUFFIX = {".jsonl": RecordKind.lines, ".ndjson": RecordKind.lines, ".js
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file, as it was when the job started."""
+    """A source file, with its size and stamp when the job started."""
 
     name: str
     kind: RecordKind
     size: int
-    """Bytes."""
+    """Size in bytes."""
     stamp: str
-    """Changes whenever the file does."""
+    """Text that changes whenever the file changes: size, modification times and inode."""
 
     def check_unchanged(self) -> None:
-        """Raise TrainingError if the file has changed since."""
+        """Raise TrainingError if the file has changed since the job started."""
         if _compute_stamp(self.name) != self.stamp:
             raise TrainingError(
-                f"{self.name}: has changed while it was read", place=ERROR_PLACE, hint="the same command starts from scratch with it"
+                f"{self.name}: changed while it was being read", place=ERROR_PLACE, hint="run the same command again to start from scratch"
             )
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a file: the lines that begin in bytes `first` to before `end`, or a range of row groups; a text has one part."""
+    """A part of a source file: the lines that begin in the bytes from `first` to before `end`, or a range of Parquet row groups.
+
+    A text has one part.
+    """
 
     file_number: int
     first: int
     end: int
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """One line, row or text."""
+    """One record of a source file: a line, a row or a whole text."""
 
     position: int
     """Byte offset of the line, or index of the row."""
     values: Mapping[str, Any] | None
-    """None if the record cannot be read."""
+    """Values of the record by key; None if the record cannot be read."""
     problem: str = ""
-    """Why the record cannot be read."""
+    """Description of why the record cannot be read; empty if it can."""
 
 
 def find_sources(names: Sequence[str]) -> list[SourceFile]:
-    """Return the files that `names` match, with globs expanded and each glob sorted. Raises TrainingError."""
+    """Return the source files that `names` match: paths, or globs, which are expanded and sorted.
+
+    Raises TrainingError if a name matches no file, or if a file is named twice.
+    """
     sources = []
     for name in names:
         matching = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207  # keeps relative names relative
         matching = [each for each in matching if not Path(each).is_dir()]
         if not matching:
             raise TrainingError(
-                f"{name}: no such file", place=ERROR_PLACE, hint="folders are not searched: 'texts/**/*.jsonl' is what is in one"
+                f"{name}: no such file", place=ERROR_PLACE, hint="use a pattern for the files of a folder, such as 'texts/**/*.jsonl'"
             )
         sources += [_inspect_source(each) for each in matching]
     path_counts = Counter(os.path.realpath(each.name) for each in sources)
     if duplicate := next((each.name for each in sources if path_counts[os.path.realpath(each.name)] > 1), None):
-        raise TrainingError(f"{duplicate}: is named twice", place=ERROR_PLACE, hint="each file is read once")
+        raise TrainingError(f"{duplicate}: is listed twice", place=ERROR_PLACE, hint="pass each file only once")
     return sources
 
 
 def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes: int) -> list[list[FilePart]]:
-    """Return the parts of each shard, in order: about `shard_bytes` bytes each.
+    """Return the file parts of each shard, in order. Each shard has about `shard_bytes` bytes.
 
-    Raises TrainingError, also if a Parquet file lacks one of `keys`.
+    Raises TrainingError if a file cannot be read, or if a Parquet file lacks one of the columns `keys`.
     """
     plan: list[list[FilePart]] = []
     remaining_bytes = 0
@@ -113,7 +119,7 @@ def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes:
 
 
 def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
-    """Yield the records of `part`, with at least the values of `keys`. Blank lines are skipped."""
+    """Yield the records of `part`, each with at least the values of `keys`. Blank lines are skipped."""
     if source.kind is RecordKind.rows:
         yield from _iterate_rows(source, part, keys)
     elif source.kind is RecordKind.lines:
@@ -126,7 +132,7 @@ def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> 
 
 
 def format_location(source: SourceFile, position: int) -> str:
-    """Return the location of the record at `position` for messages: file and line. Counts the lines before it."""
+    """Return file name and line or row number of the record at `position`, for messages. Reads the file up to that line."""
     if source.kind is RecordKind.text:
         return source.name
     if source.kind is RecordKind.rows:
@@ -139,7 +145,7 @@ def format_location(source: SourceFile, position: int) -> str:
 
 
 def hash_file(name: str) -> str:
-    """Return the SHA-256 of a file as hex digits."""
+    """Return the SHA-256 of the file `name` as hex digits."""
     with Path(name).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -151,7 +157,9 @@ def _inspect_source(name: str) -> SourceFile:
         raise TrainingError(f"{name}: {describe_os_error(error)}", place=ERROR_PLACE) from None
     suffix = Path(name).suffix.lower()
     if suffix in _COMPRESSED_SUFFIXES:
-        raise TrainingError(f"{name}: is packed", place=ERROR_PLACE, hint="unpack it: a packed file cannot be read by several at once")
+        raise TrainingError(
+            f"{name}: is compressed", place=ERROR_PLACE, hint="decompress it: a compressed file cannot be read by several processes at once"
+        )
     return SourceFile(name, _KIND_OF_SUFFIX.get(suffix, RecordKind.text), size, stamp)
 
 
@@ -195,7 +203,7 @@ def _parse_line(position: int, line: bytes, keys: Sequence[str]) -> SourceRecord
         return SourceRecord(position, None, f"is not UTF-8: {error.reason}")
     except json.JSONDecodeError as error:
         return SourceRecord(position, None, f"is not JSON: {error.msg} at character {error.pos + 1}")
-    except (ValueError, RecursionError) as error:  # integers of thousands of digits, lists nested a thousand deep
+    except (ValueError, RecursionError) as error:  # integers with thousands of digits, or lists nested too deeply
         return SourceRecord(position, None, f"cannot be read: {error}")
     if not isinstance(value, dict):
         return SourceRecord(position, None, "is not a JSON object")

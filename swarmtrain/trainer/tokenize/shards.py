@@ -1,4 +1,7 @@
-"""Build one shard: records in, three or four files out. Each is published atomically; the last one marks the shard as complete."""
+"""Build one shard: encode its records, and write three or four files.
+
+Each file is published atomically; the last one marks the shard as complete.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from swarmtrain.trainer.tokenize.readers import FilePart, SourceFile, SourceReco
 
 _BATCH_CHARS = 1 << 20
 _BATCH_RECORDS = 512
-"""A batch of records to encode together ends at this many characters, or this many records."""
+"""Maximum size of a batch of records that are encoded together: characters, and records."""
 MAX_NAMED_BAD_RECORDS = 20
-"""Maximum number of bad records that are listed."""
+"""Maximum number of invalid records that are listed."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of one document, and which of them count in the loss; None: all of them."""
+    """The tokens of one document, and its loss mask: which tokens contribute to the loss; None: all of them."""
 
     tokens: Tokens
     loss_mask: Tokens | None = None
@@ -34,33 +37,33 @@ class Document:
 
 @dataclass
 class ShardStats:
-    """Counts of a finished shard."""
+    """Statistics of a finished shard."""
 
     documents: int = 0
     tokens: int = 0
     loss_tokens: int = 0
-    """Tokens that count in the loss."""
+    """Number of tokens that contribute to the loss."""
     bad_count: int = 0
-    """Records that could not be read."""
+    """Number of records that could not be read."""
     empty_count: int = 0
-    """Records without tokens."""
+    """Number of records without tokens."""
     bad_records: list[tuple[int, int, str]] = field(default_factory=list)
-    """The first bad records: file number, position of the record, and the problem."""
+    """The first invalid records: index of the file, position of the record in the file, and problem."""
 
 
 class DocumentBuilder(Protocol):
-    """Builds documents from records."""
+    """Interface of a document builder, which builds documents from records."""
 
     keys: Sequence[str]
-    """Keys of the values that it needs of each record."""
+    """Keys of the values that the builder needs from each record."""
     has_loss_mask: bool
-    """True if not all tokens count in the loss."""
+    """True if some tokens do not contribute to the loss."""
     dtype: str
     identity_options: Mapping[str, Any]
-    """The options that determine the output."""
+    """The options that affect the built documents."""
 
     def find_problem(self, record: SourceRecord) -> str:
-        """Return why `record` cannot become a document, or an empty string."""
+        """Return a description of why `record` cannot become a document; empty if it can."""
 
     def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
         """Return one document per record."""
@@ -74,7 +77,10 @@ def list_suffixes(builder: DocumentBuilder) -> tuple[str, ...]:
 def build_shard(
     folder: Path, number: int, parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, *, stop_on_bad: bool
 ) -> ShardStats:
-    """Write shard `number` into `folder`, and return its stats. Raises TrainingError for the first bad record if `stop_on_bad`."""
+    """Write shard `number` to `folder`, and return its statistics. `parts`: the file parts that it consists of.
+
+    Raises TrainingError for the first invalid record if `stop_on_bad`.
+    """
     stats = ShardStats()
     temporary_paths = {suffix: folder / f".{number:06}.{suffix}.{os.getpid()}" for suffix in list_suffixes(builder)}
     streams = {suffix: path.open("wb") for suffix, path in temporary_paths.items()}
@@ -104,7 +110,7 @@ def build_shard(
 
 
 def read_finished_shard(folder: Path, number: int) -> ShardStats | None:
-    """Return the stats of shard `number`, or None if it is not finished."""
+    """Return the statistics of shard `number` in `folder`; None if it is not finished."""
     try:
         return ShardStats(**json.loads((folder / f"{number:06}.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -114,7 +120,7 @@ def read_finished_shard(folder: Path, number: int) -> ShardStats | None:
 def _iterate_documents(
     parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, stats: ShardStats, *, stop_on_bad: bool
 ) -> Iterator[Document]:
-    """Yield the documents of `parts`; count in `stats` the records that yield none."""
+    """Yield the documents of `parts`, and count invalid and empty records in `stats`."""
     for number, batch in _iterate_batches(parts, files, builder):
         problems = [record.problem or builder.find_problem(record) for record in batch]
         documents = iter(builder.build_documents([record for record, problem in zip(batch, problems, strict=True) if not problem]))
@@ -146,11 +152,11 @@ def _iterate_batches(
 
 
 def build_bad_record_error(source: SourceFile, position: int, problem: str) -> TrainingError:
-    """Return the error that reports a bad record."""
+    """Return the error for an invalid record at `position` of `source`."""
     return TrainingError(
         f"{readers.format_location(source, position)}: {problem}",
         place=ERROR_PLACE,
-        hint="--on-bad skip drops such records and lists them; --on-bad count drops and counts them",
+        hint="use --on-bad skip to drop such records and list them, or --on-bad count to drop and count them",
     )
 
 

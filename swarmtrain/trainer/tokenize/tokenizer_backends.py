@@ -1,7 +1,7 @@
-"""Encode texts as tokens: with a Hugging Face tokenizer.json, or one token per byte.
+"""Tokenizers: encode texts as tokens with a Hugging Face tokenizer.json, or as one token per byte.
 
-Plain text stays plain: what looks like a special token in it is encoded as ordinary characters. Only a chat template writes special tokens
-as text, and a message that contains one is rejected there.
+If a text contains the characters of a special token, they are encoded as ordinary characters. Only a chat template writes special tokens
+as text, and it rejects messages that contain one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 @dataclass(frozen=True)
 class EncodedText:
-    """The tokens of a text, and the characters of each token: from `starts` to before `ends`."""
+    """The tokens of a text. Token i covers the characters from `starts[i]` up to, but not including, `ends[i]`."""
 
     tokens: Tokens
     starts: Tokens
@@ -33,36 +33,36 @@ class EncodedText:
 
 
 class BaseTokenizer(Protocol):
-    """Encodes texts as tokens and decodes them."""
+    """Interface of a tokenizer, which encodes texts as tokens and decodes them."""
 
     name: str
     sha256: str
     vocab_size: int
-    """Highest token plus one."""
+    """Highest token id plus one."""
 
     def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
-        """Return the tokens of each text. `allow_special`: special tokens written in the text are encoded as special tokens."""
+        """Return the tokens of each text. `allow_special`: encode special tokens that are written in the text as special tokens."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, including special tokens."""
 
     def token_to_id(self, text: str) -> int | None:
-        """Return the token with this text, or None."""
+        """Return the id of the token with this text; None if there is none."""
 
     @property
     def special_tokens(self) -> list[str]:
-        """The texts of the special tokens."""
+        """Texts of the special tokens."""
 
 
 def open_tokenizer(name: str) -> BaseTokenizer:
-    """Return the tokenizer `name`: BYTE_TOKENIZER, or the path of a tokenizer.json. Raises TrainingError."""
+    """Return the tokenizer `name`: BYTE_TOKENIZER, or the path of a tokenizer.json. Raises TrainingError if it cannot be read."""
     return ByteTokenizer() if name == BYTE_TOKENIZER else HuggingFaceTokenizer(name)
 
 
 def resolve_end_token(tokenizer: BaseTokenizer, text: str | None, *, use_default: bool) -> int | None:
-    """Return the token that ends each document: that of `text`, the tokenizer's own if `use_default`, or None.
+    """Return the id of the token that ends each document: the token `text`, or else the tokenizer's own if `use_default`, or else None.
 
-    Raises TrainingError if the tokenizer does not have it.
+    Raises TrainingError if the tokenizer has no such token.
     """
     if text is None and use_default:
         text = _find_eos_text(tokenizer)
@@ -79,7 +79,7 @@ def resolve_end_token(tokenizer: BaseTokenizer, text: str | None, *, use_default
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, and one more for the end of a document."""
+    """Byte tokenizer: one token per byte of UTF-8, and one token for the end of a document."""
 
     name, sha256 = BYTE_TOKENIZER, ""
     special_tokens: list[str] = [_COMMON_END_TOKENS[0]]  # noqa: RUF012  # never modified
@@ -103,7 +103,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the library `tokenizers`, without its post-processing, truncation and padding."""
+    """Tokenizer of the library `tokenizers`, without post-processing, truncation and padding."""
 
     def __init__(self, name: str) -> None:
         library = import_optional("tokenizers")
@@ -114,10 +114,10 @@ class HuggingFaceTokenizer:
             self._tokenizer: Any = library.Tokenizer.from_str(json.dumps(plain_settings))
         except OSError as error:
             raise TrainingError(
-                f"{name}: {describe_os_error(error)}", place=f"{ERROR_PLACE} --tokenizer", hint="a tokenizer.json, or bytes"
+                f"{name}: {describe_os_error(error)}", place=f"{ERROR_PLACE} --tokenizer", hint="pass a tokenizer.json, or bytes"
             ) from None
         except Exception as error:  # noqa: BLE001  # the library raises plain Exception
-            raise TrainingError(f"{name}: is not a tokenizer.json: {error}", place=f"{ERROR_PLACE} --tokenizer") from None
+            raise TrainingError(f"{name}: is not a valid tokenizer.json: {error}", place=f"{ERROR_PLACE} --tokenizer") from None
         self.name, self.sha256 = name, hashlib.sha256(content).hexdigest()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.special_tokens = [token["content"] for token in settings.get("added_tokens", ()) if token.get("special")]
@@ -127,7 +127,7 @@ class HuggingFaceTokenizer:
         return [_convert_encoding(each) for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def encode_tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text without their character offsets: a third faster."""
+        """Return the tokens of each text without character offsets, which takes a third less time."""
         self._tokenizer.encode_special_tokens = True
         return [np.array(each.ids, dtype=np.uint32) for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
@@ -141,7 +141,7 @@ class HuggingFaceTokenizer:
 
 
 def find_end_tokens(tokenizer: BaseTokenizer) -> set[int]:
-    """Return the tokenizer's end token as a set, empty if there is none."""
+    """Return a set with the id of the tokenizer's end token; empty if it has none."""
     try:
         token_id = resolve_end_token(tokenizer, None, use_default=True)
     except TrainingError:
@@ -150,7 +150,7 @@ def find_end_tokens(tokenizer: BaseTokenizer) -> set[int]:
 
 
 def encode_plain(tokenizer: BaseTokenizer, texts: Sequence[str]) -> list[Tokens]:
-    """Return only the tokens of each text."""
+    """Return the tokens of each text, without character offsets."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.encode_tokens(texts)
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -174,12 +174,12 @@ def _find_eos_text(tokenizer: BaseTokenizer) -> str:
         if tokenizer.token_to_id(text) is not None:
             return text
     raise TrainingError(
-        f"{tokenizer.name}: does not say which token ends a text", place=f"{ERROR_PLACE} --append-eos", hint="--end-token names it"
+        f"{tokenizer.name}: does not define an end-of-text token", place=f"{ERROR_PLACE} --append-eos", hint="set it with --end-token"
     )
 
 
 def read_tokenizer_config(tokenizer_path: str) -> dict[str, Any]:
-    """Return the content of the tokenizer_config.json next to a tokenizer.json; empty if there is none."""
+    """Return the content of the tokenizer_config.json next to the tokenizer.json at `tokenizer_path`; empty if there is none."""
     try:
         settings: dict[str, Any] = json.loads(Path(tokenizer_path).with_name("tokenizer_config.json").read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Verify token files: recorded hashes, every token, every document."""
+"""Verify token files: recorded hashes, all tokens, and all documents."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from swarmtrain.trainer.tokenize import readers
 
 _BLOCK_TOKENS = 1 << 22
 _ERROR_PLACE = "data verify"
-_REBUILD_HINT = "tokenize again, or copy it again from a complete copy"
+_REBUILD_HINT = "tokenize it again, or copy it again from an intact copy"
 
 
 def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None) -> str:
-    """Read all files of `prefix`; return a one-line summary. Raises TrainingError that describes what is wrong with them."""
+    """Verify all token files of `prefix`, and return a one-line summary.
+
+    `document_token` separates documents in files without an index.
+
+    Raises TrainingError that describes the first fault.
+    """
     file = MemoryMap(prefix, use_mmap=False, format=format, document_token=document_token)
     file.check_documents()
     try:
@@ -39,11 +44,11 @@ def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileForma
         )
     if count != file.meta.get("token_count", count):
         raise TrainingError(
-            f"{prefix}: has {count:,} tokens, and its meta file says {file.meta['token_count']:,}", place=_ERROR_PLACE, hint=_REBUILD_HINT
+            f"{prefix}: has {count:,} tokens, but its meta file says {file.meta['token_count']:,}", place=_ERROR_PLACE, hint=_REBUILD_HINT
         )
     if loss_tokens != file.meta.get("loss_tokens", loss_tokens):
         raise TrainingError(
-            f"{prefix}: {loss_tokens:,} tokens count in the loss, and its meta file says {file.meta['loss_tokens']:,}",
+            f"{prefix}: {loss_tokens:,} tokens count in the loss, but its meta file says {file.meta['loss_tokens']:,}",
             place=_ERROR_PLACE,
             hint=_REBUILD_HINT,
         )
@@ -60,12 +65,12 @@ def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileForma
 def _verify_hash(prefix: Path, suffix: str, expected_hash: str) -> str:
     path = formats.build_file_path(prefix, suffix)
     if readers.hash_file(str(path)) != expected_hash:
-        raise TrainingError(f"{path}: is not what was written: its hash is another", place=_ERROR_PLACE, hint=_REBUILD_HINT)
+        raise TrainingError(f"{path}: has changed since it was written: its hash does not match", place=_ERROR_PLACE, hint=_REBUILD_HINT)
     return path.name
 
 
 def _compute_token_range(file: MemoryMap) -> tuple[int, int, int]:
-    """Return the lowest token, the highest token, and the number of tokens."""
+    """Return the lowest token, the highest token, and the number of tokens in `file`."""
     lowest, highest = np.iinfo(np.int64).max, -1
     for first in range(0, len(file.tokens), _BLOCK_TOKENS):
         tokens = file.tokens[first : first + _BLOCK_TOKENS]
@@ -74,13 +79,13 @@ def _compute_token_range(file: MemoryMap) -> tuple[int, int, int]:
 
 
 def _count_loss_tokens(prefix: Path, loss_mask: MappedArray | PreadArray) -> int:
-    """Return how many tokens count in the loss. Raises TrainingError if the mask has values other than 0 and 1."""
+    """Return the number of tokens that contribute to the loss. Raises TrainingError if the mask has values other than 0 and 1."""
     loss_tokens = 0
     for first in range(0, len(loss_mask), _BLOCK_TOKENS):
         block = loss_mask[first : first + _BLOCK_TOKENS]
         if block.max() > 1:
             raise TrainingError(
-                f"{prefix}.mask.bin has {int(block.max())}, and only 0 and 1 mean something", place=_ERROR_PLACE, hint=_REBUILD_HINT
+                f"{prefix}.mask.bin has {int(block.max())}, but only 0 and 1 are valid", place=_ERROR_PLACE, hint=_REBUILD_HINT
             )
         loss_tokens += int(np.count_nonzero(block))
     return loss_tokens

@@ -1,4 +1,4 @@
-"""A pool of worker processes that run tasks one after the other, and exit with the process that started them."""
+"""Pool of worker processes that run tasks. The workers exit with the process that has started them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from swarmtrain.trainer.tokenize.options import ERROR_PLACE
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 _POLL_SECONDS = 1.0
-"""Seconds until a wait without a finished task returns."""
+"""Maximum seconds to wait for a finished task before None is yielded."""
 
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """Why a task failed."""
+    """The error of a failed task."""
 
     message: str
     place: str | None
@@ -30,7 +30,7 @@ class TaskFailure:
 
 
 class WorkerPool(Generic[TaskT, ResultT]):
-    """`count` processes that run `function`. They are forked, so they inherit what the caller has loaded."""
+    """Pool of `count` worker processes that run `function`. They are forked, so they inherit what the caller has loaded."""
 
     def __init__(self, count: int, function: Callable[[TaskT], ResultT]) -> None:
         context = multiprocessing.get_context("fork")
@@ -45,9 +45,10 @@ class WorkerPool(Generic[TaskT, ResultT]):
             self._processes.append(worker)
 
     def run_tasks(self, tasks: Sequence[TaskT]) -> Iterator[tuple[int, ResultT] | None]:
-        """Yield index and result of each of `tasks` as it finishes, and None after a second without a finished task.
+        """Yield index and result of each task as it finishes, and None after each second without a finished task.
 
-        Tasks start in order. Raises TrainingError for the first failed task in that order, after all tasks before it have finished.
+        Tasks start in order. If tasks fail, raises TrainingError for the first failed task in that order, after all tasks before it have
+        finished.
         """
         next_number, running, failures = 0, dict[Connection, int](), dict[int, TaskFailure]()
         while running or (next_number < len(tasks) and not failures):
@@ -78,12 +79,12 @@ class WorkerPool(Generic[TaskT, ResultT]):
         try:
             result: ResultT | TaskFailure = worker.recv()
         except EOFError:
-            hint = "is memory short? the same command resumes from here; --workers takes fewer"
+            hint = "lower --workers if memory is short; run the same command again to resume"
             raise TrainingError("a worker was killed", place=ERROR_PLACE, hint=hint) from None
         return result
 
     def kill_workers(self) -> None:
-        """Kill all workers at once, whatever they are doing."""
+        """Kill all worker processes immediately."""
         for worker in self._processes:
             worker.kill()
         for worker in self._processes:
@@ -101,6 +102,8 @@ def _serve_tasks(connection: Connection, function: Callable[[TaskT], ResultT], p
             result = TaskFailure(error.message, error.place, error.hint)
         except OSError as error:
             result = TaskFailure(
-                f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}", ERROR_PLACE, "df -h shows which disk is full"
+                f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}",
+                ERROR_PLACE,
+                "run df -h to see which disk is full",
             )
         connection.send(result)

@@ -1,4 +1,4 @@
-"""The dashboard of one run: its events → a value (page_data) → a page in a browser, live (server) or as one file (html_page).
+"""The dashboard of one run: converts its events to page data, shown in a browser by a live server or as one HTML file.
 
 data_source.py      polls a run for new data; of a run that is down, reads what was stored
 curves.py           losses, throughput and other metrics by step, each step once

@@ -1,4 +1,4 @@
-"""Who may see the page: on loopback every user of this machine, elsewhere clients that have the token."""
+"""Access policy of the dashboard: on loopback every user of this machine may read it, elsewhere only clients that have the token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_TOKEN_LENGTH = 16
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """The conditions for access. If `token` is empty, none is needed. With `loopback_only`, the host must be a name of this machine."""
+    """Access policy: if `token` is empty, no token is needed. With `loopback_only`, the Host header must be a name of this machine."""
 
     token: str
     loopback_only: bool
@@ -24,13 +24,13 @@ class AccessPolicy:
 
     @property
     def cookie_name(self) -> str:
-        """The cookie's name, with the port: browsers share cookies between the ports of a host."""
+        """Name of the cookie with the token. It contains the port, since browsers share cookies between the ports of a host."""
         return f"swarmtrain-{self.port}"
 
     def is_allowed_host(self, host: str) -> bool:
-        """Return whether the Host header is a name of the page.
+        """Return whether the Host header `host` is a name of the dashboard.
 
-        On loopback, another name is that of a web site whose DNS entry was made to point to this machine (DNS rebinding).
+        On loopback, any other name belongs to a web site whose DNS entry points to this machine (DNS rebinding).
         """
         if not self.loopback_only:
             return True
@@ -38,7 +38,7 @@ class AccessPolicy:
         return is_loopback(name.strip("[]"))
 
     def has_access(self, cookies: Mapping[str, str], authorization: str) -> bool:
-        """Return whether a request with these cookies and this Authorization header has the token, or needs none."""
+        """Return whether a request with these cookies and this Authorization header has the right token, or needs none."""
         if not self.token:
             return True
         scheme, _, bearer = authorization.partition(" ")
@@ -50,9 +50,9 @@ class AccessPolicy:
 
 
 def create_access_policy(host: str, port: int, token_file: Path | None) -> AccessPolicy:
-    """Return the access policy of a page at `host`: with the token in `token_file` or, off loopback, a new random one.
+    """Return the access policy of a dashboard at `host`: with the token in `token_file`, or a new random token unless `host` is loopback.
 
-    Raises SwarmtrainError.
+    Raises SwarmtrainError if `token_file` cannot be read, or its token is invalid.
     """
     loopback = is_loopback(host)
     token = _read_token(token_file) if token_file else "" if loopback else secrets.token_urlsafe(24)
@@ -60,7 +60,7 @@ def create_access_policy(host: str, port: int, token_file: Path | None) -> Acces
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is a loopback one."""
+    """Return whether `host` is a loopback name or address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -72,8 +72,12 @@ def _read_token(path: Path) -> str:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not text"
-        raise SwarmtrainError(f"cannot be read: {reason}", place=f"--token-file {path}", hint="put the token into it, one line") from None
+        raise SwarmtrainError(
+            f"cannot be read: {reason}", place=f"--token-file {path}", hint="write the token into it, on a single line"
+        ) from None
     if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
-        hint = "openssl rand -hex 24 > FILE makes one"
-        raise SwarmtrainError(f"its token must be at least {_MIN_TOKEN_LENGTH} letters and digits", place=f"--token-file {path}", hint=hint)
+        hint = "create one with openssl rand -hex 24 > FILE"
+        raise SwarmtrainError(
+            f"must contain a token of at least {_MIN_TOKEN_LENGTH} letters and digits", place=f"--token-file {path}", hint=hint
+        )
     return token

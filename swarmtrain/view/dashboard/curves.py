@@ -1,4 +1,7 @@
-"""Events → curves over steps. A run that went back to a checkpoint recomputes steps: the newest value of each step counts."""
+"""Curves of metrics over steps, computed from a run's events.
+
+A run that resumed from a checkpoint recomputes steps: the newest value of each step counts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from swarmtrain import protocol
 from swarmtrain.protocol import Event
 
 MAX_POINTS = 2000
-"""Maximum number of points of a curve that are shown: more than a screen has columns."""
+"""Maximum number of displayed points of a curve: more than a screen has columns."""
 _SCALARS = ("loss", "max_replica_loss", "tokens_per_second", "mfu", "tflops", "learning_rate", "gradient_norm")
 _GROUP_PREFIXES = {"phases": "phase", "memory": "memory", "metrics": "metric"}
 
@@ -20,14 +23,14 @@ CurveValue = float | None
 
 
 class Curve:
-    """Values by step, in the order of steps. None is a non-finite value."""
+    """Curve: values by step, in ascending order of steps. None stands for a non-finite value."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.values: list[CurveValue] = []
 
     def set_value(self, step: int, value: CurveValue) -> None:
-        """Set the value of a step."""
+        """Set the curve's value at `step`."""
         if not self.steps or step > self.steps[-1]:
             self.steps.append(step)
             self.values.append(value)
@@ -40,12 +43,12 @@ class Curve:
             self.values.insert(index, value)
 
     def truncate_after(self, step: int) -> None:
-        """Remove all values after `step`."""
+        """Remove all values of the curve after `step`."""
         index = bisect_right(self.steps, step)
         del self.steps[index:], self.values[index:]
 
     def downsample(self, max_points: int = MAX_POINTS) -> dict[str, list[Any]]:
-        """Return steps and values, at most `max_points`: where points are dropped, their minimum and maximum stay."""
+        """Return the curve's steps and values, at most `max_points`. Dropped points are represented by their minimum and maximum."""
         count = len(self.steps)
         if count <= max_points:
             chosen_indices: list[int] = list(range(count))
@@ -75,7 +78,7 @@ class Curve:
 
 
 class CurveSet:
-    """All curves of a run, by name: those of progress, `validation`, and `phase.NAME`, `memory.NAME`, `metric.NAME`."""
+    """All curves of a run by name: those of progress events, `validation`, and `phase.NAME`, `memory.NAME`, `metric.NAME`."""
 
     def __init__(self) -> None:
         self.curves_by_name: dict[str, Curve] = {}
@@ -83,7 +86,7 @@ class CurveSet:
         self._is_restarted = False
 
     def add_event(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the values in the next event to the curves."""
         if event.kind in (protocol.EVENT_WORLD_FORMED, protocol.EVENT_COORDINATOR_STARTED):
             self._is_restarted = True
         elif event.kind == protocol.EVENT_RESUMED and (step := _get_step(event)) is not None:
@@ -98,7 +101,7 @@ class CurveSet:
                 self._set_value(name, step, value)
 
     def downsample(self, max_points: int = MAX_POINTS) -> dict[str, dict[str, list[Any]]]:
-        """Return the points of all curves that have any, at most `max_points` of each."""
+        """Return the points of all curves that have any, at most `max_points` per curve."""
         return {
             name: curve.downsample(max_points)
             for name, curve in self.curves_by_name.items()

@@ -1,4 +1,4 @@
-"""The source of a page's data: a live run, which is polled for new data only, or what was stored of one that is down."""
+"""Data source of a run's dashboard: polls a live run for new data only, or reads the stored data of a run that is down."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
 
 
 class RunDataSource:
-    """The data of a run for its page; any number of threads may call it. `launcher` is None for a run that is down."""
+    """Data source of one run; any number of threads may use it. `launcher` is None for a run that is down."""
 
     def __init__(self, run: str, launcher: Launcher | None) -> None:
         self.run = run
         self._launcher = launcher
         self._poll_lock = threading.Lock()
         self._lines_lock = threading.Lock()
-        """Guards the lines, which also arrive while no client polls."""
+        """Guards the output lines, which also arrive while no client polls."""
         self._accumulator = EventAccumulator()
         self._recent_events: dict[str, float] = {}
         self._newest_time = 0.0
@@ -52,10 +52,10 @@ class RunDataSource:
         self._newest_time = 0.0
 
     def get_page_data(self) -> PageData:
-        """Return what the page shows now; its `connection_error` says why it is outdated. Raises SwarmtrainError if there never was any
-        data.
+        """Return the current page data; `connection_error` says why they are outdated.
 
-        While one thread waits for a slow manager, all others get the previous data.
+        Raises SwarmtrainError if there never were any data. While one thread waits for a slow manager, all other threads get the previous
+        data.
         """
         if self._poll_lock.acquire(blocking=not self._page_data):
             try:
@@ -71,7 +71,7 @@ class RunDataSource:
         return time.monotonic() - self._answered_at if self._launcher else 0.0
 
     def get_lines(self, after_number: int = 0) -> tuple[list[PageData], int]:
-        """Return the lines after number `after_number` that are still kept, and the number of the last one."""
+        """Return the retained output lines after line number `after_number`, and the number of the last line."""
         self._ensure_listener()
         with self._lines_lock:
             skipped = max(0, after_number - (self._line_count - len(self._lines)))
@@ -129,7 +129,7 @@ class RunDataSource:
             self._append_line(line)
 
     def _add_events(self, events: Iterable[Event]) -> None:
-        """Add events, each once: one that was read again is recognized by its line."""
+        """Add new events. An event that was read before is recognized by its line and skipped."""
         for event in events:
             line = event.to_line()
             if line in self._recent_events:
@@ -145,7 +145,7 @@ class RunDataSource:
         self._line_count += 1
 
     def _ensure_listener(self) -> None:
-        """Start the thread that reads the output; replace one that has ended if the run still exists."""
+        """Start the thread that reads the output. A thread that has ended is replaced if the run still exists."""
         with self._lines_lock:
             if self._launcher is None or (self._listener and self._listener.is_alive()):
                 return
@@ -165,7 +165,7 @@ class RunDataSource:
 
 
 def open_data_source(run: str | None) -> RunDataSource:
-    """Return the source of `run`, or of the only run if it is None. Raises RunNotFound if nothing is known of it."""
+    """Return the data source of `run`; None means the only run. Raises RunNotFound if there is no such run and no stored data of it."""
     try:
         launcher, run_name = find_run(run)
     except (RunNotFound, *_UNREACHABLE_ERRORS):

@@ -1,4 +1,4 @@
-"""The events of a run without its curves: its history, and the last progress and usage before each of its entries."""
+"""Timeline of a run's events without progress and usage, except for the last ones before each of its entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REPEATED_KINDS = (protocol.EVENT_PROGRESS, protocol.EVENT_USAGE)
 
 
 class EventTimeline:
-    """The events of a run, without the progress and usage events that a newer one has replaced.
+    """Timeline of a run's events, without progress and usage events that a newer one has replaced.
 
     A run of several days has 100,000 events, nearly all of them progress; the length of the timeline depends only on the other events.
     """
@@ -19,7 +19,7 @@ class EventTimeline:
         self.events: list[Event] = []
 
     def add_event(self, event: Event) -> None:
-        """Add the next event; progress and usage replace the previous one of their kind if nothing else has happened since."""
+        """Add the next event. A progress or usage event replaces the previous one of its kind if no other event came in between."""
         if event.kind in _REPEATED_KINDS:
             for index in range(len(self.events) - 1, max(-1, len(self.events) - 1 - len(_REPEATED_KINDS)), -1):
                 kind = self.events[index].kind
@@ -31,12 +31,12 @@ class EventTimeline:
 
 
 class EventAccumulator:
-    """All that a run's coordinator has reported, as far as the page needs it."""
+    """Accumulates all events that the dashboard needs, as curves and a timeline."""
 
     def __init__(self) -> None:
         self.curves, self.timeline = CurveSet(), EventTimeline()
 
     def add_event(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the next event to the curves and to the timeline."""
         self.curves.add_event(event)
         self.timeline.add_event(event)

@@ -1,4 +1,4 @@
-"""The files of the page, and all of them with the data in a single file that can be sent to others."""
+"""Static files of the dashboard page, and the export of the page with its data as one HTML file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
 
 ASSET_TYPES = {"page.css": "text/css", "page.js": "text/javascript", "uplot/uPlot.css": "text/css", "uplot/uPlot.js": "text/javascript"}
-"""The files next to index.html, by the names under which it requests them."""
+"""Media types of the files next to index.html, by the names under which the page requests them."""
 _DATA_PLACEHOLDER = '<script type="application/json" id="data"></script>'
 _CSP_TEMPLATE = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; {rest}"
 SERVED_CSP = _CSP_TEMPLATE.format(rest="script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'")
-"""The Content-Security-Policy of the served page: nothing is loaded from elsewhere, and no text of a run becomes a script."""
+"""Content-Security-Policy of the served page: nothing is loaded from other sites, and text of a run is never executed."""
 
 
 def read_asset(name: str) -> str:
-    """Return the text of one of the page's files."""
+    """Return the text of the page's file `name`."""
     return files("swarmtrain.view.dashboard").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -47,16 +47,18 @@ def render_single_file(data: PageData, lines: list[PageData]) -> str:
 
 
 def write_report(source: RunDataSource, path: Path) -> None:
-    """Write the current page of `source` to `path`. Raises SwarmtrainError if that fails."""
+    """Write the current page of `source` as one HTML file to `path`. Raises SwarmtrainError if it cannot be written."""
     lines = source.read_last_lines()
     data = {**source.get_page_data(), "written": time.time()}
     try:
         path.write_text(render_single_file(data, lines), encoding="utf-8")
     except OSError as error:
-        raise SwarmtrainError(f"cannot be written: {error.strerror}", place=str(path), hint="-o FILE writes it somewhere else") from None
+        raise SwarmtrainError(
+            f"cannot be written: {error.strerror}", place=str(path), hint="use -o FILE to write it to another path"
+        ) from None
 
 
 def _dump_script_safe_json(value: PageData) -> str:
-    """Return JSON that does not end a script element, whatever texts it contains."""
+    """Return `value` as JSON that is safe inside a script element, whatever texts it contains."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

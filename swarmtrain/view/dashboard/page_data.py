@@ -1,4 +1,4 @@
-"""Curves, timeline, tasks and lines of a run → the one value that its page shows: mappings, lists, texts and finite numbers."""
+"""Page data of the dashboard: a run's curves, timeline, tasks and output lines as one JSON-compatible value without non-finite numbers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_HISTORY_ENTRIES = 500
 _MAX_MARKERS = 100
 _OFF_STATES = ("down", "stopped", "shutdown", "complete", "remove", "orphaned")
 _RECENT_RESTART_SECONDS = 600.0
-"""Seconds for which a restarted node is marked as needing attention."""
+"""Seconds for which a restarted node is highlighted."""
 _HOT_GPU_CELSIUS = 88.0
-"""Degrees Celsius near which the GPUs of servers begin to throttle."""
+"""Temperature in °C at which server GPUs begin to throttle."""
 
 
 def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[TaskState], lines: Iterable[LogLine], now: float) -> PageData:
-    """Return what the page of `run` shows; times are in seconds since the epoch, sizes in bytes."""
+    """Return the page data of `run`. Times are in seconds since the epoch, sizes in bytes."""
     timeline = accumulator.timeline.events
     run_status = build_status(run, timeline, tasks, now)
     diagnosis = diagnose_failure(run, timeline, tasks, lines)
@@ -67,7 +67,7 @@ def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[Tas
 def build_page_data_from_events(
     run: str, events: Iterable[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine], now: float
 ) -> PageData:
-    """Return what the page of `run` shows, from all its events, oldest first."""
+    """Return the page data of `run`, computed from all its events, oldest first."""
     accumulator = EventAccumulator()
     for event in events:
         accumulator.add_event(event)
@@ -75,12 +75,12 @@ def build_page_data_from_events(
 
 
 def build_line_data(line: LogLine) -> PageData:
-    """Return a line of output as the page shows it."""
+    """Return the page data of one output line."""
     return {"node": line.node, "rank": line.rank, "time": line.time, "text": line.text}
 
 
 def find_markers(timeline: Iterable[Event]) -> list[PageData]:
-    """Return the markers of the curves: where the run restarted or scaled, and where it failed for good."""
+    """Return the markers drawn in the curves: where the run restarted, was scaled, or finally failed."""
     found_markers: list[PageData] = []
     step, has_progressed, previous_nodes = 0, True, None
     worlds_by_time = {world.time: world for world in list_worlds(list(timeline))}
@@ -110,7 +110,7 @@ def find_markers(timeline: Iterable[Event]) -> list[PageData]:
 
 
 def collect_node_facts(timeline: Iterable[Event]) -> list[PageData]:
-    """Return what the nodes reported at the start, one row per fact: its name, its values, and which nodes have each value."""
+    """Return the facts that the nodes reported at the start, one row per fact: its name, its values, and the nodes with each value."""
     newest_reports = {str(event.data.get("node", "")): event.data for event in timeline if event.kind == protocol.EVENT_RUN_REPORT}
     rows: dict[str, dict[str, list[str]]] = {}
     for node, facts_by_name in newest_reports.items():
@@ -160,7 +160,7 @@ def _build_nodes(run_status: RunStatus, timeline: Iterable[Event], now: float) -
         usage = run_status.usage.get(task.node, {}) if task.state == "running" else {}
         warnings = [
             *([task.reason] if task.reason else []),
-            *([f"left out: {quarantine.reason}"] if quarantine else []),
+            *([f"quarantined: {quarantine.reason}"] if quarantine else []),
             *([str(run_status.straggler.get("message", ""))] if run_status.straggler.get("node") == task.node else []),
             *(
                 f"GPU {number} has {gpu['temperature']:.0f} °C"
@@ -189,7 +189,7 @@ def _build_nodes(run_status: RunStatus, timeline: Iterable[Event], now: float) -
 
 
 def _classify_health(task: TaskState, needs_attention: bool) -> str:
-    """Return ok, warn, bad or off."""
+    """Return the health class of a task: ok, warn, bad or off."""
     if task.state in ("failed", "rejected", "dead"):
         return "bad"
     if task.state in _OFF_STATES:

@@ -1,4 +1,4 @@
-"""A page's data in the Prometheus text format: https://prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
+"""Dashboard data in the Prometheus text format: https://prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
 
 Units are those that Prometheus recommends: seconds, bytes, ratios from 0 to 1.
 """
@@ -15,36 +15,36 @@ from swarmtrain.view.dashboard.page_data import PageData
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("starting", "training", "done", "failed", "stopped", "down")
 _PROGRESS = (
-    ("step", "step", "Optimizer steps made."),
-    ("steps", "steps", "Optimizer steps in all."),
+    ("step", "step", "Optimizer steps completed."),
+    ("steps", "steps", "Total number of optimizer steps."),
     ("loss", "loss", "Training loss of the newest step, nats per token."),
     ("learning_rate", "learning_rate", "Learning rate."),
-    ("gradient_norm", "gradient_norm", "Norm of the gradient before it is clipped."),
-    ("tokens_per_second", "tokens_per_second", "Tokens trained on per second, all ranks together."),
-    ("mfu", "mfu_ratio", "Model FLOPs utilization: of the devices' peak, what the model's own arithmetic uses."),
-    ("tflops", "tflops", "Model TFLOP per second, all ranks together."),
-    ("eta_seconds", "eta_seconds", "Seconds to the last step at this speed."),
+    ("gradient_norm", "gradient_norm", "Gradient norm before clipping."),
+    ("tokens_per_second", "tokens_per_second", "Training tokens per second, summed over all ranks."),
+    ("mfu", "mfu_ratio", "Model FLOPs utilization (MFU): the model's FLOPs as a fraction of the devices' peak."),
+    ("tflops", "tflops", "Model TFLOP per second, summed over all ranks."),
+    ("eta_seconds", "eta_seconds", "Estimated seconds to the last step at the current speed."),
 )
 _NODE = (
     ("cpu", "node_cpus_used", "CPUs in use by the run."),
-    ("cpus", "node_cpus", "CPUs that the run may use."),
+    ("cpus", "node_cpus", "CPU limit of the run."),
     ("memory", "node_memory_bytes", "Memory in use by the run."),
-    ("memory_limit", "node_memory_limit_bytes", "Memory that the run may use."),
+    ("memory_limit", "node_memory_limit_bytes", "Memory limit of the run."),
 )
 _GPU = (
-    ("utilization", "gpu_utilization_ratio", "Part of the time in which the GPU did something.", 0.01),
+    ("utilization", "gpu_utilization_ratio", "Fraction of time in which the GPU was busy.", 0.01),
     ("memory", "gpu_memory_bytes", "GPU memory in use.", 1.0),
-    ("memory_total", "gpu_memory_total_bytes", "GPU memory there is.", 1.0),
+    ("memory_total", "gpu_memory_total_bytes", "Total GPU memory.", 1.0),
     ("temperature", "gpu_temperature_celsius", "Temperature of the GPU.", 1.0),
-    ("power", "gpu_power_watts", "Power that the GPU draws.", 1.0),
+    ("power", "gpu_power_watts", "Power draw of the GPU.", 1.0),
 )
 
 MetricSample = tuple[str, str, str, Mapping[str, Any], float | None]
-"""Name without the prefix, gauge or counter, help, labels, value."""
+"""One sample: name without the prefix, type (gauge or counter), help, labels, value."""
 
 
 def render_metrics(data: PageData, now: float) -> str:
-    """Return the samples of a run at `now`, in seconds since the epoch; values that were not reported are left out."""
+    """Return the metrics of a run in Prometheus format at `now`, in seconds since the epoch. Values that were not reported are left out."""
     metrics: dict[str, tuple[str, str, list[str]]] = {}
     for name, kind, help_text, labels, value in _iterate_samples(data, now):
         if not isinstance(value, int | float) or not math.isfinite(value):
@@ -60,15 +60,15 @@ def render_metrics(data: PageData, now: float) -> str:
 
 def _iterate_samples(data: PageData, now: float) -> Iterator[MetricSample]:
     for state in _STATES:
-        yield "run_state", "gauge", "1 for the state that the run is in.", {"state": state}, float(data["state"] == state)
+        yield "run_state", "gauge", "1 for the current state of the run.", {"state": state}, float(data["state"] == state)
     progress, world, checkpoints, evaluation = data["progress"], data["world"], data["checkpoints"], data["validation"]
     for key, name, help_text in _PROGRESS:
         yield name, "gauge", help_text, {}, progress.get(key)
     yield "validation_loss", "gauge", "Newest validation loss, nats per token.", {}, evaluation.get("loss")
     for phase, seconds in (progress.get("phases") or {}).items():
-        yield "step_phase_seconds", "gauge", "Seconds of a step by what they are spent on.", {"phase": phase}, seconds
+        yield "step_phase_seconds", "gauge", "Seconds of a step by phase.", {"phase": phase}, seconds
     for name, value in (progress.get("metrics") or {}).items():
-        yield "metric", "gauge", "What the script itself measures.", {"name": name}, value
+        yield "metric", "gauge", "Custom metrics that the script reports.", {"name": name}, value
     if (last_progress_time := progress.get("time") or data["started"]) is not None:
         yield (
             "since_last_step_seconds",
@@ -77,18 +77,18 @@ def _iterate_samples(data: PageData, now: float) -> Iterator[MetricSample]:
             {},
             max(0.0, now - last_progress_time),
         )
-    yield "reachable", "gauge", "1 if the run could be asked the last time.", {}, float(not data.get("connection_error"))
+    yield "reachable", "gauge", "1 if the last query of the run succeeded.", {}, float(not data.get("connection_error"))
     yield "world_size", "gauge", "Ranks of the newest world.", {}, world.get("world_size")
-    yield "worlds_total", "counter", "Worlds that have formed.", {}, data["worlds"]
+    yield "worlds_total", "counter", "Number of worlds that have formed.", {}, data["worlds"]
     yield "failures_total", "counter", "Failures that ranks and supervisors reported.", {}, data["failures"]
     running_nodes = [node["state"] == "running" for node in data["nodes"] if node["node"] != RENDEZVOUS_SERVICE]
-    yield "nodes_desired", "gauge", "Nodes that the run is to have.", {}, len(running_nodes)
-    yield "nodes_running", "gauge", "Nodes whose container or process runs.", {}, sum(running_nodes)
-    yield "straggler", "gauge", "1 if the others wait for one rank.", {}, float(bool(data["straggler"]))
+    yield "nodes_desired", "gauge", "Number of nodes that the run should have.", {}, len(running_nodes)
+    yield "nodes_running", "gauge", "Number of nodes whose container or process is running.", {}, sum(running_nodes)
+    yield "straggler", "gauge", "1 if the other ranks wait for a straggler.", {}, float(bool(data["straggler"]))
     if checkpoints:
         yield "checkpoint_step", "gauge", "Step of the newest checkpoint.", {}, checkpoints[-1].get("step")
         yield "checkpoint_age_seconds", "gauge", "Seconds since the newest checkpoint.", {}, max(0.0, now - checkpoints[-1]["time"])
-        yield "checkpoint_seconds", "gauge", "Seconds that writing the newest checkpoint took.", {}, checkpoints[-1].get("seconds")
+        yield "checkpoint_seconds", "gauge", "Seconds spent writing the newest checkpoint.", {}, checkpoints[-1].get("seconds")
     for node in data["nodes"]:
         yield from _iterate_node_samples(node)
 
@@ -96,11 +96,11 @@ def _iterate_samples(data: PageData, now: float) -> Iterator[MetricSample]:
 def _iterate_node_samples(node: Mapping[str, Any]) -> Iterator[MetricSample]:
     labels = {"node": node["node"], "host": node["host"]}
     restarts = node["restarts"]
-    yield "node_up", "gauge", "1 if the node's container or process runs.", labels, float(node["state"] == "running")
+    yield "node_up", "gauge", "1 if the node's container or process is running.", labels, float(node["state"] == "running")
     yield (
         "node_restarts_total",
         "counter",
-        "How often something there made ranks start again.",
+        "Number of rank restarts caused by this node.",
         labels,
         restarts["count"] if restarts else 0,
     )

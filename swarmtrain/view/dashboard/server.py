@@ -1,4 +1,4 @@
-"""The page over HTTP: the page itself, its data as JSON, the output lines, and /metrics. Starlette on uvicorn, the extra `dashboard`."""
+"""HTTP server of the dashboard: the page, its data as JSON, the output lines, and /metrics. Starlette on uvicorn, the extra `dashboard`."""
 
 from __future__ import annotations
 
@@ -30,25 +30,28 @@ _RESPONSE_HEADERS = {
     "Cache-Control": "no-store",
 }
 _UNAUTHORIZED_TEXT = (
-    "This page asks for its token: open the address that `swarmtrain dashboard` printed, or send `Authorization: Bearer TOKEN`.\n"
+    "This page requires its token: open the address that `swarmtrain dashboard` printed, or send `Authorization: Bearer TOKEN`.\n"
 )
-_UNKNOWN_HOST_TEXT = "This page is for the machine it runs on, and goes by the names localhost and 127.0.0.1.\n"
+_UNKNOWN_HOST_TEXT = "This page is served only to the machine that it runs on, under the names localhost and 127.0.0.1.\n"
 
 
 def serve_dashboard(source: RunDataSource, *, host: str, port: int, token_file: Path | None, open_browser: bool) -> None:
-    """Serve the page of `source` until Ctrl-C. Raises SwarmtrainError if it cannot be served at `host` and `port`."""
+    """Serve the dashboard of `source` until Ctrl-C. Raises SwarmtrainError if it cannot be served at `host` and `port`."""
     try:
         import uvicorn
         from starlette.applications import Starlette  # noqa: F401  # report whichever of the two is missing
     except ImportError as error:
-        hint = "pip install 'swarmtrain[dashboard]'; swarmtrain report RUN writes the same page to a file, and needs nothing more"
+        hint = (
+            "pip install 'swarmtrain[dashboard]'; or use swarmtrain report RUN, which writes the same page to a file "
+            "without further dependencies"
+        )
         raise SwarmtrainError(f"needs {error.name}, which is not installed", place="dashboard", hint=hint) from None
     source.get_page_data()
     listener = _bind_socket(host, port)
     policy = create_access_policy(host, listener.getsockname()[1], token_file)
     url = _format_url(host, policy.port)
     print_message(f"the page of {source.run} is at {url}{f'?token={policy.token}' if policy.token and token_file is None else ''}")
-    print_message("Ctrl-C ends it; the run continues")
+    print_message("Ctrl-C stops the dashboard; the run continues")
     if open_browser:
         webbrowser.open(f"{url}?token={policy.token}" if policy.token else url)
     config = uvicorn.Config(create_app(source, policy), log_level="error", access_log=False, server_header=False, lifespan="off")
@@ -57,7 +60,7 @@ def serve_dashboard(source: RunDataSource, *, host: str, port: int, token_file: 
 
 
 def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
-    """Return the page of `source` as an ASGI application."""
+    """Return the dashboard of `source` as an ASGI application, protected by `policy`."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.gzip import GZipMiddleware
@@ -109,7 +112,7 @@ def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
 
 
 class _AccessMiddleware:
-    """Rejects clients without access, moves the token from the URL into a cookie, and sets the headers of all responses."""
+    """Middleware that rejects clients without access, moves the token from the URL into a cookie, and sets the headers of all responses."""
 
     def __init__(self, app: ASGIApp, keeper: AccessPolicy) -> None:
         self._app, self._policy = app, keeper
@@ -151,8 +154,8 @@ def _bind_socket(host: str, port: int) -> socket.socket:
         listener.bind(socket_address)
         listener.listen()  # a client that opens the URL as soon as it is printed waits, and is not refused
     except OSError as error:
-        hint = "--port 0 takes a free one" if port else "--host 127.0.0.1 is this machine alone"
-        raise SwarmtrainError(f"cannot listen there: {error.strerror or error}", place=f"{host}:{port}", hint=hint) from None
+        hint = "use --port 0 to choose a free port" if port else "use --host 127.0.0.1 to listen only on this machine"
+        raise SwarmtrainError(f"cannot listen on this address: {error.strerror or error}", place=f"{host}:{port}", hint=hint) from None
     return listener
 
 

@@ -1,10 +1,9 @@
-"""Sinks of a run's metrics: metrics.jsonl, metrics.csv, TensorBoard, W&B, a Determined trial, in any combination.
+"""Metric sinks: metrics.jsonl, metrics.csv, TensorBoard, W&B and a Determined trial, in any combination.
 
-A sink takes lines, each a mapping of names to numbers with its step under `step`; or the samples generated from prompts (see
-generated_samples.py).
-Each world opens its sinks again, and no step appears twice in a sink: it discards what an earlier world wrote of the step that this world
-resumes from and of later ones, and receives the resumed step again as metrics.jsonl has it. So values that a world managed to write to only
-one sink end up in all of them.
+A sink receives metrics lines: mappings of names to numbers, with the step under `step`; or samples generated from prompts (see
+generated_samples.py). Each world opens its sinks again, and no step appears twice in a sink: the lines that an earlier world has written
+after the resumed step are discarded, and the lines of the resumed step are written again as they are in metrics.jsonl. So values that an
+earlier world could write to only one sink end up in all of them.
 """
 
 from __future__ import annotations
@@ -23,25 +22,28 @@ from swarmtrain.trainer.runtime import Runtime
 
 
 class Sink(Protocol):
-    """Takes metrics and samples. Once open it raises nothing: a failure of its destination never stops training."""
+    """Interface of a metric sink. Once open, it raises no errors: a failure of its destination never stops training."""
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write `values`, one of which is `step`. None stands for a non-finite value."""
+        """Write the metrics line `values`, which has the key `step`. None represents NaN/Inf."""
 
     def close(self) -> None:
-        """Flush what is left, within 30 s."""
+        """Write pending metrics, for at most 30 s, and close the sink."""
 
 
 class Sinks:
-    """All sinks of a run as one. There are none on ranks other than rank 0."""
+    """All sinks of a run, combined. There are no sinks on ranks other than rank 0."""
 
     def __init__(self, *open_sinks: Sink) -> None:
-        """Start with sinks that are already open."""
+        """`open_sinks`: sinks that are already open."""
         self._sinks: list[Sink] = [*open_sinks]
         self._history = ResumeHistory(0, ())
 
     def open(self, runtime: Runtime, resumed_step: int) -> None:
-        """Open the sinks that the config selects, for a run resumed from `resumed_step`. Raises TrainingError if one cannot be opened."""
+        """Open the sinks that the config selects, for a run that resumes from `resumed_step`.
+
+        Raises TrainingError if a sink cannot be opened.
+        """
         if not runtime.is_rank_zero:
             return
         folder = get_metrics_folder(runtime)
@@ -54,7 +56,7 @@ class Sinks:
             self._sinks.append(sink)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write `values` to each sink, except values of the resumed step that are already known."""
+        """Write the metrics line `values` to each sink, except values of the resumed step that are already in the history."""
         if values["step"] == self._history.step:
             values = {name: value for name, value in values.items() if name == "step" or name not in self._history.last_step_names}
         if len(values) > 1:
@@ -68,7 +70,7 @@ class Sinks:
 
 
 def get_metrics_folder(runtime: Runtime) -> Path | None:
-    """Return the folder of a run's metrics files, if it has one."""
+    """Return the folder of the run's metrics files: logger.log_dir, else trainer.save_dir; None if neither is set."""
     return runtime.config.logger.log_dir or runtime.config.trainer.save_dir
 
 

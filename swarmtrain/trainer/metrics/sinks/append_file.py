@@ -1,4 +1,4 @@
-"""A file that grows by complete records, on a disk that may be full."""
+"""File to which complete records are appended, even if the disk becomes full."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOG = logging.getLogger("swarmtrain")
 
 
 class AppendFile:
-    """File of appended records, each of which is written completely or not at all."""
+    """File of appended records. A record is written completely or not at all."""
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Create the file with `content`. Raises TrainingError.
+        """Create the file `path` with `content`. Raises TrainingError if it cannot be written.
 
-        It is created by rename, so that a world that was cut off keeps writing to an unlinked file.
+        It is created by rename, so that a process of an earlier world that still runs keeps writing to an unlinked file.
         """
         self.path = path
         self._has_warned = False
@@ -27,18 +27,18 @@ class AppendFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._create_file(content)
         except OSError as error:
-            hint = "the user that trains needs write access to it"
+            hint = "give the training user write access to it"
             raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.log_dir", hint=hint) from None
 
     @property
     def size(self) -> int:
-        """Size in bytes of what has been written completely."""
+        """Size in bytes of the complete records."""
         return self._size
 
     def append(self, data: bytes, offset: int | None = None) -> bool:
-        """Append `data`; with `offset`, replace everything from there. Return whether it was written.
+        """Append `data`, or with `offset` replace everything from that byte on. Return whether it was written.
 
-        A disk that refuses writes is reported once, and training continues.
+        The first write error is logged as a warning, and training continues.
         """
         offset = self._size if offset is None else offset
         try:

@@ -1,4 +1,4 @@
-"""`metrics.csv`: the content of metrics.jsonl as a table, one row per step."""
+"""Metric sink `metrics.csv`: a table with one row per step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ CsvRow = dict[str, str]
 
 
 class CsvTable:
-    """Table whose columns are in the order in which they first appeared. A column that appears later is empty in earlier rows."""
+    """Table whose columns are in the order of their first appearance. A column that is added later is empty in earlier rows."""
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
-        """Write the table of all of `history`. Raises TrainingError."""
+        """Create metrics.csv in `folder`, with the rows of `history`. Raises TrainingError if it cannot be written."""
         rows = _merge_by_step(history.lines)
         self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
         self._last_row, earlier_rows = (rows[-1], rows[:-1]) if rows else ({}, [])
         self._file = AppendFile(folder / "metrics.csv", self._encode_rows([_build_header_row(self._columns), *earlier_rows]))
         self._last_row_offset = self._file.size
-        """Byte offset of the last row, which may get more cells."""
+        """Byte offset of the last row, which may be extended by more cells."""
         if self._last_row:
             self._file.append(self._encode_rows([self._last_row]))
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append a row; or, if the last row is of the same step, add cells to it."""
+        """Append a row, or add cells to the last row if it has the same step."""
         (row,) = _merge_by_step([values])
         extends_last_row = bool(self._last_row) and row["step"] == self._last_row["step"]
         if new_columns := [name for name in row if name not in self._columns]:
@@ -75,7 +75,7 @@ def _build_header_row(columns: list[str]) -> CsvRow:
 
 
 def _merge_by_step(lines: Iterable[dict[str, Any]]) -> list[CsvRow]:
-    """Return one row of text cells per step of `lines`."""
+    """Return one row of text cells for each step in `lines`."""
     rows: dict[int, CsvRow] = {}
     for line in lines:
         rows.setdefault(line["step"], {}).update({name: _format_cell(value) for name, value in line.items()})

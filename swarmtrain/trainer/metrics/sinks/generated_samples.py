@@ -1,4 +1,4 @@
-"""Samples that a model generated from prompts, among the metrics of a step."""
+"""Samples that a model has generated from prompts, as part of a metrics line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAMPLES_KEY = "generated"
-"""Key of the list of samples in a metrics line."""
+"""Key of the list of generated samples in a metrics line."""
 GeneratedSample = dict[str, str]
-"""A `prompt` and the generated `text`."""
+"""A generated sample: its `prompt` and its `text`."""
 
 
 def extract_samples(values: Mapping[str, Any]) -> Sequence[GeneratedSample]:
-    """Return the samples among `values`: empty if there are none, or if a script uses that name for a number."""
+    """Return the generated samples in the metrics line `values`.
+
+    Empty if there are none, or if a custom script uses that key for a number.
+    """
     samples = values.get(SAMPLES_KEY)
     return samples if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples) else []

@@ -1,4 +1,7 @@
-"""`metrics.jsonl`: one JSON line per step, no matter how often the run was interrupted. Also other line files with a step."""
+"""Metric sink `metrics.jsonl`: one JSON line per step, even if the run was interrupted.
+
+Also used for other JSON-lines files with a step.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Metrics written by a run, for other programs and for the run's own next world."""
+    """JSON-lines file of metrics, read by other programs, and by the run itself when it resumes."""
 
     def __init__(self, folder: Path, resumed_step: int, name: str = FILE_NAME) -> None:
-        """Open the file `name` in `folder`, and drop what an earlier world wrote after `resumed_step`. Raises TrainingError."""
+        """Open the file `name` in `folder`, and remove lines of steps after `resumed_step`.
+
+        Raises TrainingError if it cannot be read or written.
+        """
         retained = [
             (line, values)
             for line in _read_lines_or_raise(folder / name)
@@ -28,7 +34,7 @@ class MetricsFile:
         self.history = ResumeHistory(resumed_step, [values for _, values in retained])
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one line. A disk that refuses writes is reported once, and training continues."""
+        """Append one line. The first write error is logged as a warning, and training continues."""
         self._file.append((json.dumps(values) + "\n").encode())
 
     @property
@@ -42,14 +48,14 @@ class MetricsFile:
 
 
 def read_last_step(folder: Path) -> int:
-    """Return the last step in `metrics.jsonl` in `folder`; 0 if there is none. Raises TrainingError."""
+    """Return the last step in `metrics.jsonl` in `folder`; 0 if there is none. Raises TrainingError if the file cannot be read."""
     return max((values["step"] for line in _read_lines_or_raise(folder / FILE_NAME) if (values := _parse_line(line))), default=0)
 
 
 def append_missing_step(folder: Path, step: int, values: dict[str, Any]) -> None:
-    """Append the line of `step` to `metrics.jsonl` in `folder` if it is the next one: the writer died before it wrote it.
+    """Append a line for `step` to `metrics.jsonl` in `folder`, if the file ends with the step before.
 
-    Raises OSError.
+    Used if rank 0 died before writing the line. Raises OSError.
     """
     path = folder / FILE_NAME
     lines = _read_lines(path)
@@ -64,7 +70,7 @@ def _read_lines_or_raise(path: Path) -> list[str]:
     try:
         return _read_lines(path)
     except OSError as error:
-        hint = "the user that trains must be able to read it"
+        hint = "give the training user read access to it"
         raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.log_dir", hint=hint) from None
 
 
@@ -76,7 +82,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _parse_line(line: str) -> dict[str, Any] | None:
-    """Return the values of a line, or None if it is incomplete or invalid."""
+    """Return the values of the JSON line `line`; None if it is incomplete or invalid."""
     try:
         values = json.loads(line)
         return {**values, "step": int(values["step"])} if line.endswith("\n") else None

@@ -1,4 +1,4 @@
-"""What a run had logged before this world."""
+"""Metrics that a run has logged before it resumed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ResumeHistory:
-    """The lines up to `step`, from which the world resumes. Empty if the run keeps no metrics file."""
+    """Metrics lines up to `step`, from which the run resumes. Empty if the run has no metrics file."""
 
     step: int
     lines: Sequence[dict[str, Any]]
 
     @property
     def last_step_lines(self) -> list[dict[str, Any]]:
-        """The lines of `step` itself."""
+        """Metrics lines whose step is `step`."""
         return [line for line in self.lines if line["step"] == self.step]
 
     @property
     def last_step_names(self) -> frozenset[str]:
-        """Names of the values that are known for `step` itself."""
+        """Names of the values that were already logged for `step`."""
         return frozenset(name for line in self.last_step_lines for name in line)

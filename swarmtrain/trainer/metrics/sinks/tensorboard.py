@@ -1,4 +1,4 @@
-"""TensorBoard, enabled by logger.use_tensorboard: one event file per world, in the folder `tensorboard`."""
+"""TensorBoard sink, enabled by logger.use_tensorboard: one event file per world, in the folder `tensorboard`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from swarmtrain.trainer.runtime import Runtime
 
 
 class EventFile:
-    """Event file of one world. Its header tells TensorBoard to discard what files of earlier worlds have of later steps."""
+    """TensorBoard event file of one world. Its header makes TensorBoard discard later steps in the files of earlier worlds."""
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
-        """Create the file. Raises TrainingError if tensorboard is not installed, or if the file cannot be written."""
+        """Create the event file in `folder`. Raises TrainingError if tensorboard is not installed, or if the file cannot be written."""
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
             from tensorboard.compat.proto.tensor_pb2 import TensorProto
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
-            hint = "pip install tensorboard, in the image too"
+            hint = "pip install tensorboard, also in the image"
             raise TrainingError("tensorboard is not installed", place="config logger.use_tensorboard", hint=hint) from None
         self._event_class, self._summary_class, self._record_writer_class = Event, Summary, RecordWriter
         self._text_metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
@@ -41,7 +41,7 @@ class EventFile:
             self.write(line)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write the numbers of a step as points, and its samples as text. Everything else is ignored."""
+        """Write the numbers of a metrics line as scalars, and its generated samples as text. Other values are ignored."""
         points = {name: value for name, value in values.items() if name != "step" and isinstance(value, int | float)}
         summary_values = [self._summary_class.Value(tag=name, simple_value=value) for name, value in points.items()]
         summary_values += [self._build_text_value(number, sample) for number, sample in enumerate(extract_samples(values))]
@@ -53,7 +53,7 @@ class EventFile:
         self._file.close()
 
     def _build_text_value(self, number: int, sample: GeneratedSample) -> Any:
-        """Return a sample as a TensorBoard text value, which is Markdown."""
+        """Return a generated sample as a TensorBoard text summary, in Markdown."""
         text = "\n".join(f"    {line}" for line in f"{sample['prompt']}{sample['text']}".splitlines())
         tensor = self._tensor_class(dtype="DT_STRING", string_val=[text.encode()])
         return self._summary_class.Value(tag=f"samples/{number}", metadata=self._text_metadata, tensor=tensor)

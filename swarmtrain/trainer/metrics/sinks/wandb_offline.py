@@ -1,4 +1,4 @@
-"""The files that W&B's client writes when offline, one per world, which `wandb sync` sends one after the other."""
+"""Truncation of the files that the W&B client writes when offline: one per world, which `wandb sync` uploads in order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK_BYTES, _HEADER_BYTES = 1 << 15, 7
-"""Bytes of a block and of a record header, in LevelDB's log format."""
+"""Size in bytes of a block and of a record header in LevelDB's log format."""
 
 
 def truncate_offline_files(folder: Path, run: str, step: int) -> int | None:
-    """Truncate the offline files of `run` in `folder` before `step`: everything from there on is recomputed and logged again.
+    """Truncate the offline files of `run` in `folder` before `step`: later steps are recomputed and logged again.
 
-    Return the last step left, -1 if there is none; None if there are no files. Raises whatever W&B's own reader raises.
+    Return the last remaining step; -1 if no step remains, None if there are no files. Raises any error that W&B's reader raises.
     """
     last_step = None
     for path in sorted(folder.glob(f"offline-run-*-{run}/run-{run}.wandb")):
@@ -27,13 +27,16 @@ def truncate_offline_files(folder: Path, run: str, step: int) -> int | None:
 
 
 def _compute_padding(end: int) -> int:
-    """Return the number of zero bytes that a W&B file has after byte `end`: the rest of a block that is too small for a record header."""
+    """Return the number of zero bytes that a W&B file has after byte `end`: the rest of a block, if it is too small for a record header."""
     remaining = -end % _BLOCK_BYTES
     return remaining if remaining < _HEADER_BYTES else 0
 
 
 def _find_truncation_point(path: Path, step: int) -> tuple[int, int]:
-    """Return the byte offset at which the file reaches `step` or a later one, becomes corrupt, or ends; and the last step before it."""
+    """Return the byte offset at which to truncate the file `path`, and the last step before that offset.
+
+    It is the offset at which the file reaches `step` or a later step, becomes corrupt, or ends.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
@@ -45,7 +48,7 @@ def _find_truncation_point(path: Path, step: int) -> tuple[int, int]:
             offset: int = store.get_offset()
             try:
                 data = store.scan_data()
-            except AssertionError:  # that reader's way to report a corrupt record
+            except AssertionError:  # W&B's reader raises this for a corrupt record
                 return offset, last_step
             record = Record.FromString(data or b"")
             if data is None or (record.HasField("history") and record.history.step.num >= step):

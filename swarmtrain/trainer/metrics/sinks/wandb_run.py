@@ -1,4 +1,4 @@
-"""Weights & Biases, enabled by logger.use_wandb. An unreachable service never stops training."""
+"""Weights & Biases sink, enabled by logger.use_wandb. An unreachable W&B service never stops training."""
 
 from __future__ import annotations
 
@@ -29,38 +29,40 @@ _CONNECT_TIMEOUT_SECONDS, _CLOSE_TIMEOUT_SECONDS = 10, 30
 
 
 class WandbRun:
-    """One W&B run, the same across restarts, with the step of the training run.
+    """One W&B run, which continues across restarts.
 
-    The W&B service cannot delete history and accepts steps in ascending order only: steps that it has from an earlier world remain. The
-    files of an offline run are truncated instead.
+    The W&B service cannot delete history and accepts steps in ascending order only, so steps that an earlier world has logged remain
+    there. The files of an offline run are truncated instead.
     """
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
-        """Start the run or resume it. Its files are kept in `folder`.
+        """Start or resume the W&B run. Its files are stored in `folder`.
 
-        Raises TrainingError if wandb is not installed, if it should be online and has no API key, or if `folder` cannot be written.
+        Raises TrainingError if wandb is not installed, if it is to run online without an API key, or if `folder` cannot be written.
         """
         try:
             import wandb
         except ImportError:
             raise TrainingError(
-                "wandb is not installed", place="config logger.use_wandb", hint="pip install wandb, in the image too"
+                "wandb is not installed", place="config logger.use_wandb", hint="pip install wandb, also in the image"
             ) from None
         key = runtime.read_secret(API_KEY_SECRET)
         offline = runtime.config.logger.wandb_offline or os.environ.get("WANDB_MODE") == "offline"
         if not offline and not key:
             raise TrainingError(
-                "has no key",
+                "has no API key",
                 place="config logger.use_wandb",
-                hint=f"runner.secrets: {{{API_KEY_SECRET}: path/of/a/file}}, or logger.wandb_offline: true",
+                hint=f"set runner.secrets: {{{API_KEY_SECRET}: path/of/a/file}}, or logger.wandb_offline: true",
             )
         run_id = _load_or_create_run_id(runtime.config, runtime.run_name, folder)
         self._run: Any = None
         self._min_step = 0
-        """The lowest step that is still accepted."""
+        """Lowest step that the W&B run still accepts."""
         if not offline and not _is_reachable(runtime.config.logger.wandb_host):
             LOG.warning(
-                "wandb: %s does not answer, so its files remain in %s; `wandb sync` sends them", runtime.config.logger.wandb_host, folder
+                "wandb: %s does not answer, so its files remain in %s; upload them with `wandb sync`",
+                runtime.config.logger.wandb_host,
+                folder,
             )
             offline = True
         try:
@@ -68,17 +70,17 @@ class WandbRun:
             self._run = wandb.init(id=run_id, **_build_init_options(wandb, runtime, folder, "offline" if offline else "online", key))
             if last_offline_step is not None:
                 self._min_step = last_offline_step + 1
-            else:  # a run that was online until now has already logged the past
+            else:  # a run that was online before has already logged the earlier steps
                 self._min_step = history.step + 1 if offline and history.step else self._run.step
         except Exception as error:  # noqa: BLE001  # whatever its client raises: training continues
-            LOG.warning("wandb: not used, %s", str(error).replace(key, "***") if key else error)
+            LOG.warning("wandb: disabled, %s", str(error).replace(key, "***") if key else error)
             _kill_service()
-        # What the wandb process had not sent yet when an earlier world was killed.
+        # Log again the lines that the wandb process may not have sent when an earlier world was killed.
         for line in history.lines:
             self.write(line)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Log `values`, one of which is `step`."""
+        """Log the metrics line `values`, unless the run already has a later step."""
         if values["step"] >= self._min_step:
             self._min_step = values["step"]
             if samples := extract_samples(values):
@@ -91,12 +93,12 @@ class WandbRun:
         return wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
 
     def close(self) -> None:
-        """Send what is left, for at most 30 s; the rest is on disk."""
+        """Send pending metrics, for at most 30 s. What could not be sent remains on the disk."""
         thread = threading.Thread(target=self._call_or_disable, args=("finish",), daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_SECONDS)
         if thread.is_alive():
-            LOG.warning("wandb: not all is sent yet; `wandb sync` takes it from log_dir")
+            LOG.warning("wandb: not everything was uploaded; run `wandb sync` on log_dir")
             _kill_service()
 
     def _call_or_disable(self, method: str, *arguments: Any) -> None:
@@ -105,7 +107,7 @@ class WandbRun:
         try:
             getattr(self._run, method)(*arguments)
         except Exception as error:  # noqa: BLE001  # as above
-            LOG.warning("wandb gives up: %s", error)
+            LOG.warning("wandb: disabled after an error: %s", error)
             self._run = None
 
 
@@ -134,7 +136,10 @@ def _build_init_options(wandb: Any, runtime: Runtime, folder: Path, mode: str, k
 
 
 def _kill_service() -> None:
-    """Kill the process that wandb starts next to ours. It would retry for minutes, and our exit waits for it."""
+    """Kill the W&B service process that wandb has started.
+
+    It would retry for minutes, and this process waits for it when it exits.
+    """
     for child in Path("/proc/self/task").glob("*/children"):
         for pid in child.read_text().split():
             with contextlib.suppress(OSError):
@@ -143,9 +148,9 @@ def _kill_service() -> None:
 
 
 def _is_reachable(url: str) -> bool:
-    """Return whether a connection to `url` succeeds.
+    """Return whether a TCP connection to `url` succeeds.
 
-    Checked before wandb starts: after a failed start its process retries for minutes, and keeps ours from ending.
+    Checked before wandb starts: after a failed start the W&B service process retries for minutes, and prevents this process from exiting.
     """
     address = urlsplit(url)
     try:
@@ -158,7 +163,10 @@ def _is_reachable(url: str) -> bool:
 
 
 def _load_or_create_run_id(config: Config, run_name: str, folder: Path) -> str:
-    """Return the run's id, created at its first start and stored with its checkpoints. Raises TrainingError."""
+    """Return the id of the W&B run, which is created when the run first starts and stored next to its checkpoints.
+
+    Raises TrainingError.
+    """
     path = (config.trainer.save_dir or folder) / "wandb-id"
     try:
         for directory in (folder, path.parent):
@@ -167,5 +175,5 @@ def _load_or_create_run_id(config: Config, run_name: str, folder: Path) -> str:
             path.write_text(f"{re.sub(r'[^A-Za-z0-9-]+', '-', run_name)[:40]}-{secrets.token_hex(4)}\n")
         return path.read_text().strip()
     except OSError as error:
-        hint = "the user that trains needs write access to it"
+        hint = "give the training user write access to it"
         raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.use_wandb", hint=hint) from None

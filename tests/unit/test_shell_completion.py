@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.cli import completion
+from swarmtrain.cli import shell_completion
 from swarmtrain.lab import state
 
 PROGRAM = Path(sys.executable).with_name("swarmtrain")
@@ -80,11 +80,14 @@ def test_what_bash_is_offered(home: Path, words: list[str], expected: list[str])
 
 def test_completion_in_corner_cases(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home / "here")
-    assert completion.complete_config_files("nowhere/") == []
-    assert completion.complete_config_files("./c") == [("./config.yml", "")]
-    assert [word for word, _ in completion.complete_overrides("logger.use_wandb=")] == ["logger.use_wandb=true", "logger.use_wandb=false"]
-    assert [word for word, _ in completion.complete_overrides("runner.script_a")] == ["runner.script_args=", "runner.script_args=…"]
-    assert completion.complete_overrides("no.such=") == completion.complete_overrides("no.such") == []
+    assert shell_completion.complete_config_files("nowhere/") == []
+    assert shell_completion.complete_config_files("./c") == [("./config.yml", "")]
+    assert [word for word, _ in shell_completion.complete_overrides("logger.use_wandb=")] == [
+        "logger.use_wandb=true",
+        "logger.use_wandb=false",
+    ]
+    assert [word for word, _ in shell_completion.complete_overrides("runner.script_a")] == ["runner.script_args=", "runner.script_args=…"]
+    assert shell_completion.complete_overrides("no.such=") == shell_completion.complete_overrides("no.such") == []
 
 
 def test_other_shells_show_what_a_key_is(home: Path) -> None:

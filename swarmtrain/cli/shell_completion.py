@@ -1,4 +1,4 @@
-"""Shell completion: runs, labs and their nodes, config files, and the config keys that -o can override.
+"""Shell completion of run names, labs and their nodes, config files, and the config keys that -o can override.
 
 Each function gets the incomplete word and returns the possible completions with their help texts, if any. On failure they
 return nothing, and none takes longer than a user would wait.
@@ -23,9 +23,9 @@ CompletionItems = list[tuple[str, str]]
 
 
 def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
-    """Rejoin `-o key=value`: bash splits it into three words and completes only the last.
+    """Rejoin `-o key=value`, which bash splits into three words, so that the key is known when the value is completed.
 
-    The key is left in `environ` for `complete_overrides`.
+    The key is stored in `environ`, where `complete_overrides` reads it.
     """
     words = environ.get("COMP_WORDS", "").split("\n")
     current = int(environ.get("COMP_CWORD") or 0)
@@ -41,7 +41,7 @@ def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
 
 
 def complete_runs(incomplete: str) -> CompletionItems:
-    """Return the runs of every launcher that answers in time."""
+    """Return the names of the runs that begin with `incomplete`, of every launcher that answers before the timeout."""
     from swarmtrain.config.schema.runner import RunnerType
     from swarmtrain.launchers import load_launcher_factory
 
@@ -52,7 +52,7 @@ def complete_runs(incomplete: str) -> CompletionItems:
 
 
 def complete_config_files(incomplete: str) -> CompletionItems:
-    """Return the YAML files that begin with `incomplete`, and the folders that may contain some."""
+    """Return the YAML files that begin with `incomplete`, and the folders in which YAML files may be."""
     directory = incomplete[: incomplete.rfind("/") + 1]
     matches = _list_matching_paths(directory, incomplete[len(directory) :])
     config_files = [(f"{directory}{path.name}", "") for path in matches if path.suffix in (".yml", ".yaml") and not path.is_dir()]
@@ -63,7 +63,7 @@ def complete_config_files(incomplete: str) -> CompletionItems:
 
 
 def complete_overrides(incomplete: str) -> CompletionItems:
-    """Return the config keys that begin with `incomplete`; after a key and `=`, its possible values."""
+    """Return the config keys that begin with `incomplete`; if it already contains `key=`, return the possible values of that key."""
     from swarmtrain.cli import config_keys
 
     if key := os.environ.get(_KEY_VARIABLE):
@@ -80,7 +80,7 @@ def complete_overrides(incomplete: str) -> CompletionItems:
 
 
 def complete_labs(incomplete: str) -> CompletionItems:
-    """Return the labs on this machine."""
+    """Return the names of the labs on this machine that begin with `incomplete`."""
     from swarmtrain.errors import SwarmtrainError
     from swarmtrain.lab import state
 
@@ -93,7 +93,7 @@ def complete_labs(incomplete: str) -> CompletionItems:
 
 
 def complete_lab_nodes(ctx: typer.Context, incomplete: str) -> CompletionItems:
-    """Return the nodes of the lab given by --name so far."""
+    """Return the node names of the lab that the option --name selects on the incomplete command line."""
     from swarmtrain.errors import SwarmtrainError
     from swarmtrain.lab import DEFAULT_NAME, state
 
@@ -105,7 +105,7 @@ def complete_lab_nodes(ctx: typer.Context, incomplete: str) -> CompletionItems:
 
 
 def _find_equals(words: list[str], current: int) -> int | None:
-    """Return the index of the first `=` that follows -o and a key as a separate word, up to the current word."""
+    """Return the index of the word `=` that follows `-o KEY`, searching `words` up to index `current`; None if there is none."""
     positions = (position for position in range(3, current + 1) if words[position : position + 1] == ["="])
     return next((position for position in positions if words[position - 2] in ("-o", "--override")), None)
 
@@ -127,7 +127,7 @@ def _iterate_runs(factories: "list[Callable[[], Launcher]]") -> Iterator[str]:
 
 
 def _collect_within_timeout(produce: Callable[[], Iterator[str]]) -> list[str]:
-    """Return what `produce` yields within the timeout."""
+    """Return the items that the generator `produce` yields before the completion timeout expires."""
     results: list[str] = []
     thread = threading.Thread(target=lambda: results.extend(produce()), daemon=True)
     thread.start()
