@@ -7,6 +7,7 @@
 # make check   format, lint, types, architecture, unit tests, docs: under a minute
 # make refresh writes all generated pages and golden files again, except speed.md, the pictures and the table of faults
 # make bench   speed against other tools, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
+# make site    the documentation as a site, into build/site; broken links and pages that are in no list fail it
 # make pictures  the screenshots in docs/images, of two real runs on a swarm of four engines on this machine
 # Each target installs what it needs, is safe to repeat, and works in a fresh clone.
 
@@ -23,7 +24,8 @@ PREPARE := @$(MAKE) --no-print-directory --jobs=2 system
 # A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all contract chaos soak check refresh bench pictures format clean system install install-train install-test
+.PHONY: demo test test-all contract chaos soak check refresh bench site pictures format clean
+.PHONY: system install install-docs install-train install-test
 
 demo:
 	$(PREPARE) install
@@ -65,6 +67,12 @@ bench:
 	$(PREPARE) install-train
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
+# From scratch, since a second build would not repeat the warnings about pages that have not changed.
+site: install-docs
+	@rm -rf build/site
+	@$(BIN)/python -m sphinx --fail-on-warning --fresh-env --quiet --doctree-dir build/site-cache docs build/site
+	@echo "the site is in build/site; its first page is build/site/index.html"
+
 pictures:
 	$(PREPARE) install-test
 	@$(BIN)/python docs/images/take_screenshots.py
@@ -78,6 +86,7 @@ system:
 	@sh requirements/system.sh
 
 install: $(VENV)/.installed
+install-docs: $(VENV)/.installed-docs
 install-train: $(VENV)/.installed-train
 install-test: $(VENV)/.installed-test
 
@@ -90,6 +99,10 @@ $(VENV)/.torch: $(BIN)/python
 
 $(VENV)/.installed: $(BIN)/python $(LISTS)
 	$(PIP) $(PINS) -e .
+	@touch $@
+
+$(VENV)/.installed-docs: $(BIN)/python $(LISTS)
+	$(PIP) $(PINS) -e .[docs]
 	@touch $@
 
 $(VENV)/.installed-train: $(VENV)/.torch $(LISTS)

@@ -109,7 +109,7 @@ def _build_host_overrides(count: int) -> list[str]:
 def _measure_generate_cpu(count: int) -> float:
     """Return the CPU time, in seconds, of plan and generate, without the interpreter's start and without writing the file."""
     from swarmtrain.config.loading import load_config
-    from swarmtrain.launchers import plan_run_offline
+    from swarmtrain.launchers.planning import plan_run_offline
     from swarmtrain.render import stack_document
 
     overrides = _build_host_overrides(count)

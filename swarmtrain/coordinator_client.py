@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,6 +32,15 @@ class CoordinatorClient:
     def post(self, event: Event) -> Receipt:
         """Post `event` to the coordinator and return its receipt. Raises CoordinatorError if the coordinator cannot be reached."""
         return Receipt(**self._send_request("post", kind=event.kind, data=event.data))
+
+    def try_post(self, event: Event) -> Receipt:
+        """Post `event` and return the coordinator's receipt. If the coordinator cannot be reached, only log that, to stderr."""
+        try:
+            return self.post(event)
+        except CoordinatorError as error:
+            sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}\n")
+            sys.stderr.flush()
+            return Receipt()
 
     def register_node(self, node: str) -> None:
         """Register `node`, which from then on sends a heartbeat every second, and return its orders.

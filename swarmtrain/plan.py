@@ -17,9 +17,9 @@ from pathlib import Path
 
 from swarmtrain.config import Config, pipeline_layout
 from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
-from swarmtrain.config.schema.base import format_duplicates
-from swarmtrain.config.schema.host_entry import HostEntry
-from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, GpuMode, RunnerType
+from swarmtrain.config.schema.fields.host_entry import HostEntry
+from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.config.schema.section import format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
@@ -148,7 +148,7 @@ class Plan:
         return {
             "run": self.run,
             "config": self.config.to_node_config().digest,
-            "launcher": self.config.runner.runner_type.value,
+            "launcher": self.config.runner.runner_type,
             "min_nodes": self.min_nodes,
             "max_nodes": self.max_nodes,
             "world_size": self.world_size,
@@ -171,7 +171,7 @@ class Plan:
         batch_share = f"{micro_batches[0]} each" if len(set(micro_batches)) == 1 else f"{micro_batches[0]} or {micro_batches[-1]} each"
         return "\n".join(
             [
-                f"run {self.run} by {runner.runner_type.value} on {self.origin}",
+                f"run {self.run} by {runner.runner_type} on {self.origin}",
                 *table,
                 f"  {_format_count(len(self.nodes), 'node')} with {_format_count(self.world_size, 'rank')}; {elasticity}",
                 f"  {_format_count(len(micro_batches), 'replica')} of {_format_replica(topology)}",
@@ -223,7 +223,7 @@ def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine
     Only on the host network is an address needed, because names of services do not resolve there.
     """
     runner = config.runner
-    if not runner.swarm.is_on_host_network or runner.runner_type is not RunnerType.swarm:
+    if not (runner.is_on_host_network and runner.capabilities.has_managers):
         return None
     master_addr = runner.master_addr
     managers = [machine for machine in inventory.machines if machine.is_manager and not machine.unavailable_reason]
@@ -393,12 +393,12 @@ def _resolve_slots(config: Config, configured_slots: int | None, machine: Machin
         return configured_slots, "slots from hosts"
     if runner.default_gpu_count:
         return runner.default_gpu_count, "slots from default_gpu_count"
-    if runner.runner_type is RunnerType.slurm and runner.slurm.requested_gpus_per_node:
+    if runner.capabilities.has_equal_nodes and runner.slurm.requested_gpus_per_node:
         return runner.slurm.requested_gpus_per_node, "one slot per GPU allocated by Slurm"
     if runner.swarm.gpu_ids:
         return len(runner.swarm.gpu_ids), "one slot per entry of gpu_ids"
     gpu_count = machine.resources.get(runner.swarm.generic_resource, 0)
-    if gpu_count and (runner.swarm.gpu is not GpuMode.none or runner.runner_type in SSH_RUNNER_TYPES):
+    if gpu_count and (runner.swarm.gpu is not GpuMode.none or runner.capabilities.sees_all_gpus):
         return gpu_count, f"one slot per {runner.swarm.generic_resource}"
     return 1, "one slot"
 

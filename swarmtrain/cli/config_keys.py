@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from swarmtrain.config import Config
+from swarmtrain.config.schema.runner_types import list_runner_types
 
 
 def list_config_keys() -> list[tuple[str, str]]:
@@ -17,6 +18,8 @@ def list_config_keys() -> list[tuple[str, str]]:
 
 def suggest_values(key: str) -> list[str]:
     """Return the possible values of `key` if it is an enumeration, else its default. Empty for an unknown key."""
+    if key == "runner.runner_type":
+        return list_runner_types()
     field = dict(_iterate_fields("", Config)).get(key)
     if field is None:
         return []

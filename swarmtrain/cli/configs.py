@@ -47,7 +47,8 @@ def plan(
 ) -> None:
     """Show which nodes would run what, and why (dry run). For a running run, show what deploy would change. Changes nothing."""
     from swarmtrain.config.loading import load_config
-    from swarmtrain.launchers import create_launcher, derive_run_name, plan_run
+    from swarmtrain.launchers.planning import derive_run_name, plan_run
+    from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.operations import runs
 
     config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *override])
@@ -72,7 +73,7 @@ def memory(
     """Estimate the memory of each rank, by simulating a step without computing it. Needs no GPU and no cluster."""
     from swarmtrain.config.loading import load_config
     from swarmtrain.errors import EXIT_ERROR
-    from swarmtrain.launchers import count_planned_ranks
+    from swarmtrain.launchers.planning import count_planned_ranks
     from swarmtrain.view import memory
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
@@ -96,27 +97,13 @@ def generate(
 ) -> None:
     """Write the stack file for `docker stack deploy`; for runner_type docker a file for `docker compose`, for slurm one for `sbatch`."""
     from swarmtrain.config.loading import load_config
-    from swarmtrain.config.schema.runner import RunnerType
-    from swarmtrain.launchers import derive_run_name, plan_run_offline
-    from swarmtrain.render import compose_document, stack_document
+    from swarmtrain.launchers.planning import derive_run_name, plan_run_offline
+    from swarmtrain.launchers.registry import load_launcher_class
     from swarmtrain.view.console import print_message
 
-    run_plan = plan_run_offline(
-        load_config(config_file, override), derive_run_name(config_file) if name is None else name, folder=Path.cwd()
-    )
-    if run_plan.config.runner.runner_type is RunnerType.slurm:
-        from swarmtrain.launchers import slurm
-
-        files = slurm.write_job_script(run_plan, output := output.with_suffix(".sbatch"))
-        print_message(f"wrote {output}, and the files that it needs to {files}\nnext: sbatch {output}")
-        return
-    stack = (
-        compose_document.render_compose(run_plan)
-        if run_plan.config.runner.runner_type is RunnerType.docker
-        else stack_document.render_stack(run_plan)
-    )
-    stack_document.write_stack(stack, output)
-    print_message("\n".join([f"wrote {output}", *run_plan.notes, f"next: {stack.command_template.format(file=output, name=stack.name)}"]))
+    config = load_config(config_file, override)
+    run_plan = plan_run_offline(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+    print_message(load_launcher_class(config.runner.runner_type).write_deployment_file(run_plan, output))
 
 
 def doctor(
@@ -130,7 +117,8 @@ def doctor(
     from swarmtrain.config.loading import load_config
     from swarmtrain.doctor import examine_cluster, examine_plan
     from swarmtrain.errors import EXIT_ERROR
-    from swarmtrain.launchers import create_launcher, derive_run_name, plan_run
+    from swarmtrain.launchers.planning import derive_run_name, plan_run
+    from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
 

@@ -116,7 +116,7 @@ def up(
     image: Annotated[str, typer.Option("--image", help="Registry image.")] = "registry:2.8.3",
 ) -> None:
     """Start a registry on one node; print its address (the prefix of image names) and the engine settings that it needs."""
-    from swarmtrain.images import registry as registries
+    from swarmtrain.images import swarm_registry as registries
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import print_message, show_progress
 
@@ -135,7 +135,7 @@ def down(
     ] = False,
 ) -> None:
     """Stop the registry; keep its images."""
-    from swarmtrain.images import registry as registries
+    from swarmtrain.images import swarm_registry as registries
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
 
@@ -146,7 +146,7 @@ def down(
 @registry.command()
 def status(json: JsonOption = False) -> None:
     """Show the registry's status, and whether the engine can use it."""
-    from swarmtrain.images import registry as registries
+    from swarmtrain.images import swarm_registry as registries
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.output import print_result
 

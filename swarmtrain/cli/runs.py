@@ -47,7 +47,8 @@ def deploy(
 ) -> None:
     """Deploy a run and follow its output to the end. Ctrl-C detaches; the job continues."""
     from swarmtrain.config.loading import load_config
-    from swarmtrain.launchers import create_launcher, derive_run_name, plan_run
+    from swarmtrain.launchers.planning import derive_run_name, plan_run
+    from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.operations import runs
 
     config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *override, *(LOCAL_OVERRIDES if attach is not None else ())])
@@ -66,7 +67,7 @@ def status(
     json: JsonOption = False,
 ) -> None:
     """Show the status of a run: world, step, loss, speed, last checkpoint, restarts and their causes, and each node's resource usage."""
-    from swarmtrain.launchers import find_run
+    from swarmtrain.launchers.registry import find_run
     from swarmtrain.view.output import print_result
     from swarmtrain.view.run_state import load_status, show_live_status
 
@@ -156,7 +157,8 @@ def scale(
     yes: YesOption = False,
 ) -> None:
     """Scale a run to more or fewer nodes. It resumes from its newest checkpoint."""
-    from swarmtrain.launchers import find_run, plan_scaled_run
+    from swarmtrain.launchers.planning import plan_scaled_run
+    from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs
 
     launcher, run_name = find_run(run)
@@ -165,7 +167,7 @@ def scale(
 
 def stop(run: RunArgument = None) -> None:
     """Stop the ranks gracefully, after a checkpoint. The run is kept; deploy resumes it."""
-    from swarmtrain.launchers import find_run
+    from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs
 
     runs.stop_run(*find_run(run))
@@ -173,7 +175,7 @@ def stop(run: RunArgument = None) -> None:
 
 def down(run: RunArgument = None) -> None:
     """Remove a run and wait until it is gone. Checkpoints are kept."""
-    from swarmtrain.launchers import find_run
+    from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs
 
     runs.remove_run(*find_run(run))

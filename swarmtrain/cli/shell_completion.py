@@ -6,7 +6,7 @@ return nothing, and none takes longer than a user would wait.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,13 +42,8 @@ def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
 
 def complete_runs(incomplete: str) -> CompletionItems:
     """Return the names of the runs that begin with `incomplete`, of every launcher that answers before the timeout."""
-    from swarmtrain.config.schema.runner import RunnerType
-    from swarmtrain.launchers import load_launcher_factory
-
-    factories = [
-        load_launcher_factory(runner_type) for runner_type in reversed(RunnerType)
-    ]  # imported here: the timeout is for the engines, not for imports
-    return [(run, "") for run in sorted(_collect_within_timeout(lambda: _iterate_runs(factories))) if run.startswith(incomplete)]
+    launcher_classes = _load_launcher_classes()  # here, since the timeout is for the engines, not for imports
+    return [(run, "") for run in sorted(_collect_within_timeout(lambda: _iterate_runs(launcher_classes))) if run.startswith(incomplete)]
 
 
 def complete_config_files(incomplete: str) -> CompletionItems:
@@ -118,12 +113,23 @@ def _list_matching_paths(folder: str, name: str) -> list[Path]:
     return [path for path in entries if path.name.startswith(name) and (name or not path.name.startswith("."))]
 
 
-def _iterate_runs(factories: "list[Callable[[], Launcher]]") -> Iterator[str]:
+def _load_launcher_classes() -> "list[type[Launcher]]":
+    """Return the launcher classes, those that ask an engine last, without those of other packages that are broken."""
+    from swarmtrain.config.schema.runner_types import list_runner_types
     from swarmtrain.errors import SwarmtrainError
+    from swarmtrain.launchers.registry import load_launcher_class
 
-    for factory in factories:
+    classes = []
+    for runner_type in reversed(list_runner_types()):
         with suppress(SwarmtrainError):
-            yield from factory().list_runs()
+            classes.append(load_launcher_class(runner_type))
+    return classes
+
+
+def _iterate_runs(launcher_classes: "Sequence[Callable[[], Launcher]]") -> Iterator[str]:
+    for launcher_class in launcher_classes:
+        with suppress(Exception):  # another package's launcher may raise anything
+            yield from launcher_class().list_runs()
 
 
 def _collect_within_timeout(produce: Callable[[], Iterator[str]]) -> list[str]:

@@ -14,13 +14,14 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from swarmtrain.config.pipeline_layout import partition_layers
-from swarmtrain.config.schema.base import Section, build_field_error, check_multiple, format_duplicates
 from swarmtrain.config.schema.data import DataConfig
 from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.schema.logger import LoggerConfig
 from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
 from swarmtrain.config.schema.profiler import ProfilerConfig
 from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.runner_types import DEPLOYED_CONTEXT
+from swarmtrain.config.schema.section import Section, build_field_error, check_multiple, format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.config.schema.trainer import TrainerConfig
 from swarmtrain.config.schema.training_groups import TrainingGroupConfig
@@ -93,9 +94,10 @@ class Config(Section):
                 "trainer.finetunable_token_ids", f"{out_of_range[0]} is not smaller than transformer_architecture.vocab_size {vocabulary}"
             )
         if self.trainer.sampling_config is not None:
-            _check_sampling(self.topology)
-        _check_preference_tuning(self)
-        _check_contrastive_training(self)
+            _check_sampling(self.topology, self.transformer_architecture)
+        if self.trainer.objective_config is None:  # a custom objective may use pairs, texts and heads in any combination
+            _check_preference_tuning(self)
+            _check_contrastive_training(self)
         return self
 
     def to_json(self) -> str:
@@ -114,8 +116,11 @@ class Config(Section):
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Return the config that `to_json` has serialized as `text`. Raises pydantic.ValidationError if it is invalid."""
-        return cls.model_validate_json(text)
+        """Return the config that `to_json` has serialized as `text`; the package of its launcher may be missing, as on a node.
+
+        Raises pydantic.ValidationError if it is invalid.
+        """
+        return cls.model_validate_json(text, context=DEPLOYED_CONTEXT)
 
     @property
     def digest(self) -> str:
@@ -158,14 +163,17 @@ def _check_contrastive_training(config: Config) -> None:
         return
     if config.topology.context_parallel_size > 1:
         raise build_field_error(key, "does not support topology.context_parallel_size above 1: an embedding is computed from the full text")
-    if trainer.sampling_config is not None:
+
+
+def _check_sampling(topology: TopologyConfig, architecture: TransformerArchitectureConfig) -> None:
+    """Check that the model generates text, and that `topology` allows it.
+
+    Tokens are generated one at a time, so each rank needs full sequences and all layers.
+    """
+    if architecture.embedding_head_config is not None:
         raise build_field_error(
-            "trainer.sampling_config", "needs a model that generates text, but trainer.contrastive_config trains embeddings"
+            "trainer.sampling_config", "needs a model that generates text, but transformer_architecture.embedding_head_config is set"
         )
-
-
-def _check_sampling(topology: TopologyConfig) -> None:
-    """Check that `topology` allows sampling: tokens are generated one at a time, so each rank needs full sequences and all layers."""
     parallelism = {
         "pipe_parallel_size": topology.pipeline_parallel_size > 1,
         "context_parallel_size": topology.context_parallel_size > 1,

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from swarmtrain.config import Config
 from swarmtrain.config.explanations import explain_validation_error
 from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
-from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, RunnerConfig, RunnerType
+from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import ConfigError, Problem
 
 _MAX_FILE_BYTES = 1_000_000
@@ -32,9 +32,9 @@ def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, 
     update: dict[str, Any] = {}
     if runner.hostsfile is not None:
         update |= {"hosts": _read_lines(folder / runner.hostsfile, "hostsfile"), "hostsfile": None}
-    if runner.runner_type in SSH_RUNNER_TYPES:
+    if runner.capabilities.passes_environment:
         env = dict(_parse_variable(line) for line in _read_lines(folder / runner.env_file, "env_file")) if runner.env_file else {}
-        in_container = runner.runner_type is RunnerType.ssh_docker
+        in_container = runner.capabilities.runs_in_containers
         prefixes = tuple(prefix for prefix in runner.env_prefixes if not (in_container and prefix.startswith("PYTHON")))
         inherited = {name: value for name, value in environ.items() if prefixes and name.startswith(prefixes)}
         update |= {"env": {**inherited, **env, **runner.env}, "env_file": None, "env_prefixes": []}

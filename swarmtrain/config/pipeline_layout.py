@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from swarmtrain.config.schema.base import build_field_error
+from swarmtrain.config.schema.section import build_field_error
 from swarmtrain.config.schema.topology import PipePartitionMethod, TopologyConfig
 from swarmtrain.config.schema.transformer_architecture import MlpType, TransformerArchitectureConfig
 

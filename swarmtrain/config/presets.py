@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarmtrain.config.huggingface import read_architecture
+from swarmtrain.config.huggingface_config import read_architecture
 from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 from swarmtrain.errors import SwarmtrainError
 

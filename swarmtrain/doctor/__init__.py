@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from swarmtrain.config.schema.runner import RunnerType
 from swarmtrain.doctor import (  # importing a module registers its checks
     capacity_checks,
     cluster_checks,
@@ -47,7 +46,7 @@ def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReport
     """
     check_results: list[CheckResult] = []
     snapshot = None
-    if plan.config.runner.runner_type is RunnerType.swarm:
+    if plan.config.runner.capabilities.has_managers:
         report_progress("querying the managers")
         snapshot = cluster_checks.inspect_cluster(DockerEngine(), plan)
         check_results += _run_checks(cluster_checks.CHECKS, snapshot)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images import build_context as contexts
 from swarmtrain.images import contents, lock, wheels
+from swarmtrain.images import folder_files as folders
 from swarmtrain.images import project as projects
 from swarmtrain.images.base_image import ensure_base_image
 from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error, follow_build_output
+from swarmtrain.images.project import DOCKERFILE, LOCK, PINS, REQUIREMENTS, Project
 
 
 def build_image(client: ImageClient, context: Path, tag: str, *, base: str | None = None, report_progress: ProgressReporter) -> None:
@@ -36,7 +38,7 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
     wheels.build_swarmtrain_wheel(project.package_wheel, report_progress=report_progress)
     build_args = {"BASE_IMAGE": base, "PIP_ARGS": "--no-index --find-links=/wheels", "HASHES": "--require-hashes" if project.lock else ""}
     with tempfile.TemporaryFile(dir=context / "build") as tar_file:
-        contexts.write_build_context(project, tar_file)
+        write_build_context(project, tar_file)
         run_build(
             client,
             tar_file,
@@ -76,3 +78,22 @@ def run_build(
         follow_build_output(stream, location=f"image {tag}", report_progress=report_progress)
     except OSError as error:
         raise ImageError(describe_engine_error(error), place=f"image {tag}") from None
+
+
+def write_build_context(project: Project, output: IO[bytes]) -> None:
+    """Write the build context as a tar: the user's files and the prepared wheels. Equal contents give equal bytes."""
+    with tarfile.open(fileobj=output, mode="w") as archive:
+        folders.add_entries(archive, _list_entries(project))
+
+
+def _list_entries(project: Project) -> list[folders.ArchiveEntry]:
+    return [
+        (DOCKERFILE, project.dockerfile.resolve()),
+        (PINS, project.pins.resolve()),
+        (LOCK, (project.lock or project.pins).resolve()),
+        *([(REQUIREMENTS, project.requirements)] if project.requirements else []),
+        *((path.name, path) for path in project.code),
+        *((f"build/wheels/{path.name}", path) for path in sorted(project.wheels.glob("*.whl"))),
+        *((f"build/extra/{path.name}", path) for path in sorted(project.extra_wheels.glob("*.whl"))),
+        *((f"build/package/{path.name}", path) for path in sorted(project.package_wheel.glob("*.whl"))),
+    ]

@@ -43,6 +43,18 @@ def follow_layer_transfer(
         )
 
 
+def push_image(client: ImageClient, tag: str, *, report_progress: ProgressReporter) -> None:
+    """Push `tag` to the registry that it names. Raises ImageError with the registry's message and a hint."""
+    hint = "begin the tag with a registry that the engine can reach, such as registry.lab:5000/swarmtrain:0.1"
+    report_progress(f"pushing {tag}")
+    try:
+        follow_layer_transfer(
+            client.push(tag, stream=True, decode=True), location=f"image {tag}", report_progress=report_progress, hint=hint
+        )
+    except OSError as error:
+        raise ImageError(describe_engine_error(error), place=f"image {tag}", hint=hint) from None
+
+
 def format_bytes(count: int) -> str:
     """Return a number of bytes as text with a unit."""
     return f"{count / 1e3:.0f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:.0f} MB"

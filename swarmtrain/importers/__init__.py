@@ -19,6 +19,7 @@ import yaml
 from swarmtrain.config.files import PUBLIC_MODE, UnreadableFileError, describe_os_error, write_files_atomically
 from swarmtrain.config.files import read_file_with_limit as read_bytes
 from swarmtrain.config.loading import order_problems
+from swarmtrain.config.schema.runner_types import list_runner_types
 from swarmtrain.config.yaml_document import YamlDocument, YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 from swarmtrain.importers import accelerate, compose, deepspeed, huggingface, sbatch, scaling
@@ -41,7 +42,6 @@ _MAX_BYTES = 1_000_000
 _KNOWN_FORMATS_TEXT = (
     "a Scaling config, an accelerate config, a DeepSpeed JSON or hostfile, an sbatch script, a compose file, a model's config.json"
 )
-_SWARMTRAIN_RUNNER_TYPES = ("swarm", "docker", "local", "ssh", "ssh_docker", "slurm")
 
 
 class SourceFormat(StrEnum):
@@ -194,7 +194,7 @@ def _read_format(
 def _detect_format(values: dict[str, Any], source: str) -> SourceFormat:
     keys = {str(key) for key in values}
     runner = values.get("runner")
-    if isinstance(runner, dict) and runner.get("runner_type") in _SWARMTRAIN_RUNNER_TYPES:
+    if isinstance(runner, dict) and runner.get("runner_type") in list_runner_types():
         raise SwarmtrainError("is already a swarmtrain config", place=source, hint=f"swarmtrain plan {source}")
     for source_format, marker_keys in (
         (SourceFormat.compose, {"services"} if isinstance(values.get("services"), dict) else set()),

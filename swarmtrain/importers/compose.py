@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from swarmtrain.config.schema.validators import check_image_reference as check_image
+from swarmtrain.config.schema.fields.validators import check_image_reference as check_image
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.launch_command import (
     RENDEZVOUS_TEXT,
@@ -21,7 +21,6 @@ from swarmtrain.importers.migration_report import KeyPath, MigrationReport, Unma
 
 _CONSTRAINT_PATTERN = re.compile(r"\s*node\.(?P<what>hostname|id|role|labels\.(?P<label>[\w.-]+))\s*(?P<sign>==|!=)\s*(?P<value>.+?)\s*")
 _VARIABLE_PATTERN = re.compile(r"\$\{?\w+")
-_IN_IMAGE_TEXT = "already in the image"
 _STACK_FILE_TEXT = "swarmtrain generate creates a complete stack file"
 _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "hostname": (UnmappedReason.done_differently, RENDEZVOUS_TEXT),

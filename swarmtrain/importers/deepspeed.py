@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from swarmtrain.config.loading import order_problems
-from swarmtrain.config.schema.host_entry import check_host_entry as check_host
+from swarmtrain.config.schema.fields.host_entry import check_host_entry as check_host
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
 
@@ -86,7 +86,7 @@ def map_hosts(report: MigrationReport, hosts: tuple[str, ...], key: KeyPath) -> 
 
 
 def count_slots(hosts: tuple[str, ...]) -> int | None:
-    """Return the total number of slots of `hosts`; None if a host has no number of slots."""
+    """Return the total number of slots of `hosts`; None if the slots of a host are unknown."""
     counts = [re.search(r"slots=(\d+)$", host) for host in hosts]
     return sum(int(match[1]) for match in counts if match) if hosts and all(counts) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmtrain.config import huggingface
+from swarmtrain.config import huggingface_config
 from swarmtrain.importers.migration_report import MigrationReport, UnmappedReason
 
 KEYS = frozenset(("model_type", "architectures"))
@@ -24,8 +24,9 @@ def map_huggingface_config(report: MigrationReport, source: str, model_folder: s
 
     Raises SwarmtrainError if its architecture is not supported.
     """
-    architecture_values = huggingface.read_architecture_values(report.source, source)
-    model_family, has_rope_parameters = huggingface.identify_family(report.source, source), isinstance(report.get("rope_parameters"), dict)
+    architecture_values = huggingface_config.read_architecture_values(report.source, source)
+    model_family = huggingface_config.identify_family(report.source, source)
+    has_rope_parameters = isinstance(report.get("rope_parameters"), dict)
     hf_keys = {field.config_path: field.hf_key for field in model_family.field_mappings}
     for path, value in architecture_values.items():
         hf_key = hf_keys.get(path, "")

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ValidationError
 from swarmtrain.config import Config
 from swarmtrain.config.explanations import explain_validation_error
 from swarmtrain.config.loading import order_problems
-from swarmtrain.config.schema.runner import RunnerType
 from swarmtrain.errors import ConfigError, Problem
 
 KeyPath = tuple[str, ...]
@@ -27,8 +26,6 @@ _MAX_VALUE_LENGTH = 40
 _BATCH_KEYS = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 _SECRET_SUFFIXES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _INLINE_SECRET_PATTERN = re.compile(r"(\b\w*(?:key|token|secret|passw(?:or)?d)\"?\s*[=:]\s*\"?)[^\s\",{}\[\]]+", re.IGNORECASE)
-# The most similar launcher for types that this version does not have.
-_NEAREST_RUNNER_TYPES = {"ssh": "swarm", "ssh_docker": "swarm", "slurm": "swarm", "docker": "local"}
 
 
 class UnmappedReason(StrEnum):
@@ -185,19 +182,12 @@ class MigrationReport:
             key = key[:-1]
         return self._lines.get(".".join(key))
 
-    def set_runner_type(self, requested: str, key: str | KeyPath = ()) -> str:
-        """Set the config's launcher type to `requested`, or to the most similar type that this version has, and return it."""
-        runner_types = [runner_type.value for runner_type in RunnerType]
-        runner_type = requested if requested in runner_types else _NEAREST_RUNNER_TYPES[requested]
-        if runner_type != requested:
-            self.add_note(f"the source uses {requested}, for which there is no runner_type: runner.runner_type is {runner_type}")
-        if key and runner_type == requested:
+    def set_runner_type(self, runner_type: str, key: str | KeyPath = ()) -> None:
+        """Set the config's launcher type to `runner_type`, which the source has under `key`, if anywhere."""
+        if key:
             self.map_key(key, "runner.runner_type", runner_type)
         else:
             self.set_config_value("runner.runner_type", runner_type)
-        if key and runner_type != requested:
-            self.add_unmapped(key, UnmappedReason.no_counterpart, f"runner.runner_type: {runner_type}")
-        return runner_type
 
     def make_gpus_visible(self) -> None:
         """Make the machine's GPUs visible in containers, if the launcher needs that setting."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.config.schema.runner_types import RUNNER_TYPE_ALIASES
 from swarmtrain.config.schema.training_groups import TrainingGroupConfig
 from swarmtrain.importers import deepspeed
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, get_field_types, is_config_field, is_secret
@@ -133,22 +133,19 @@ def _map_runner_type(report: MigrationReport, hosts_argument: tuple[str, ...]) -
     is_single_machine = not hosts and not report.get("runner.hostsfile")
     if "runner" not in report.source or not isinstance(report.get("runner"), dict):
         return
-    if source_type not in ("pdsh", "pdsh_docker"):
+    if not isinstance(source_type, str) or source_type not in RUNNER_TYPE_ALIASES:
         report.add_unmapped(key, UnmappedReason.no_counterpart, "runner.runner_type")
     else:
-        runner_type = RunnerType(source_type).value
-        chosen_type = report.set_runner_type(
-            "local" if is_single_machine and runner_type == "ssh" else runner_type, key if report.has_key(key) else ()
-        )
-        if is_single_machine and runner_type == "ssh":
+        runner_type = RUNNER_TYPE_ALIASES[source_type]
+        uses_local = is_single_machine and runner_type == "ssh"
+        report.set_runner_type("local" if uses_local else runner_type, key if report.has_key(key) else ())
+        if uses_local:
             report.add_note("without hosts, Scaling runs on the local machine: runner.runner_type is local")
             if type(report.get("topology.world_size")) is int:
                 report.set_config_value("runner.default_gpu_count", report.get("topology.world_size"))
-        if chosen_type.startswith("ssh"):
+        if not uses_local:
             report.add_note("Scaling passes on the variables in ~/.deepspeed_env if it exists; to use it, set runner.env_file")
         report.make_gpus_visible()
-        if chosen_type == "swarm":
-            report.add_note("Scaling makes all GPUs visible to its processes: runner.swarm.gpu is visible")
     if not isinstance(report.get("runner.default_gpu_count"), int) and hosts and not all("slots=" in str(host) for host in hosts):
         report.set_config_value("runner.default_gpu_count", 8)
         report.add_note("a host without slots has 8 in Scaling: runner.default_gpu_count is 8")

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarmtrain import process
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.errors import LabError
 
 MAX_NODES = 200
@@ -160,9 +161,7 @@ def read_description(directory: Path) -> LabDescription | None:
 
 def write_description(directory: Path, description: LabDescription) -> None:
     """Write the lab's description atomically."""
-    staging_path = directory / "lab.json.new"
-    staging_path.write_text(json.dumps(asdict(description), indent=2) + "\n")
-    staging_path.rename(directory / "lab.json")
+    write_atomically(directory / "lab.json", json.dumps(asdict(description), indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import ClassVar, Protocol
 
 from swarmtrain.config import Config
+from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.runner_types import Capabilities
 from swarmtrain.plan import Cargo, Inventory, Plan
 from swarmtrain.protocol import Event
 
@@ -90,13 +93,23 @@ class Launcher(Protocol):
     The only exceptions that its methods raise deliberately are SwarmtrainErrors.
     """
 
+    capabilities: ClassVar[Capabilities]
+
+    @staticmethod
+    def write_deployment_file(plan: Plan, output: Path) -> str:
+        """Write the file that starts `plan` without swarmtrain to `output`, for `swarmtrain generate`. Return text for the user.
+
+        Works without the place that the launcher changes.
+        """
+        ...
+
     @property
     def location(self) -> str:
         """The place that the launcher changes (for example the engine or the hosts), shown to the user before a change."""
         ...
 
-    def read_inventory(self) -> Inventory:
-        """Return the inventory: the available machines, in the order in which they are used."""
+    def read_inventory(self, runner: RunnerConfig) -> Inventory:
+        """Return the inventory: the machines that `runner` may use, in the order in which they are used."""
         ...
 
     def check_plan(self, plan: Plan) -> list[Finding]:
@@ -120,8 +133,8 @@ class Launcher(Protocol):
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config (with its hosts) and the cargo with which `run` was deployed, from which a new plan can be made.
 
-        The content of a secret cannot be read back. Its digest can, which is enough for an unchanged secret. Raises RunNotFound if there
-        is no such run.
+        The content of a secret cannot be read back. Its digest can, which is enough for an unchanged secret. Raises RunNotFound
+        if the run does not exist.
         """
         ...
 

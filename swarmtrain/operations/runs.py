@@ -9,10 +9,10 @@ from pathlib import Path
 
 from swarmtrain import protocol
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
-from swarmtrain.launchers import load_deployment
 from swarmtrain.launchers.base import Change, Launcher, ProgressReporter
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.provenance import read_git_checkout
+from swarmtrain.launchers.registry import load_deployment
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import ask_confirmation, print_message, show_finding, show_progress

@@ -17,8 +17,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.process import run_command, start_process
-from swarmtrain.remote.process_spec import write_atomically
 
 _OUTPUT_TAIL_LINES = 6
 _POLL_SECONDS = 0.1

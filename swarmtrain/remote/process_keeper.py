@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.process import start_process
-from swarmtrain.remote.process_spec import ProcessSpec, ProcessState, write_atomically
+from swarmtrain.remote.process_spec import ProcessSpec, ProcessState
 from swarmtrain.remote.run_folder import run_cleanup_command
 from swarmtrain.remote.timestamped_log import open_timestamped_log
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from swarmtrain.atomic_file import write_atomically
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,3 @@ class ProcessState:
     state: str
     exit_code: int | None = None
     restarts: int = 0
-
-
-def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write `text` to `path` atomically, by renaming: a reader sees either the old or the new content.
-
-    The file has the permissions `mode`.
-    """
-    write_bytes_atomically(path, text.encode(), mode=mode)
-
-
-def write_bytes_atomically(path: Path, content: bytes, *, mode: int) -> None:
-    """Write `content` to `path` atomically, by renaming. The file has the permissions `mode` when it is created."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    temporary.replace(path)

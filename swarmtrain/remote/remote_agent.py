@@ -22,8 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from swarmtrain.atomic_file import write_bytes_atomically
 from swarmtrain.remote.managed_venv import ManagedVenv, get_build_folder
-from swarmtrain.remote.process_spec import ProcessSpec, write_bytes_atomically
+from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.run_folder import EVENTS_FILE, LOCK_FILE, MARKER_FILE, HostRunFolder
 
 READY_LINE = "swarmtrain remote agent"
@@ -111,12 +112,6 @@ class RemoteAgent:
                 Path(path).unlink(missing_ok=True)
             return Path(path).exists()
         return False
-
-    def runs(self) -> list[str]:
-        """Return the names of the runs on this machine, sorted."""
-        with contextlib.suppress(FileNotFoundError):
-            return sorted(path.name for path in self.base.iterdir() if HostRunFolder(path).exists)
-        return []
 
     def inspect_run(self, run: str) -> dict[str, Any]:
         """Return the content of the run's folder: path, marker (None: there is no such run here), specs, states, and live processes."""

@@ -22,8 +22,9 @@ from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.process import defer_signals, start_process
-from swarmtrain.remote.process_spec import ProcessSpec, ProcessState, write_atomically
+from swarmtrain.remote.process_spec import ProcessSpec, ProcessState
 
 MARKER_FILE, LOCK_FILE, EVENTS_FILE = "local.json", "lock", "events.jsonl"
 _KILL_TIMEOUT_SECONDS = 5.0

@@ -3,6 +3,7 @@
 runtime         config, rank, world size and device of this process
 data            token files, samples and their order
 model           a decoder-only transformer
+objectives      what a model is trained for: next-token prediction, preference tuning, contrastive training
 parallel        one device mesh; tensor and pipeline parallelism within a replica, data parallelism between replicas
 optim           AdamW, SGD, Muon, parameter groups, learning rate schedules, gradient clipping
 memory          estimate of the memory that each rank needs, before a cluster is used
@@ -14,6 +15,7 @@ tokenize        convert text to token files
 inference       generate text, embed texts, evaluate
 huggingface     import from and export to Hugging Face
 custom          run(): train a custom script
+object_factory  create objects from a config
 integrations    other systems that start a training process
 """
 
@@ -26,18 +28,21 @@ if TYPE_CHECKING:
     from swarmtrain.trainer.custom import Run, build_linear_scaling_warmup, instantiate, run
     from swarmtrain.trainer.data.samples import TokenDataset, open_data
     from swarmtrain.trainer.loop import TrainingResult, train
+    from swarmtrain.trainer.model.objective import Objective, VectorObjective
     from swarmtrain.trainer.model.transformer import Transformer
     from swarmtrain.trainer.optim import Optimizer
     from swarmtrain.trainer.parallel import parallelize
     from swarmtrain.trainer.runtime import Runtime, read_config, read_options, start_runtime
 
 __all__ = [
+    "Objective",
     "Optimizer",
     "Run",
     "Runtime",
     "TokenDataset",
     "TrainingResult",
     "Transformer",
+    "VectorObjective",
     "build_linear_scaling_warmup",
     "instantiate",
     "open_data",
@@ -51,12 +56,14 @@ __all__ = [
 
 # Imported on first use: tokenizing data needs neither these modules nor torch, whose import takes seconds.
 _MODULE_BY_NAME = {
+    "Objective": "model.objective",
     "Optimizer": "optim",
     "Run": "custom",
     "Runtime": "runtime",
     "TokenDataset": "data.samples",
     "TrainingResult": "loop",
     "Transformer": "model.transformer",
+    "VectorObjective": "model.objective",
     "build_linear_scaling_warmup": "custom",
     "instantiate": "custom",
     "open_data": "data.samples",

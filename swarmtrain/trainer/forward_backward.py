@@ -16,8 +16,8 @@ from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.data.token_batch import TokenBatch
 from swarmtrain.trainer.health.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from swarmtrain.trainer.model import dropout
+from swarmtrain.trainer.model.objective import VectorLoss, VectorObjective
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parallel.contrastive_loss import ContrastiveResult, compute_contrastive_loss
 from swarmtrain.trainer.parallel.pipeline_parallel import LossTransform, PipelineModel
 from swarmtrain.trainer.runtime import Runtime, derive_seed, seed_everything
 
@@ -39,10 +39,10 @@ def run_forward_backward(
     """Run the forward and backward passes of this rank's micro batches in step `number`, and accumulate the gradients of the loss.
 
     The loss is scaled by `scale_loss` before the backward pass. Return the unscaled loss summed over the micro batches, in nats, and the
-    number of preference pairs or contrastive queries that were ranked correctly (0 for other losses).
+    number of loss units that were correct (0 if the objective does not count them).
     """
     forward = partial(_prepare_forward, runtime, number, timer)
-    contrastive = _build_contrast(runtime, model, data, micro_batches, forward)
+    vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, forward)
     if isinstance(model.wrapped_model, PipelineModel):
         first_micro_batch = micro_batches[0][0] if micro_batches else 0
         rows = _load_all_micro_batches(runtime, data, micro_batches)
@@ -52,9 +52,9 @@ def run_forward_backward(
             scale_loss,
             lambda index, stage: forward(first_micro_batch + index, stage),
             lambda index, stage: timer.phase(BACKWARD, first_micro_batch + index, stage),
-            contrastive.vector_gradients if contrastive else None,
+            vector_loss.vector_gradients if vector_loss else None,
         )
-        return _get_loss_and_correct(model, contrastive, loss)
+        return _get_loss_and_correct(model, vector_loss, loss)
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
     padded = _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step)
     for index, (micro_batch, ids) in enumerate(padded):
@@ -63,39 +63,39 @@ def run_forward_backward(
             rows = _load_micro_batch(runtime, data, ids)
             with forward(micro_batch):
                 output: Tensor = model.wrapped_model(*rows)
-                loss = (output * contrastive.select_micro_batch(index, len(output))).sum() if contrastive else output
+                loss = (output * vector_loss.select_micro_batch(index, len(output))).sum() if vector_loss else output
             timer.start_phase(BACKWARD, micro_batch)
             torch.autograd.backward(scale_loss(loss))
         loss_sum += loss.detach()
-    return _get_loss_and_correct(model, contrastive, loss_sum)
+    return _get_loss_and_correct(model, vector_loss, loss_sum)
 
 
-def _get_loss_and_correct(model: ParallelModel, contrastive: ContrastiveResult | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss sum, and the number of correctly ranked preference pairs or contrastive queries.
+def _get_loss_and_correct(model: ParallelModel, vector_loss: VectorLoss | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss sum, and the number of loss units that were correct.
 
-    `loss_sum`: sum of the model's outputs, which is the loss unless the loss is contrastive.
+    `loss_sum`: sum of the model's outputs, which is the loss unless the objective compares vectors.
     """
-    if contrastive:
-        return contrastive.loss, contrastive.correct_count
-    correct = model.local_model.preference_loss.pop_correct_count() if model.local_model.preference_loss else None
+    if vector_loss:
+        return vector_loss.loss, vector_loss.correct_count
+    correct = model.local_model.objective.pop_correct_count()
     return loss_sum, loss_sum.new_zeros(()) if correct is None else correct
 
 
-def _build_contrast(
+def _compute_vector_loss(
     runtime: Runtime,
     model: ParallelModel,
     data: TokenDataset,
     micro_batches: MicroBatches,
     forward: Callable[..., AbstractContextManager[object]],
-) -> ContrastiveResult | None:
+) -> VectorLoss | None:
     """Compute the vectors of this replica's samples without gradients, and compare them with all vectors of the global batch.
 
-    Return None if the loss is not contrastive, or if this rank has no vectors (a pipeline rank without the last stage). `forward` takes
-    the number of the micro batch, and with pipeline parallelism also the index of the stage; it returns the context for that forward
-    pass.
+    Return None if the objective does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage).
+    `forward` takes the number of the micro batch, and with pipeline parallelism also the index of the stage; it returns the context for
+    that forward pass.
     """
-    config, topology, mesh = runtime.config.trainer.contrastive_config, runtime.config.topology, model.mesh
-    if config is None:
+    objective, topology, mesh = model.local_model.objective, runtime.config.topology, model.mesh
+    if not isinstance(objective, VectorObjective):
         return None
     first = micro_batches[0][0] if micro_batches else 0
     with torch.no_grad():
@@ -113,9 +113,8 @@ def _build_contrast(
     if local_vectors is None:
         return None
     first = sum(mesh.micro_batches_per_replica[: mesh.data_rank]) * topology.samples_per_micro_batch
-    return compute_contrastive_loss(
+    return objective.compute_vector_loss(
         local_vectors,
-        config,
         rows_per_sample=data.rows_per_sample,
         first_sample=first,
         global_batch_size=topology.samples_per_step,
@@ -127,8 +126,9 @@ def run_validation_forward(
     runtime: Runtime, model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches
 ) -> tuple[Tensor, Tensor]:
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    if runtime.config.trainer.contrastive_config:
-        return _get_loss_and_correct(model, _build_contrast(runtime, model, data, micro_batches, lambda *_: autocast(runtime)), loss_sum)
+    if isinstance(model.local_model.objective, VectorObjective):
+        vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, lambda *_: autocast(runtime))
+        return _get_loss_and_correct(model, vector_loss, loss_sum)
     if isinstance(model.wrapped_model, PipelineModel):
         return _get_loss_and_correct(
             model,

@@ -12,7 +12,7 @@ from swarmtrain.trainer.checkpoint import CheckpointManager, just_in_time
 from swarmtrain.trainer.checkpoint.restore import restore_training_state
 from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
 from swarmtrain.trainer.checkpoint.scheduler import CheckpointScheduler
-from swarmtrain.trainer.checkpoint.state import TrainingState
+from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.data import vocabulary_check
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.health import replica_check

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import swarmtrain
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.parallel import ParallelModel
@@ -75,11 +76,9 @@ def gather_report(runtime: Runtime, generation: int, model: ParallelModel) -> Re
 
 def write_report(report: ReportFields, folder: Path) -> None:
     """Write `report` to report.json in `folder`, replacing the previous report. If the folder is not writable, only log a warning."""
-    staging = folder / f".{FILE_NAME}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        staging.write_text(json.dumps(report, indent=1) + "\n")
-        staging.replace(folder / FILE_NAME)
+        write_atomically(folder / FILE_NAME, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         LOG.warning("%s: cannot be written: %s", folder / FILE_NAME, describe_os_error(error))
 

@@ -24,7 +24,7 @@ class ValidationResult:
     """The result of evaluating the validation data; equal on every rank."""
 
     loss: float
-    """Validation loss: mean over loss tokens, preference pairs or contrastive queries, in nats."""
+    """Validation loss: mean over the loss units of the objective (tokens, pairs or queries), in nats."""
     accuracy: float | None
     """Accuracy, defined as for StepResult.accuracy."""
 
@@ -40,12 +40,9 @@ class StepResult:
     loss_tokens: int
     """Number of loss tokens, summed over all replicas."""
     loss: float
-    """Training loss: mean over loss tokens, preference pairs or contrastive queries, in nats."""
+    """Training loss: mean over the loss units of the objective (tokens, pairs or queries), in nats."""
     accuracy: float | None
-    """Fraction of preference pairs that are ranked correctly, or of contrastive queries whose own answer is the most likely.
-
-    None for other losses.
-    """
+    """Fraction of the loss units that are correct, such as pairs that are ranked correctly. None if the objective has no accuracy."""
     max_replica_loss: float
     """Mean loss of the replica whose mean loss is highest, in nats."""
     update: OptimizerUpdate
@@ -129,7 +126,7 @@ def train_step(
         sample_ids,
         batch.loss_tokens,
         loss_mean,
-        _get_accuracy(runtime, correct / loss_token_count),
+        _get_accuracy(model, correct / loss_token_count),
         max(replica_means),
         update,
         stop_requested=stop_requested,
@@ -164,7 +161,7 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
             return None
         loss, correct, loss_token_count = loss + loss_sum, correct + batch_correct, loss_token_count + batch.loss_denominator
     loss_token_count = max(1, loss_token_count)
-    return ValidationResult(loss / loss_token_count, _get_accuracy(runtime, correct / loss_token_count))
+    return ValidationResult(loss / loss_token_count, _get_accuracy(model, correct / loss_token_count))
 
 
 def is_stop_requested(stop: StopFlag) -> bool:
@@ -172,9 +169,8 @@ def is_stop_requested(stop: StopFlag) -> bool:
     return collectives.all_reduce_sum([stop.is_set])[0] > 0
 
 
-def _get_accuracy(runtime: Runtime, correct_fraction: float) -> float | None:
-    has_accuracy = runtime.config.trainer.preference_config or runtime.config.trainer.contrastive_config
-    return correct_fraction if has_accuracy else None
+def _get_accuracy(model: ParallelModel, correct_fraction: float) -> float | None:
+    return correct_fraction if model.local_model.objective.has_accuracy else None
 
 
 def _describe_non_finite(loss: float, update: OptimizerUpdate) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError, SwarmtrainError
-from swarmtrain.launchers import find_run
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.history_store import resolve_run_directory
+from swarmtrain.launchers.registry import find_run
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.console import print_message
 from swarmtrain.view.update_printer import print_log_line

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError
-from swarmtrain.launchers import discover_runs, find_run
 from swarmtrain.launchers.base import Launcher, TaskState
 from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.registry import discover_runs, find_run
 from swarmtrain.protocol import EVENT_NODE_JOINED, EVENT_NODE_PROBE, Event
 from swarmtrain.view import history
 from swarmtrain.view.console import print_message

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from toy_package import install_toy_package
 
 from swarmtrain.config import Config
 from swarmtrain.config.loading import load_config
@@ -31,7 +32,8 @@ def iterate_excerpts() -> Iterator[tuple[str, str]]:
                 yield str(page.relative_to(ROOT)), text
 
 
-def test_excerpts_of_configs_are_valid(tmp_path: Path) -> None:
+def test_excerpts_of_configs_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(install_toy_package(tmp_path / "packages")))
     found = list(iterate_excerpts())
     assert len(found) > 15
     for page, text in found:

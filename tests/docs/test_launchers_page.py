@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 import contract
 from features import LAUNCHERS, PAGE, render_page
 
-from swarmtrain.launchers import _REGISTRY
+from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS
 
 TESTS = Path(__file__).parents[1]
 
@@ -41,7 +41,7 @@ def test_the_page_is_what_the_contract_asserts() -> None:
 
 def test_every_launcher_is_under_the_contract() -> None:
     assert set(find_contract_classes()) == set(LAUNCHERS)
-    assert {str(kind) for kind in _REGISTRY} == set(LAUNCHERS)
+    assert set(BUILT_IN_LAUNCHERS) == set(LAUNCHERS)
 
 
 def test_what_is_not_run_is_denied() -> None:

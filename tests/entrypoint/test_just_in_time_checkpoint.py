@@ -27,7 +27,7 @@ TRAIN = """
 import os, pathlib, sys, time
 import training_code
 from swarmtrain.trainer import loop
-from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageWriter
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
 train_step, write, folder = loop.train_step, TensorStorageWriter.write, pathlib.Path(sys.argv[1])
 def slowly(*args, **options):
     time.sleep(0.02)

@@ -242,7 +242,7 @@ def test_a_node_that_can_never_work_ends_the_run_at_once(small_run: Any) -> None
     small_run.start_node(0, "import this is no python", node_range=(1, 1), slots=1)
     assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
     verdict = small_run.read_events("outcome")[0].data
-    assert verdict["reason"].startswith("node0 rank 0: SyntaxError: invalid syntax, in script.py line 1; this does not get better")
+    assert verdict["reason"].startswith("node0 rank 0: SyntaxError: invalid syntax, in script.py line 1; retrying would not help")
     assert len(small_run.read_events("world")) == len(small_run.read_events("failure")) == 1
 
 

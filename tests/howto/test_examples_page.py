@@ -35,14 +35,13 @@ def test_examples(installed_environment: dict[str, str], open_shell: OpenShell, 
     assert min(_read_accuracies(printed["Images and captions"])) >= 93
     assert _find_best_step(here / "runs/images") in _list_saved_steps(here / "runs/images")
     assert _beats_bigram_baseline(printed["A language model from scratch"], times=1)
-    learned = re.search(r"validation loss ([\d.]+) → ([\d.]+) nats per byte", printed["LoRA on what was trained"])
+    learned = re.search(r"validation loss ([\d.]+) → ([\d.]+) nats per byte", printed["LoRA on the trained model"])
     assert learned
     assert float(learned[2]) < float(learned[1]) - 0.1
     assert _compute_folder_size(here / "runs/lora/step-00000060") < _compute_folder_size(here / "runs/quickstart/step-00000125") / 8
-    assert _beats_bigram_baseline(printed["A model of Hugging Face's, from its config"], times=2)
-    said = re.search(r"LlamaForCausalLM says: (.+?)\n(.+?)\n", printed["A model of Hugging Face's, from its config"])
-    assert said
-    assert said[1] == said[2]
+    assert _beats_bigram_baseline(printed["A Hugging Face model from its config"], times=2)
+    # The text may have line breaks. transformers and `swarmtrain sample` generate the same.
+    assert re.search(r"LlamaForCausalLM says: (.+)\n\1\n", printed["A Hugging Face model from its config"], re.DOTALL)
     right = _read_accuracies(printed["A script from outside"])
     assert len(right) == 6
     assert min(right[3:]) > 99

@@ -114,7 +114,7 @@ def plan_run(launcher: SwarmLauncher, stub_image: str) -> Callable[..., Plan]:
         settings = {"nodes": nodes, "min_nodes": 1, "max_nodes": 3, "stop_grace": 10, "docker_config": docker, **runner}
         config = Config.model_validate({"runner": settings})
         cargo = Cargo((RunFile.from_content("training_code.py", script),), (RunFile.from_content("TOKEN", b"hidden"),))
-        return make_plan(config, launcher.read_inventory(), cargo, run=RUN)
+        return make_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN)
 
     return make
 

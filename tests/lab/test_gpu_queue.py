@@ -53,7 +53,8 @@ def plan_gpu_run(launcher: SwarmLauncher, stub_image: str) -> Callable[..., Plan
             "docker_config": {"docker_container": stub_image},
         }
         cargo = Cargo((RunFile.from_content("training_code.py", b"train()\n"),))
-        return make_plan(Config.model_validate({"runner": runner}), launcher.read_inventory(), cargo, run=run)
+        config = Config.model_validate({"runner": runner})
+        return make_plan(config, launcher.read_inventory(config.runner), cargo, run=run)
 
     return make
 

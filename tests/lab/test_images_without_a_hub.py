@@ -15,7 +15,7 @@ from swarm_helpers import RUN, run_docker
 
 from swarmtrain import images
 from swarmtrain.errors import ImageError
-from swarmtrain.images import registry, swarm_nodes
+from swarmtrain.images import swarm_nodes, swarm_registry
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
@@ -98,29 +98,29 @@ def no_registry(engine: DockerEngine) -> Iterator[None]:
     """Remove the registry, if a test leaves one."""
     yield
     with contextlib.suppress(ImageError):  # there is none
-        registry.remove_registry(engine, volume=True, report_progress=print_line)
+        swarm_registry.remove_registry(engine, volume=True, report_progress=print_line)
 
 
 @pytest.mark.usefixtures("no_registry")
 def test_a_registry_in_the_swarm_keeps_its_images(engine: DockerEngine, registry_image: str) -> None:
-    standing = registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
+    standing = swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
     address = swarm_nodes.get_node_address(engine.get(f"/nodes/{swarm_nodes.get_own_node_id(engine)}"))
     assert (standing.address, standing.host, standing.state) == (f"{address}:5055", "node0", "running")
     # The lab's engines trust the lab's own registry, but are not configured for this one.
     assert standing.trust_problem == "it is not listed in the engine's insecure-registries"
     assert standing.daemon_json_line == f'"insecure-registries": ["{address}:5055", "{REGISTRY_ADDRESS}"]'
-    assert registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line) == standing
+    assert swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line) == standing
     with pytest.raises(ImageError, match="it is already running"):
-        registry.start_registry(engine, port=5056, image=registry_image, report_progress=print_line)
+        swarm_registry.start_registry(engine, port=5056, image=registry_image, report_progress=print_line)
     with pytest.raises(ImageError, match="unknown node; available nodes: node0, node1, node2"):
-        registry.start_registry(engine, node="node9", report_progress=print_line)
-    registry.remove_registry(engine, volume=False, report_progress=print_line)
-    assert engine.get(f"/volumes/{registry.SERVICE_NAME}")["Name"] == registry.SERVICE_NAME
-    registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
-    registry.remove_registry(engine, volume=True, report_progress=print_line)
-    assert registry.SERVICE_NAME not in [volume["Name"] for volume in engine.get("/volumes")["Volumes"] or []]
+        swarm_registry.start_registry(engine, node="node9", report_progress=print_line)
+    swarm_registry.remove_registry(engine, volume=False, report_progress=print_line)
+    assert engine.get(f"/volumes/{swarm_registry.SERVICE_NAME}")["Name"] == swarm_registry.SERVICE_NAME
+    swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
+    swarm_registry.remove_registry(engine, volume=True, report_progress=print_line)
+    assert swarm_registry.SERVICE_NAME not in [volume["Name"] for volume in engine.get("/volumes")["Volumes"] or []]
     with pytest.raises(ImageError, match="no registry in this swarm"):
-        registry.get_registry_status(engine)
+        swarm_registry.get_registry_status(engine)
 
 
 @pytest.mark.usefixtures("no_registry")
@@ -131,14 +131,14 @@ def test_a_registry_that_cannot_start_prints_why_and_is_removed(engine: DockerEn
         assert listener.stdout is not None
         assert listener.stdout.readline() == "\n"
         with pytest.raises(ImageError, match="another process uses port 5055 of node0") as caught:
-            registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
+            swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
         listener.communicate()
     assert caught.value.hint == "swarmtrain image registry up --port 5056"
     with pytest.raises(ImageError, match=r"does not start on node1: No such image") as caught:
-        registry.start_registry(engine, node="node1", image=registry_image, report_progress=print_line)
+        swarm_registry.start_registry(engine, node="node1", image=registry_image, report_progress=print_line)
     assert "--image" in str(caught.value.hint)
     with pytest.raises(ImageError, match="no registry in this swarm"):
-        registry.remove_registry(engine, volume=False, report_progress=print_line)
+        swarm_registry.remove_registry(engine, volume=False, report_progress=print_line)
 
 
 def test_a_run_on_an_image_that_no_registry_has(

@@ -59,7 +59,7 @@ def test_every_command_on_what_docker_stack_deploy_started(
     launcher.deploy(plan, print_line)
     assert list_task_ids(launcher._engine) == tasks
     config, cargo = launcher.load_deployment(RUN)
-    launcher.deploy(make_plan(config, launcher.read_inventory(), cargo, run=RUN, node_count=3), print_line)
+    launcher.deploy(make_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN, node_count=3), print_line)
     assert list_task_ids(launcher._engine).items() >= tasks.items()
     launcher.stop(RUN, print_line)
     assert {task.state for task in launcher.list_tasks(RUN) if task.node != protocol.RENDEZVOUS_SERVICE} == {"stopped"}

@@ -132,7 +132,7 @@ def test_a_deploy_over_a_run_that_is_going_down(
         assert time.monotonic() < end
         time.sleep(0.1)
     over = CommandThread(lambda say: create_launcher().deploy(plan_run(nodes=1), say))
-    over.wait_for_message("takes it down, since")
+    over.wait_for_message("is removing it, since")
     assert going.wait_for_end() is None
     assert over.wait_for_end() is None, over.messages
     assert [(task.node, task.state) for task in launcher.list_tasks(RUN)] == [("node0", "running"), ("rendezvous", "running")]
@@ -140,7 +140,7 @@ def test_a_deploy_over_a_run_that_is_going_down(
     going.wait_for_message("removing demo_node0")
     others = [CommandThread(lambda say: create_launcher().tear_down(RUN, say)), CommandThread(lambda say: create_launcher().stop(RUN, say))]
     for other in others:
-        other.wait_for_message("takes it down, since")
+        other.wait_for_message("is removing it, since")
     assert going.wait_for_end() is None
     assert others[0].wait_for_end() is None
     assert isinstance(others[1].wait_for_end(), RunNotFound)
@@ -206,7 +206,7 @@ def test_the_lock_of_a_killed_command_is_taken_over(launcher: SwarmLauncher, eng
 
     commands = [CommandThread(change(name)) for name in "abc"]
     assert [command.wait_for_end() for command in commands] == [None] * 3
-    assert all(any("brings it up, since" in line for line in command.messages) for command in commands)
+    assert all(any("is deploying it, since" in line for line in command.messages) for command in commands)
     assert [line.split()[1] for line in order] == ["begins", "ends"] * 3
     assert [order[index].split()[0] == order[index + 1].split()[0] for index in (0, 2, 4)] == [True] * 3
     assert cluster_state.read_stack_state(engine, RUN).is_empty

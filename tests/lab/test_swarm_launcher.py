@@ -19,7 +19,7 @@ import pytest
 from swarm_helpers import DISCARD, NODES, RUN, find_docker_programs, is_run_removed, list_task_ids, print_line, run_docker
 
 from swarmtrain import protocol
-from swarmtrain.config.schema.runner import NcclDebug
+from swarmtrain.config.schema.runner import NcclDebug, RunnerConfig
 from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
@@ -127,7 +127,7 @@ def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher,
     # Scaling does not touch the other nodes, and needs only what is stored in the swarm.
     config, cargo = later.load_deployment(RUN)
     assert cargo.code == plan_run().cargo.code
-    three = make_plan(config, later.read_inventory(), cargo, run=RUN, node_count=3)
+    three = make_plan(config, later.read_inventory(config.runner), cargo, run=RUN, node_count=3)
     later.deploy(three, print_line)
     assert list_task_ids(engine) == {**first, "demo_node2": list_task_ids(engine)["demo_node2"]}
     later.deploy(plan_run(), print_line)
@@ -265,7 +265,7 @@ def test_what_was_followed_is_there_when_the_run_is_down(
     capsys.readouterr()
     print_logs(RUN, LogFilter(), follow=False)
     out, err = capsys.readouterr()
-    assert err.startswith("demo is down; this is what was kept")
+    assert err.startswith("demo is down; showing its saved output")
     last = []
     for node in ("node0", "node1"):
         kept = [line.partition(" | ")[2] for line in out.splitlines() if line.startswith(f"{node} ")]
@@ -359,19 +359,19 @@ def test_a_stack_of_somebody_else_is_never_touched(
 
 def test_a_worker_sends_to_a_manager(lab: Lab) -> None:
     with pytest.raises(EngineError, match="swarm worker") as raised:
-        SwarmLauncher(lab.get_docker_host("node1")).read_inventory()
+        SwarmLauncher(lab.get_docker_host("node1")).read_inventory(RunnerConfig())
     assert "docker node promote" in str(raised.value.hint)
 
 
 def test_the_inventory_is_what_the_swarm_reports(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
     run_docker(lab, "node", "update", "--availability", "drain", "--label-add", "colour=blue", "node2")
     try:
-        machines = launcher.read_inventory().machines
+        machines = launcher.read_inventory(RunnerConfig()).machines
         assert [(machine.host, machine.is_manager, machine.unavailable_reason) for machine in machines] == [
             ("node0", True, ""), ("node1", False, ""), ("node2", False, "drained"),
         ]  # fmt: skip
         assert machines[2].labels == {"colour": "blue"}
-        assert launcher.read_inventory().origin == f"the swarm of 3 nodes at {lab.get_docker_host('node0')}"
+        assert launcher.read_inventory(RunnerConfig()).origin == f"the swarm of 3 nodes at {lab.get_docker_host('node0')}"
         run_docker(lab, "node", "update", "--availability", "drain", "node0")
         found = [(finding.place, finding.hint) for finding in launcher.check_plan(replace(plan_run(nodes=1), run="other"))]
         assert ("rendezvous", "docker node update --availability active node0") in found

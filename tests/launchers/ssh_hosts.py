@@ -70,7 +70,7 @@ class Hosts:
         for pid in self.list_pids(name):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-                found += [line] if line and not any(word in line for word in ("machine.sh", "sshd", "serve(")) else []
+                found += [line] if line and not any(word in line for word in ("machine.sh", "sshd", "serve_requests(")) else []
         return found
 
     def power_off_host(self, name: str) -> None:

@@ -20,9 +20,9 @@ from ssh_hosts import start_lab
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
-from swarmtrain.launchers import plan_scaled_run
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli, write_job_script
+from swarmtrain.launchers.planning import plan_scaled_run
+from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
 from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
 from swarmtrain.process import run_command
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -105,7 +105,7 @@ def plan_run(name: str = "demo", *, script: str = TRAIN, nodes: int = 2, min_nod
     }
     config = Config.from_json(json.dumps({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
     cargo = Cargo((RunFile.from_content("training_code.py", script.encode()),), (RunFile.from_content("TOKEN", b"hush"),))
-    return make_plan(config, SlurmLauncher().read_inventory(), cargo, run=name)
+    return make_plan(config, SlurmLauncher().read_inventory(config.runner), cargo, run=name)
 
 
 def wait_for_event(
@@ -256,7 +256,7 @@ def test_two_runs_on_the_same_nodes_and_the_code_of_the_one_that_fails(launcher:
     launcher.deploy(plan_run("one", nodes=3), print)
     script = tmp_path / "other.sbatch"
     failing = "import sys, os\nsys.exit(7)\n"
-    write_job_script(plan_run("other", nodes=3, script=failing), script)
+    SlurmLauncher.write_deployment_file(plan_run("other", nodes=3, script=failing), script)
     other = slurm_cli.submit_job(script)
     wait_for_world(launcher, "one", 1)
     assert slurm_cli.wait_until_gone(other, 60)

@@ -23,9 +23,10 @@ from stub_docker import SLOW_SECONDS
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import HostError, RunNotFound, StackError
-from swarmtrain.launchers import plan_scaled_run, ssh
+from swarmtrain.launchers import ssh
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.planning import plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
 from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -207,7 +208,7 @@ def test_the_others_continue_without_hosts_that_die_or_are_partitioned(launcher:
     assert [task.node for task in launcher.list_tasks("demo") if task.state == "unreachable"] == ["node1", "node2"]
     told: list[str] = []
     launcher.deploy(plan_scaled_run(launcher, "demo", 1), told.append)
-    assert sorted(line.partition(";")[0] for line in told) == ["gpu-1 cannot be reached", "gpu-2 cannot be reached"]
+    assert sorted(line.partition(";")[0] for line in told) == ["gpu-1 is unreachable", "gpu-2 is unreachable"]
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", RENDEZVOUS_SERVICE]
     (tmp_path / "enough").touch()
     assert follow_to_outcome(launcher)[0].startswith("done")

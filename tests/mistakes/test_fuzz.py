@@ -21,10 +21,10 @@ from randomized import count_examples, run_examples
 
 from swarmtrain.config import Config
 from swarmtrain.config.loading import load_config
-from swarmtrain.config.schema.runner import SSH_RUNNER_TYPES, RunnerType
+from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.launchers import derive_run_name
 from swarmtrain.launchers.local import LocalLauncher
+from swarmtrain.launchers.planning import derive_run_name
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
 from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo
@@ -38,7 +38,7 @@ MAX_SECONDS = 2.0  # seconds for one config, on a machine that has other things 
 DOCKER_SAMPLES = 20
 MIN_RENDERINGS = 20
 """Of 500 renderings, so many at least are one launcher's."""
-RUNNERS = st.sampled_from([None, None, None, *RunnerType])
+RUNNERS = st.sampled_from([None, None, None, *BUILT_IN_LAUNCHERS])
 """None: the runner_type that the config has."""
 
 
@@ -53,14 +53,14 @@ class ConfigFuzzer:
         for name in ("training_code.py", "datautils.py", "key"):
             (folder / name).write_text(f"# {name}\n")
 
-    def try_config(self, text: bytes, overrides: list[str], name: str | None, first_runner: RunnerType | None) -> None:
+    def try_config(self, text: bytes, overrides: list[str], name: str | None, first_runner: str | None) -> None:
         """Render a config for the `first` launcher, and for every other one if that went well."""
         (self.folder / "config.yml").write_bytes(text)
         if self.try_runner(overrides, name, first_runner):
-            for kind in RunnerType:
+            for kind in BUILT_IN_LAUNCHERS:
                 self.try_runner(overrides, name, kind)
 
-    def try_runner(self, overrides: list[str], name: str | None, kind: RunnerType | None) -> bool:
+    def try_runner(self, overrides: list[str], name: str | None, kind: str | None) -> bool:
         """Return whether the config is accepted; None is the launcher that it names itself."""
         started = time.process_time()
         try:
@@ -90,17 +90,17 @@ class ConfigFuzzer:
     def render_plan(self, plan: Plan) -> None:
         """Render a plan as its launcher does."""
         kind = plan.config.runner.runner_type
-        if kind is RunnerType.slurm:
+        if kind == "slurm":
             self.record_script(
                 plan, render_sbatch_script(plan, JobLayout(PurePath("/home/me/run"), "/home/me/it's $HOME", "/usr/bin/python3"))
             )
-        elif kind in SSH_RUNNER_TYPES:
+        elif kind in ("ssh", "ssh_docker"):
             check_specs(plan, [spec for each in build_process_specs(plan, *build_hosts(plan)).values() for spec in each])
-        elif kind is RunnerType.local:
+        elif kind == "local":
             LocalLauncher().plan_changes(plan)
         else:
-            stack_document = render_stack(plan) if kind is RunnerType.swarm else compose_document.render_compose(plan)
-            self.record_stack(stack_document, render_stack_yaml(stack_document), swarm=kind is RunnerType.swarm)
+            stack_document = render_stack(plan) if kind == "swarm" else compose_document.render_compose(plan)
+            self.record_stack(stack_document, render_stack_yaml(stack_document), swarm=kind == "swarm")
 
     def record_stack(self, stack_document: Stack, written: str, *, swarm: bool) -> None:
         assert unescape_dollars(yaml.safe_load(written)) == stack_document.document
@@ -164,7 +164,7 @@ def test_no_config_and_no_override_gives_a_traceback(tmp_path: Path, monkeypatch
     total = sum(feeding.outcomes.values())
     print(f"{total} configs: " + ", ".join(f"{count} {outcome}" for outcome, count in feeding.outcomes.items()))
     assert total >= min(500, EXAMPLES)
-    assert all(feeding.outcomes[kind] >= MIN_RENDERINGS * total / 500 for kind in RunnerType)
+    assert all(feeding.outcomes[kind] >= MIN_RENDERINGS * total / 500 for kind in BUILT_IN_LAUNCHERS)
     assert len(feeding.stacks) >= DOCKER_SAMPLES
     check_with_docker(feeding.stacks, tmp_path)
     check_with_bash(feeding.scripts)

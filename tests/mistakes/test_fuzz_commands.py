@@ -18,7 +18,7 @@ from randomized import count_examples, run_examples
 from test_fuzz_imports import FILES, FIXTURES
 
 from swarmtrain.cli import run_command_line
-from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, EXIT_USAGE
 from swarmtrain.importers import SourceFormat
 
@@ -41,7 +41,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         return ["init", *draw(st.sampled_from([[], ["new.yml"], ["missing/new.yml"], ["--preset", "gpt2"], ["--preset", draw(ARGUMENTS)]]))]
     if verb == "deploy":
         return ["deploy", *draw(st.sampled_from([["missing.yml"], [], ["config.yml", "--attach", "-1"], ["config.yml", "--nothing"]]))]
-    kinds = [*RunnerType] if verb == "generate" else [RunnerType.swarm, RunnerType.local, RunnerType.docker, RunnerType.slurm]
+    kinds = [*BUILT_IN_LAUNCHERS] if verb == "generate" else ["swarm", "local", "docker", "slurm"]
     kind = draw(st.sampled_from([None, *kinds]))
     words = [verb, "config.yml", *(["-o", f"runner.runner_type={kind}"] if kind else [])]
     overrides = draw(st.lists(OVERRIDES, max_size=2))

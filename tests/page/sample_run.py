@@ -80,7 +80,7 @@ def _generate_events(outcome: str) -> Iterator[Event]:
         yield Event(protocol.EVENT_OUTCOME, {"status": "failed", "reason": f"node3 rank 7: {error}", "exit_code": 1}, time + 0.4)
 
 
-_STRAGGLER_MESSAGE = "rank 7 on node3 makes the others wait: its steps take 31 % longer, in loading data"
+_STRAGGLER_MESSAGE = "rank 7 on node3: other ranks wait, a step takes 31 % longer, since data loading is slower there"
 
 
 def _build_join(node: str, at: float) -> Event:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import training_code
-from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageWriter
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import training_code
 from swarmtrain.trainer import loop
 from swarmtrain.trainer.checkpoint import save_interval
-from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageWriter
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
 
 
 def main() -> None:

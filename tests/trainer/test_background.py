@@ -12,8 +12,9 @@ from worlds import LocalWorld, list_saved_steps, merge_config, read_audit, read_
 
 from swarmtrain.errors import CheckpointError
 from swarmtrain.protocol import EXIT_PLANNED
-from swarmtrain.trainer.checkpoint import background_task
-from swarmtrain.trainer.checkpoint.background_task import BackgroundTask, collect_completion_markers, write_completion_marker
+from swarmtrain.trainer.checkpoint.background_task import BackgroundTask
+from swarmtrain.trainer.checkpoint.storage import completion_markers
+from swarmtrain.trainer.checkpoint.storage.completion_markers import collect_completion_markers, write_completion_marker
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_notes_are_waited_for_and_removed(tmp_path: Path) -> None:
 
 def test_a_note_that_is_not_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a disk that is not shared: the rank reports that it has written, but its completion marker does not appear."""
-    monkeypatch.setattr(background_task, "_VISIBILITY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(completion_markers, "_VISIBILITY_TIMEOUT_SECONDS", 0.1)
     written = threading.Event()
     written.set()
     waiting = BackgroundTask(lambda: collect_completion_markers(tmp_path, range(2), written))

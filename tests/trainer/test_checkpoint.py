@@ -25,9 +25,9 @@ from worlds import (
 )
 
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
-from swarmtrain.trainer.checkpoint import commit, fence
 from swarmtrain.trainer.checkpoint.compatibility import LOAD_EVERYTHING, LoadRules, assign_source_checkpoints, select_names_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.storage import commit, fence
 
 
 @pytest.fixture(scope="module")

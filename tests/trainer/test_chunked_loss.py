@@ -31,7 +31,7 @@ def test_loss_and_gradients_are_those_of_all_at_once(kind: torch.dtype, toleranc
     targets[0, 5:] = IGNORE_INDEX
 
     def compute_loss_and_gradients(chunk: int | None) -> list[Tensor]:
-        model.loss_chunk = chunk
+        model.loss_chunk_size = chunk
         model.zero_grad()
         loss = model(tokens, targets)
         (loss / 7).backward()

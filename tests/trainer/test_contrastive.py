@@ -18,7 +18,7 @@ from torch.nn import functional
 from worlds import merge_config, read_gradient_norms, read_losses, read_manifest, read_metric, read_validation_losses, run_training
 
 from swarmtrain.config import Config
-from swarmtrain.config.schema.contrastive import ContrastiveConfig
+from swarmtrain.config.schema.objectives import ContrastiveConfig
 from swarmtrain.config.schema.transformer_architecture import EmbeddingHeadConfig, Pooling, TransformerArchitectureConfig
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
@@ -30,7 +30,7 @@ from swarmtrain.trainer.inference.embed import embed_documents
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel.contrastive_loss import compute_contrastive_loss
+from swarmtrain.trainer.objectives.contrastive import ContrastiveObjective
 from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.document_builders import CompletionBuilder
 from swarmtrain.trainer.tokenize.inspect_samples import format_samples
@@ -81,7 +81,7 @@ def base_config(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
         data[f"{validation}negative_prefixes"] = [str(folder / f"{name}-{kind}") for kind in ("wrong", "wronger")]
     shape = {"embedding_head_config": {"proj_layers": [48, 24]}, "sequence_length": 16, "dropout_after_mlp": 0.1}
     trainer = {"train_iterations": STEPS, "contrastive_config": {}, "eval_iterations": 2}
-    schedule = {"learning_rate": 2e-3, "learning_rate_warmup_steps": 1, "learning_rate_decay_iters": STEPS}
+    schedule = {"learning_rate": 1e-3, "learning_rate_warmup_steps": 1, "learning_rate_decay_iters": STEPS}
     return merge_config(config, data=data, transformer_architecture=shape, trainer=trainer, learning_rate_scheduler=schedule)
 
 
@@ -327,8 +327,8 @@ def test_a_single_sample_is_compared_with_its_own_negatives(tmp_path: Path) -> N
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mine = functional.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), dim=1)
-        found = compute_contrastive_loss(
-            mine, ContrastiveConfig(scale=1.0), rows_per_sample=3, first_sample=0, global_batch_size=1, group=torch.distributed.group.WORLD
+        found = ContrastiveObjective(ContrastiveConfig(scale=1.0)).compute_vector_loss(
+            mine, rows_per_sample=3, first_sample=0, global_batch_size=1, group=torch.distributed.group.WORLD
         )
         assert float(found.loss) == pytest.approx(float(torch.tensor([0.0, 0.5**0.5]).logsumexp(0)))
         assert found.vector_gradients[0, 1] < 0 < found.vector_gradients[2, 0], "nearer to the one, and the other away from it"

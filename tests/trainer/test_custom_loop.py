@@ -23,8 +23,8 @@ from worlds import LocalWorld, list_saved_steps, read_losses, read_manifest
 import swarmtrain.trainer
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.protocol import EXIT_PLANNED
-from swarmtrain.trainer.checkpoint.state_tree import flatten_state, unflatten_state
 from swarmtrain.trainer.custom.data_sharding import ShardedLoader
+from swarmtrain.trainer.custom.state_tree import flatten_state, unflatten_state
 
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 

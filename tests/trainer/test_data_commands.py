@@ -21,7 +21,7 @@ from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.tokenize import command, pipeline
 from swarmtrain.trainer.tokenize.inspect_samples import format_samples
-from swarmtrain.trainer.tokenize.options import PrepareOptions
+from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
 from swarmtrain.trainer.tokenize.verify import verify_token_files
 
 

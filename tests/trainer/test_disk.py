@@ -58,7 +58,7 @@ def test_training_survives_its_disk(tmp_path: Path, small_disk: Path, config: di
         return max(list_saved_steps(tmp_path), default=0)
 
     def count_log_lines(text: str) -> int:
-        return sum("training goes on, the newest is of step" in line for line in world.read_log().splitlines() if text in line)
+        return sum("training continues" in line for line in world.read_log().splitlines() if text in line)
 
     world.wait_until(lambda: len(list_saved_steps(tmp_path)) == 2)
     filler = fill_disk(small_disk)

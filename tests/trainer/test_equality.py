@@ -65,7 +65,7 @@ def test_a_world_that_fits_no_replica_is_refused(tmp_path: Path, config: dict[st
 
     world = LocalWorld(tmp_path, merge_config(config, topology={"model_parallel_size": 2}), 3)
     assert world.wait() == [1, 1, 1]
-    assert "no multiple of model_parallel_size" in world.read_log()
+    assert "not a multiple of model_parallel_size" in world.read_log()
 
 
 def test_a_custom_feed_forward_block(tmp_path: Path, config: dict[str, Any]) -> None:

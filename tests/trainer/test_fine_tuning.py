@@ -18,7 +18,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import CheckpointError, SwarmtrainError, TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.huggingface import pretrained
-from swarmtrain.trainer.huggingface.adapter import export_lora_adapter
+from swarmtrain.trainer.huggingface.adapter_export import export_lora_adapter
 from swarmtrain.trainer.huggingface.export import export_checkpoint
 from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.model.transformer import Transformer

@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from worlds import merge_config, read_manifest, run_training
 
-from swarmtrain.config import huggingface
+from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
-from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageReader
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageReader
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.huggingface.export import export_checkpoint
 from swarmtrain.trainer.model.transformer import Transformer
@@ -129,7 +129,7 @@ def test_a_transformers_model_computes_the_same_here(name: str, tmp_path: Path) 
 def import_model(folder: Path) -> Transformer:
     """Return the model in a folder that transformers wrote, with a sequence length of 32 tokens."""
     read = json.loads((folder / "config.json").read_text())
-    shape = huggingface.read_architecture(read, "config.json").model_copy(update={"sequence_length": 32})
+    shape = huggingface_config.read_architecture(read, "config.json").model_copy(update={"sequence_length": 32})
     model = Transformer(shape, 0)
     model.initial_value = pretrained.open_parameters(folder, shape, {name: parameter.shape for name, parameter in model.named_parameters()})
     return model.init_weights().eval()

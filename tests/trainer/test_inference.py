@@ -244,7 +244,7 @@ def read_samples(folder: Path) -> dict[int, list[dict[str, str]]]:
 def test_it_generates_during_training(
     trained_run: tuple[Path, dict[str, Any]], topology: dict[str, Any], trainer: dict[str, Any], size: int, tmp_path: Path
 ) -> None:
-    wanted = run_sample(tmp_path / "later", build_sample_arguments(trained_run[0] / "run", *SAMPLING_CONFIG["prompts"], most=12), 1)[
+    wanted = run_sample(tmp_path / "later", build_sample_arguments(trained_run[0] / "run", *SAMPLING_CONFIG["prompts"], max_tokens=12), 1)[
         "samples"
     ]
     run_training(tmp_path, merge_config(trained_run[1], topology=topology, trainer={**trainer, "sampling_config": SAMPLING_CONFIG}), size)

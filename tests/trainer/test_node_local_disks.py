@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from worlds import LocalWorld, compute_deviation, merge_config, read_audit, read_losses, run_training
 
-from swarmtrain.trainer.checkpoint import fence, manifest, node_local_writer
+from swarmtrain.trainer.checkpoint import manifest
+from swarmtrain.trainer.checkpoint.storage import fence, node_local_writer
 
 STEPS = 15
 

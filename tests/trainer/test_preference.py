@@ -15,12 +15,14 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from worlds import merge_config, read_losses, read_manifest, read_metric, read_validation_losses, run_training
 
 from swarmtrain.config import Config
+from swarmtrain.config.schema.objectives import PreferenceConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
 from swarmtrain.trainer.inference import evaluate
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.objectives.preference import PreferenceObjective
 
 SEQUENCE_LENGTH = 32
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
@@ -58,8 +60,8 @@ def base_run(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
     data = {
         "data_prefixes": [str(folder / "train-better")],
         "rejected_prefixes": [str(folder / "train-worse")],
-        "validation_data_prefixes": [str(folder / "held-out-better")],
-        "validation_rejected_prefixes": [str(folder / "held-out-worse")],
+        "validation_data_prefixes": [str(folder / "validation-better")],
+        "validation_rejected_prefixes": [str(folder / "validation-worse")],
     }
     begins = {"init_from": str(folder / "run" / "step-00000003"), "save_frozen_parameters": False, "train_iterations": 6}
     tuned = {**begins, "preference_config": {"beta": 0.5, "label_smoothing": 0.1}, "eval_iterations": 2}
@@ -153,8 +155,6 @@ def test_adapters_learn_from_pairs_too(base_run: tuple[Path, dict[str, Any]], tm
 
 def test_it_generates_as_it_is_tuned(base_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Samples during preference tuning are those of the tuned model, not of the reference."""
-    from swarmtrain.trainer.model import preference
-
     made = Transformer(Config.from_json(json.dumps(base_run[1])).transformer_architecture, 1).init_weights()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -162,9 +162,12 @@ def test_it_generates_as_it_is_tuned(base_run: tuple[Path, dict[str, Any]], tmp_
                 parameter.normal_()
     tokens = torch.randint(64, (2, 8))
     wanted = made(tokens)[:, -1]
-    preference.restrict_adapters_to_first_half(made)
+    made.objective = PreferenceObjective(PreferenceConfig())
+    made.objective.prepare_model(made)
     torch.testing.assert_close(made.compute_next_token_logits(tokens), wanted)
-    assert (made(tokens)[1, -1] - wanted[1]).abs().max() > 0.1, "for the second half it does not count"
+    tuned, reference = made(tokens)[:, -1].chunk(2)
+    torch.testing.assert_close(tuned, wanted)
+    assert (reference - wanted).abs().max() > 0.1, "the second copy is the reference model's"
 
 
 def test_it_resumes_in_another_world(base_run: tuple[Path, dict[str, Any]], single_rank_run: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from swarmtrain.errors import DataError, TrainingError
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.tokenize import pipeline, readers, shards, tokenizer_backends
 from swarmtrain.trainer.tokenize.document_builders import TextBuilder
-from swarmtrain.trainer.tokenize.options import PrepareOptions
+from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
 
 
 @pytest.fixture(scope="module")

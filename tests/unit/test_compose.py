@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from swarmtrain.config.loading import parse_config
-from swarmtrain.config.schema.host_entry import HostEntry
+from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, StackError
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, make_plan
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml, write_stack

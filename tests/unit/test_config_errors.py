@@ -320,3 +320,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, words in {"none.yml": "no such file", "big.yml": "is 2.0 MB", "binary.yml": "is not text", ".": "is a folder"}.items():
         with pytest.raises(SwarmtrainError, match=words):
             load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "problem"),
+    [
+        (
+            "objective_config: {gamma: 2.0}",
+            "has no _target_ | set it to the dotted path of a class, such as my_module.FocalLoss",
+        ),
+        (
+            "objective_config: {_target_: my_module.FocalLoss}, contrastive_config: {}",
+            "contrastive_config is set, too: a run has one objective | remove one of the two",
+        ),
+    ],
+)
+def test_a_custom_objective_is_a_class_and_the_only_objective(trainer: str, problem: str) -> None:
+    assert list_problems(f"trainer: {{{trainer}}}") == [f"config trainer.objective_config (line 1): {problem}"]

@@ -9,8 +9,8 @@ import pytest
 
 from swarmtrain.config import Config
 from swarmtrain.config.loading import parse_config
-from swarmtrain.launchers import plan_run_offline
 from swarmtrain.launchers.common.container_user import resolve_container_user
+from swarmtrain.launchers.planning import plan_run_offline
 from swarmtrain.render import stack_document
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to others")

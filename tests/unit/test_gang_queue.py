@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.launchers.swarm.gang_queue import ResourceRequest, list_earlier_requests
-from swarmtrain.launchers.swarm.resource_accounting import ResourceSupply, compute_supplies
-from swarmtrain.launchers.swarm.resource_holders import add_holders_to_reason
+from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, list_earlier_requests
+from swarmtrain.launchers.swarm.resources.resource_accounting import ResourceSupply, add_holders_to_reason, compute_supplies
 
 KIND = "NVIDIA-GPU"
 

@@ -9,7 +9,6 @@ import pytest
 
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
-from swarmtrain.config.schema.runner import RunnerType
 from swarmtrain.errors import ConfigError
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
@@ -58,7 +57,7 @@ def test_files_and_prefixes_become_part_of_the_config(tmp_path: Path) -> None:
     }
     again = given.model_copy(update={"runner": runner})
     assert resolve_external_inputs(again, Path("/nonexistent"), {"NCCL_LATER": "1"}) == again
-    in_container = given.model_copy(update={"runner": given.runner.model_copy(update={"runner_type": RunnerType.ssh_docker})})
+    in_container = given.model_copy(update={"runner": given.runner.model_copy(update={"runner_type": "ssh_docker"})})
     assert "PYTHONPATH" not in resolve_external_inputs(in_container, tmp_path, shell).runner.env
 
 

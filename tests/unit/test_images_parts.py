@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images import build_context, folder_files, lock, wheels
+from swarmtrain.images import builder, folder_files, lock, wheels
 from swarmtrain.images.base_image import find_apt_sources
 from swarmtrain.images.pinning import build_content_tag, is_content_addressed, strip_tag
 from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, find_project
@@ -81,7 +81,7 @@ def write_files(directory: Path, *names: str) -> Path:
 
 def pack_context(directory: Path) -> bytes:
     into = io.BytesIO()
-    build_context.write_build_context(find_project(directory), into)
+    builder.write_build_context(find_project(directory), into)
     return into.getvalue()
 
 

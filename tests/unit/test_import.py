@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +107,6 @@ def test_no_line_of_a_script_or_hostfile_is_skipped(name: str) -> None:
             except SwarmtrainError:
                 continue
     assert passed_over == []
-
-
-def test_a_known_launcher_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The available launchers are looked up when a file is imported."""
-    kept = migration_report.MigrationReport({})
-    monkeypatch.setattr(
-        migration_report, "RunnerType", StrEnum("All", {kind: kind for kind in ("swarm", "local", "docker", "ssh", "slurm")})
-    )
-    assert (kept.set_runner_type("ssh"), kept.set_runner_type("slurm"), kept.set_runner_type("docker")) == ("ssh", "slurm", "docker")
-    monkeypatch.setattr(migration_report, "RunnerType", StrEnum("Few", {kind: kind for kind in ("swarm", "local")}))
-    assert (kept.set_runner_type("ssh"), kept.set_runner_type("slurm"), kept.set_runner_type("docker")) == ("swarm", "swarm", "local")
 
 
 def test_a_json_and_its_hostfile() -> None:

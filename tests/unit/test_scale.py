@@ -8,8 +8,9 @@ import pytest
 
 from swarmtrain.config import Config
 from swarmtrain.config.loading import parse_config
+from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import PlanError
-from swarmtrain.launchers import plan_scaled_run
+from swarmtrain.launchers.planning import plan_scaled_run
 from swarmtrain.plan import Cargo, Inventory, Machine
 
 TENSOR = "topology: {global_batch_size: 24, micro_batch_size: 2, model_parallel_size: 2}\nrunner: {nodes: 2, min_nodes: 2, max_nodes: 4}"
@@ -24,7 +25,7 @@ class StubLauncher:
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         return parse_config(TENSOR, []), Cargo(())
 
-    def read_inventory(self) -> Inventory:
+    def read_inventory(self, runner: RunnerConfig) -> Inventory:
         return Inventory("the swarm", self._machines)
 
 

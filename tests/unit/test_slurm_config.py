@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.launchers import read_inventory
+from swarmtrain.launchers.planning import read_inventory
 from swarmtrain.plan import Cargo, make_plan
 
 
@@ -19,7 +19,7 @@ def build_slurm_config(**runner: object) -> Config:
 @pytest.mark.parametrize(
     ("runner", "reason"),
     [
-        ({"hosts": ["a slots=2", "b slots=4"]}, "Slurm gives every node of a job the same"),
+        ({"hosts": ["a slots=2", "b slots=4"]}, "slurm gives every node of a job the same"),
         ({"slurm": {"options": ["exclusive"]}}, "is not an sbatch option"),
         ({"slurm": {"partition": "gpu\n#SBATCH --uid=0"}}, "one line of printable characters"),
         ({"slurm": {"account": "two words"}}, "must not contain a space"),

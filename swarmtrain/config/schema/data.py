@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.schema.base import Section, build_field_error
+from swarmtrain.config.schema.section import Section, build_field_error
 
 
 class Packing(StrEnum):

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.schema.base import Section, build_field_error
+from swarmtrain.config.schema.section import Section, build_field_error
 
 
 class FP8DType(StrEnum):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from swarmtrain.config.schema.base import Section
+from swarmtrain.config.schema.section import Section
 
 
 class LogLevel(StrEnum):
@@ -51,6 +51,16 @@ class LogRanks(Section):
         return (self.ranks is None or rank in self.ranks) and all(number in (None, coordinates[name]) for name, number in expected.items())
 
 
+def _parse_sinks(value: Any) -> Any:
+    """Convert a list of names to a mapping of each name to its options, of which it has none."""
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return {name: {} for name in value}
+    return value
+
+
+SinkOptions = Annotated[dict[str, dict[str, Any]], BeforeValidator(_parse_sinks)]
+
+
 class LoggerConfig(Section):
     """Log output and metrics sinks."""
 
@@ -79,3 +89,6 @@ class LoggerConfig(Section):
     wandb_project: str = Field("swarmtrain", description="W&B project.")
     wandb_group: str | None = Field(None, description="W&B group. null: none.")
     wandb_tags: tuple[str, ...] = Field((), description="W&B tags.")
+    sinks: SinkOptions = Field(
+        {}, description="Metrics sinks of other packages: a list of names, or a mapping of each name to its options."
+    )

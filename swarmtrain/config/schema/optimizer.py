@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.schema.base import Section, build_field_error
+from swarmtrain.config.schema.section import Section, build_field_error
 
 _MAX_BFLOAT16_DECAY = 0.99
 """bfloat16 has 8 significant bits: a moving average that takes in less than 1 % of each new value would often round it away."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from swarmtrain.config.schema.base import Section
+from swarmtrain.config.schema.section import Section
 
 
 class ProfilerConfig(Section):

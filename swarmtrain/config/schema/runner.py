@@ -7,13 +7,21 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
-from swarmtrain.config.schema import host_entry, validators
-from swarmtrain.config.schema.base import Section, build_field_error, format_duplicates
-from swarmtrain.config.schema.host_entry import HostEntry
+from swarmtrain.config.schema.fields import host_entry, validators
+from swarmtrain.config.schema.fields.host_entry import HostEntry
+from swarmtrain.config.schema.fields.validators import HOST_NETWORK
+from swarmtrain.config.schema.runner_types import (
+    BUILT_IN_LAUNCHERS,
+    DEPLOYED_CONTEXT,
+    Capabilities,
+    NodeNetwork,
+    RunnerType,
+    find_capabilities,
+)
+from swarmtrain.config.schema.section import Section, build_field_error, format_duplicates
 from swarmtrain.config.schema.slurm import SlurmConfig
-from swarmtrain.config.schema.validators import HOST_NETWORK
 
 _SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MAX_NODES = 10_000
@@ -68,27 +76,6 @@ HostText = Annotated[str, AfterValidator(host_entry.check_host_entry)]
 HostTexts = Annotated[tuple[HostText, ...], BeforeValidator(host_entry.expand_host_ranges)]
 GpuIds = Annotated[tuple[str, ...], BeforeValidator(_stringify_numbers), AfterValidator(host_entry.check_gpu_ids)]
 EnvironmentVariables = Annotated[dict[str, str], AfterValidator(validators.check_variable_names)]
-
-
-class RunnerType(StrEnum):
-    """Type of launcher.
-
-    `pdsh` and `pdsh_docker`, as in Scaling's configs, are aliases of `ssh` and `ssh_docker`: pdsh itself is never run.
-    """
-
-    swarm = "swarm"
-    docker = "docker"
-    local = "local"
-    ssh = "ssh"
-    ssh_docker = "ssh_docker"
-    slurm = "slurm"
-
-    @classmethod
-    def _missing_(cls, value: object) -> RunnerType | None:
-        return {"pdsh": cls.ssh, "pdsh_docker": cls.ssh_docker}.get(str(value))
-
-
-SSH_RUNNER_TYPES = (RunnerType.ssh, RunnerType.ssh_docker)
 
 
 class GpuMode(StrEnum):
@@ -292,9 +279,9 @@ class RunnerConfig(Section):
     """Where the job runs and what it starts: launcher, hosts, nodes, script and environment."""
 
     runner_type: RunnerType = Field(
-        RunnerType.swarm,
+        "swarm",
         description="swarm: a Docker Swarm. docker: one Docker engine without Swarm. local: this machine without Docker. "
-        "ssh: Python on hosts over SSH. ssh_docker: containers on hosts over SSH. slurm: one Slurm job.",
+        "ssh: Python on hosts over SSH. ssh_docker: containers on hosts over SSH. slurm: one Slurm job. Other packages can add launchers.",
     )
     hosts: HostTexts | None = Field(
         None,
@@ -389,24 +376,13 @@ class RunnerConfig(Section):
 
     @model_validator(mode="after")
     def _check_slots_have_gpus(self) -> RunnerConfig:
-        mode, visible_gpu_count = self.swarm.gpu, len(self.swarm.gpu_ids)
+        visible_gpu_count = len(self.swarm.gpu_ids)
         for host in self.host_entries:
-            if host.gpus and mode is not GpuMode.visible and self.runner_type is RunnerType.swarm:
-                reason = f"{host.text!r} lists GPUs, but swarm.gpu is {mode}{_GPU_MODE_NOTES[mode]}"
-                raise build_field_error("hosts", reason, f"set swarm.gpu to visible, or use '{host.name} slots={host.slots}'")
             if visible_gpu_count and not host.gpus and (host.slots or 0) > visible_gpu_count:
                 raise build_field_error("hosts", f"{host.text!r} has more slots than the {visible_gpu_count} GPUs of swarm.gpu_ids")
         if visible_gpu_count and (self.default_gpu_count or 0) > visible_gpu_count:
             raise build_field_error(
                 "default_gpu_count", f"{self.default_gpu_count} slots, but swarm.gpu_ids lists only {visible_gpu_count} GPUs"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_slurm_slots(self) -> RunnerConfig:
-        if self.runner_type is RunnerType.slurm and len({host.slots for host in self.host_entries}) > 1:
-            raise build_field_error(
-                "hosts", "have different slot counts, but Slurm gives every node of a job the same number", "omit slots, or make them equal"
             )
         return self
 
@@ -434,44 +410,31 @@ class RunnerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_host_addresses(self) -> RunnerConfig:
-        hosts_without_address = [host.text for host in self.host_entries if not host.address]
-        if self.runner_type is not RunnerType.swarm or len(hosts_without_address) == len(self.hosts or ()):
-            return self
-        if not self.swarm.is_on_host_network:
-            raise build_field_error(
-                "hosts", "address= requires swarm.network: host; in an overlay network, containers have their own addresses"
-            )
-        if hosts_without_address:
-            raise build_field_error(
-                "hosts",
-                f"{hosts_without_address[0]!r} has no address=, but other hosts do: ranks would use two different networks",
-                "set address= for every host",
-            )
-        if self.interface:
-            raise build_field_error(
-                "interface", "conflicts with the addresses in hosts, which already determine the interface", "remove one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_master_address(self) -> RunnerConfig:
-        if self.master_addr and not (self.is_on_host_network or self.swarm.is_on_host_network):
-            raise build_field_error(
-                "master_addr", "requires swarm.network: host; in an overlay network, ranks find the coordinator by name"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_hosts_listed_once(self) -> RunnerConfig:
         if self.hosts is not None and self.hostsfile is not None:
             raise build_field_error("hostsfile", "cannot be combined with hosts in the config", "keep one of the two")
         return self
 
+    @model_validator(mode="after")
+    def _check_launcher_settings(self, info: ValidationInfo) -> RunnerConfig:
+        """Check what depends on the launcher, except on a node, where the launcher's package may be missing or broken."""
+        if self.runner_type in BUILT_IN_LAUNCHERS or info.context != DEPLOYED_CONTEXT:
+            _check_gpus_of_hosts(self)
+            _check_equal_slots(self)
+            _check_host_addresses(self)
+            _check_master_address(self)
+        return self
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of the launcher. Raises SwarmtrainError if the package that has it is missing or broken."""
+        return find_capabilities(self.runner_type)
+
     @property
     def is_on_host_network(self) -> bool:
         """Whether the nodes use the host network of their machines instead of a container network."""
-        return self.swarm.is_on_host_network if self.runner_type is RunnerType.swarm else self.runner_type in SSH_RUNNER_TYPES
+        network = self.capabilities.network
+        return self.swarm.is_on_host_network if network is NodeNetwork.configured else network is NodeNetwork.host
 
     @property
     def restarts_per_hour(self) -> int:
@@ -483,3 +446,47 @@ class RunnerConfig(Section):
         """(min_nodes, nodes, max_nodes), with defaults filled in."""
         nodes = self.nodes or (len(self.hosts) if self.hosts else self.min_nodes or 1)
         return self.min_nodes or nodes, nodes, self.max_nodes or nodes
+
+
+def _check_gpus_of_hosts(runner: RunnerConfig) -> None:
+    mode = runner.swarm.gpu
+    if mode is GpuMode.visible or not runner.capabilities.requires_gpu_mode:
+        return
+    for host in runner.host_entries:
+        if host.gpus:
+            reason = f"{host.text!r} lists GPUs, but swarm.gpu is {mode}{_GPU_MODE_NOTES[mode]}"
+            raise build_field_error("hosts", reason, f"set swarm.gpu to visible, or use '{host.name} slots={host.slots}'")
+
+
+def _check_equal_slots(runner: RunnerConfig) -> None:
+    if runner.capabilities.has_equal_nodes and len({host.slots for host in runner.host_entries}) > 1:
+        raise build_field_error(
+            "hosts",
+            f"have different slot counts, but {runner.runner_type} gives every node of a job the same number",
+            "omit slots, or make them equal",
+        )
+
+
+def _check_host_addresses(runner: RunnerConfig) -> None:
+    hosts_without_address = [host.text for host in runner.host_entries if not host.address]
+    if runner.capabilities.network is not NodeNetwork.configured or len(hosts_without_address) == len(runner.hosts or ()):
+        return
+    if not runner.swarm.is_on_host_network:
+        raise build_field_error(
+            "hosts", "address= requires swarm.network: host; in an overlay network, containers have their own addresses"
+        )
+    if hosts_without_address:
+        raise build_field_error(
+            "hosts",
+            f"{hosts_without_address[0]!r} has no address=, but other hosts do: ranks would use two different networks",
+            "set address= for every host",
+        )
+    if runner.interface:
+        raise build_field_error(
+            "interface", "conflicts with the addresses in hosts, which already determine the interface", "remove one of the two"
+        )
+
+
+def _check_master_address(runner: RunnerConfig) -> None:
+    if runner.master_addr and not (runner.is_on_host_network or runner.swarm.is_on_host_network):
+        raise build_field_error("master_addr", "requires swarm.network: host; in an overlay network, ranks find the coordinator by name")

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from swarmtrain.config.schema import validators
-from swarmtrain.config.schema.base import Section
-from swarmtrain.config.schema.host_entry import MAX_SLOTS
+from swarmtrain.config.schema.fields import validators
+from swarmtrain.config.schema.fields.host_entry import MAX_SLOTS
+from swarmtrain.config.schema.section import Section
 
 _MAX_SIGNAL_SECONDS = 65535  # the limit of sbatch
 

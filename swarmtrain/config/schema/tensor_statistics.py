@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from swarmtrain.config.schema.base import Section
+from swarmtrain.config.schema.section import Section
 
 
 class TensorKind(StrEnum):

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.schema.base import Section, build_field_error, check_multiple
+from swarmtrain.config.schema.section import Section, build_field_error, check_multiple
 
 
 class PipePartitionMethod(StrEnum):

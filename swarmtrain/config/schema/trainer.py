@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from swarmtrain.config.schema.base import RegexPatterns, Section, build_field_error
-from swarmtrain.config.schema.contrastive import ContrastiveConfig
-from swarmtrain.config.schema.interval import AUTO, IntervalText
-from swarmtrain.config.schema.preference import PreferenceConfig
-from swarmtrain.config.schema.sampling import SamplingConfig
+from swarmtrain.config.schema.fields.interval import AUTO, IntervalText
+from swarmtrain.config.schema.objectives import ContrastiveConfig, PreferenceConfig
+from swarmtrain.config.schema.section import RegexPatterns, Section, build_field_error
 from swarmtrain.config.schema.tensor_statistics import TensorStatisticsRecorderConfig
 
 
@@ -45,6 +43,29 @@ class BestCheckpointMode(StrEnum):
 
     min = "min"
     max = "max"
+
+
+class SamplingConfig(Section):
+    """Prompts that the model completes at intervals during training."""
+
+    prompts: tuple[str, ...] = Field(min_length=1, description="Prompts to complete.")
+    interval: int = Field(500, ge=1, description="Steps between generations. Text is also generated after the last step.")
+    max_tokens: int = Field(64, ge=1, description="Maximum number of generated tokens per prompt.")
+    temperature: float = Field(
+        0.8, ge=0, description="Sampling temperature. Above 1: more random; below 1: less random; 0: greedy decoding."
+    )
+    top_k: int = Field(0, ge=0, description="Sample from the k most likely tokens only. 0: from all tokens.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling: sample from the most likely tokens with this cumulative probability. 1: from all tokens.",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="Path of a tokenizer.json that every node can read, or bytes. null: the tokenizer recorded with "
+        "data.data_prefixes, else bytes if vocab_size allows only these.",
+    )
 
 
 class TrainerConfig(Section):
@@ -112,6 +133,12 @@ class TrainerConfig(Section):
         "data.positive_prefixes; {} for the defaults. Needs transformer_architecture.embedding_head_config. "
         "null: next-token prediction.",
     )
+    objective_config: dict[str, Any] | None = Field(
+        None,
+        description="Custom objective, such as {_target_: my_module.FocalLoss, gamma: 2.0}: _target_ is the dotted path of a class "
+        "derived from swarmtrain.trainer.Objective, the other keys are its arguments. The module is one of runner.code or "
+        "of the image. null: next-token prediction.",
+    )
     save_frozen_parameters: bool = Field(
         True,
         description="false: checkpoints have only trained parameters; frozen ones are read from init_from at every start.",
@@ -171,6 +198,19 @@ class TrainerConfig(Section):
         None, description="Record statistics of weights, activations and gradients. {}: the default ones every 100 steps. null: none."
     )
     seed: int = Field(42, ge=0, description="Seed of parameter initialization and sample order.")
+
+    @model_validator(mode="after")
+    def _check_custom_objective(self) -> TrainerConfig:
+        if self.objective_config is None:
+            return self
+        if not isinstance(self.objective_config.get("_target_"), str):
+            raise build_field_error(
+                "objective_config", "has no _target_", "set it to the dotted path of a class, such as my_module.FocalLoss"
+            )
+        for name in ("preference_config", "contrastive_config"):
+            if getattr(self, name) is not None:
+                raise build_field_error("objective_config", f"{name} is set, too: a run has one objective", "remove one of the two")
+        return self
 
     @model_validator(mode="after")
     def _check_roll_back(self) -> TrainerConfig:

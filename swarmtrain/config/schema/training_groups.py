@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from swarmtrain.config.schema.base import RegexPatterns, Section
 from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.schema.optimizer import OptimizerMethod
+from swarmtrain.config.schema.section import RegexPatterns, Section
 
 
 class TrainingGroupConfig(Section):

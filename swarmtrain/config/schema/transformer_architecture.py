@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.schema.base import Section, build_field_error, check_multiple
 from swarmtrain.config.schema.fp8 import FP8LinearConfig, FP8Scaling
+from swarmtrain.config.schema.section import Section, build_field_error, check_multiple
 
 _ROTARY_PAIR = 2
 """Number of dimensions per RoPE rotation."""

@@ -203,7 +203,7 @@ class DeathReporter(logging.Handler):
         if cause.get("signal") == "SIGKILL" and self.cgroup and self.cgroup.read_oom_kills() > self.oom_kills:
             self.oom_kills = self.cgroup.read_oom_kills()
             cause |= describe_out_of_memory(self.cgroup.read_memory_limit())
-        _post_event(self.env, Event(EVENT_FAILURE, {**facts, **cause}))
+        CoordinatorClient(self.env.coordinator).try_post(Event(EVENT_FAILURE, {**facts, **cause}))
 
 
 def _collect_exit_codes(record: logging.LogRecord, terminated_pids: Container[int]) -> dict[int, int]:
@@ -258,15 +258,12 @@ def _report_agent_failure(env: NodeEnv, round: str, error: Exception) -> int:
     text = f"{type(error).__name__}: {error}"
     sys.stderr.write(f"swarmtrain: this node's agent ended: {text}" + "\n")
     if isinstance(error, RendezvousError):
-        _post_event(env, Event(EVENT_NOTE, {"node": env.node, "message": f"left rendezvous round {round}: {text}"}))
+        CoordinatorClient(env.coordinator).try_post(
+            Event(EVENT_NOTE, {"node": env.node, "message": f"left rendezvous round {round}: {text}"})
+        )
     else:
         trace = traceback.format_exc()
-        _post_event(env, Event(EVENT_FAILURE, {"node": env.node, "round": round, "error": text, "exit_code": 1, "traceback": trace}))
+        CoordinatorClient(env.coordinator).try_post(
+            Event(EVENT_FAILURE, {"node": env.node, "round": round, "error": text, "exit_code": 1, "traceback": trace})
+        )
     return 1
-
-
-def _post_event(env: NodeEnv, event: Event) -> None:
-    try:
-        CoordinatorClient(env.coordinator).post(event)
-    except CoordinatorError as error:
-        sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}" + "\n")

@@ -197,7 +197,7 @@ class Supervisor:
             name = f"signal {number}"
         error = f"this node's agent was killed by {name}"
         _log_message(error)
-        self._post_event(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
+        self.coordinator.try_post(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
 
     def _wait_for_round(self, round: str) -> Orders:
         """Wait for a round other than `round` to start, or for the outcome, and return the orders.
@@ -222,12 +222,6 @@ class Supervisor:
             self.coordinator.report_node_exit(self.env.node, exit_code)
         except CoordinatorError as error:
             _log_message(f"could not report its exit: {error}")
-
-    def _post_event(self, event: Event) -> None:
-        try:
-            self.coordinator.post(event)
-        except CoordinatorError as error:
-            _log_message(f"could not post `{event.kind}`: {error}")
 
     def _handle_stop_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_stopping:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from swarmtrain.coordinator_client import CoordinatorClient
-from swarmtrain.errors import CoordinatorError, SwarmtrainError
+from swarmtrain.errors import SwarmtrainError
 from swarmtrain.process import set_parent_death_signal, set_process_name
 from swarmtrain.protocol import (
     EVENT_FAILURE,
@@ -56,13 +56,13 @@ def run_rank() -> None:
     receipt = Receipt()
     try:
         if os.environ["LOCAL_RANK"] == "0":
-            _post_event(env, build_world_event(env))
+            CoordinatorClient(env.coordinator).try_post(build_world_event(env))
         _run_script(env)
     except SystemExit as system_exit:
         code = resolve_exit_code(system_exit)
         if code not in (0, EXIT_PLANNED):
             error = system_exit.code if isinstance(system_exit.code, str) else f"exit code {code}"
-            receipt = _post_event(env, build_failure_event(env, error=error, exit_code=code))
+            receipt = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, error=error, exit_code=code))
         if code:
             raise  # if 0 were raised, torch's agent would wait forever for our return value
     except BaseException as error:
@@ -74,7 +74,7 @@ def run_rank() -> None:
         if receipt.run_failed:
             _wait_for_termination()
     if os.environ["LOCAL_RANK"] == "0":
-        _post_event(env, Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "world": build_world_key(os.environ)}))
+        CoordinatorClient(env.coordinator).try_post(Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "world": build_world_key(os.environ)}))
 
 
 def build_world_event(env: NodeEnv) -> Event:
@@ -157,7 +157,7 @@ def _report_error(env: NodeEnv, error: BaseException) -> Receipt:
         facts["step"] = step
     if (permanence := classify_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = permanence
-    receipt = _post_event(env, build_failure_event(env, **facts))
+    receipt = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, **facts))
     sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if receipt.is_known else full_text)
     return receipt
 
@@ -171,14 +171,6 @@ def _build_hint(error: BaseException) -> str | None:
 def _wait_for_termination() -> None:
     """Wait until this node is stopped. If the rank exited, torch's agent would restart it, although the run is over."""
     time.sleep(_TERMINATION_WAIT_SECONDS)
-
-
-def _post_event(env: NodeEnv, event: Event) -> Receipt:
-    try:
-        return CoordinatorClient(env.coordinator).post(event)
-    except CoordinatorError as error:
-        sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}" + "\n")
-        return Receipt()
 
 
 def _enable_line_buffering() -> None:

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarmtrain.config import Config
-from swarmtrain.config.schema.runner import RunnerType
 from swarmtrain.render.mounts import list_save_source_folders
 
-_CONTAINER_RUNNER_TYPES = (RunnerType.swarm, RunnerType.docker)
 _ROOT_UID = 0
 # What a system shows for an owner that it cannot map, as network file systems do: no run may use this user.
 _NOBODY_UID = 65534
@@ -26,7 +24,7 @@ def resolve_container_user(config: Config, load_running_config: Callable[[], Con
     `load_running_config` returns the config with which the run of this name was deployed; it is called only if a choice is needed.
     """
     folders = list_save_source_folders(config)
-    if config.runner.runner_type not in _CONTAINER_RUNNER_TYPES or config.runner.docker_config.user or not folders:
+    if not config.runner.capabilities.runs_as_folder_owner or config.runner.docker_config.user or not folders:
         return config, ""
     running_config = load_running_config()
     if running_config is not None and list_save_source_folders(running_config) == folders:

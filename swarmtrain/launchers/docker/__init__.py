@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 from swarmtrain.config import Config
-from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
+from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
 from swarmtrain.images.transfer import ensure_image
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
@@ -22,6 +24,7 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, raising_state_errors
 from swarmtrain.launchers.common.log_recorder import record_lines
+from swarmtrain.launchers.common.stack_file import write_document
 from swarmtrain.launchers.docker import container_specs, container_state, run_stream
 from swarmtrain.launchers.docker.container_state import Container
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile
@@ -41,17 +44,24 @@ class DockerLauncher:
     Commands that change a run are serialized on one machine; commands from two machines conflict only on the names of the containers.
     """
 
+    capabilities = find_capabilities("docker")
+
     def __init__(self, address: str | None = None) -> None:
         """Connect to the engine at `address`, by default the one that docker itself would use. Raises EngineError if no engine answers."""
         self._engine = DockerEngine(address)
         self._deployed_at: dict[str, float] = {}
+
+    @staticmethod
+    def write_deployment_file(plan: Plan, output: Path) -> str:
+        """Write the file for `docker compose` to `output`. Return text for the user."""
+        return write_document(plan, render_compose(plan), output)
 
     @property
     def location(self) -> str:
         """Text that names the place of the run in messages: the Docker engine and its address."""
         return f"the engine at {self._engine.endpoint}"
 
-    def read_inventory(self) -> Inventory:
+    def read_inventory(self, runner: RunnerConfig) -> Inventory:
         """Return an inventory with more machines than any plan needs, all of which are this engine's machine."""
         return Inventory(self.location, tuple(Machine(host=f"docker{index}") for index in range(_MAX_NODES)))
 

@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swarmtrain.config import Config
+from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, raising_state_errors
+from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
@@ -32,12 +35,15 @@ _NVIDIA_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 class LocalLauncher:
     """Launcher for runs on this machine. Implements swarmtrain.launchers.base.Launcher."""
 
+    capabilities = find_capabilities("local")
+    write_deployment_file = staticmethod(write_stack_file)
+
     @property
     def location(self) -> str:
         """Text that names the place of the run in messages: this machine."""
         return "this machine"
 
-    def read_inventory(self) -> Inventory:
+    def read_inventory(self, runner: RunnerConfig) -> Inventory:
         """Return an inventory with more machines than any plan needs, all of which are this machine."""
         return Inventory("this machine", tuple(Machine(host=f"local{index}") for index in range(_MAX_NODES)))
 

@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from swarmtrain.config import Config
+from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
@@ -43,12 +45,30 @@ _FINAL_LINES = 10
 class SlurmLauncher:
     """Launcher for runs under Slurm. Implements swarmtrain.launchers.base.Launcher."""
 
+    capabilities = find_capabilities("slurm")
+
+    @staticmethod
+    @raising_state_errors()
+    def write_deployment_file(plan: Plan, output: Path) -> str:
+        """Write the sbatch script of `plan`, which `deploy` would submit, and the files that it needs into the run's folder.
+
+        The script is written to `output`, with the suffix .sbatch. Return text for the user. Raises StateDirectoryError if a file cannot
+        be written.
+        """
+        folder, output = SlurmRunFolder(plan.run), output.with_suffix(".sbatch")
+        record = _build_record(plan, folder, None)
+        script_text = render_sbatch_script(plan, _build_site(folder, record))
+        folder.write_job_files(plan, record, script_text)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(script_text, encoding="utf-8")
+        return f"wrote {output}, and the files that it needs to {folder.path / record.files}\nnext: sbatch {output}"
+
     @property
     def location(self) -> str:
         """Text that names the place of the run in messages: Slurm."""
         return "Slurm"
 
-    def read_inventory(self) -> Inventory:
+    def read_inventory(self, runner: RunnerConfig) -> Inventory:
         """Return more machines than any plan needs: Slurm chooses the actual ones when the job starts."""
         return Inventory("Slurm", tuple(Machine(host="any") for _ in range(_MAX_NODES)))
 
@@ -222,21 +242,6 @@ class SlurmLauncher:
             _stop_job(folder.read_job_record(), run)
             folder.remove_run()
         report_progress(f"{run} removed; its events and logs are in {folder.path}")
-
-
-@raising_state_errors()
-def write_job_script(plan: Plan, output: Path) -> Path:
-    """Write the sbatch script of `plan` to `output`, and the files that it needs into the run's folder. Return the folder of these files.
-
-    The script is the one that `deploy` would submit. Raises StateDirectoryError if the files cannot be written.
-    """
-    folder = SlurmRunFolder(plan.run)
-    record = _build_record(plan, folder, None)
-    script_text = render_sbatch_script(plan, _build_site(folder, record))
-    folder.write_job_files(plan, record, script_text)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(script_text, encoding="utf-8")
-    return folder.path / record.files
 
 
 def _build_site(folder: SlurmRunFolder, record: SlurmRunRecord) -> JobLayout:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.errors import ProcessError
 from swarmtrain.launchers.common.history_store import EVENTS_FILE
@@ -32,7 +33,6 @@ from swarmtrain.launchers.slurm.head_node import requeue_if_head_dies
 from swarmtrain.launchers.slurm.slurm_run_folder import JobAttempt, NodeState, adopt_job, read_node_state, read_outcome_exit_code
 from swarmtrain.process import run_command, start_process
 from swarmtrain.protocol import EXIT_PLANNED, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_RENDEZVOUS
-from swarmtrain.remote.process_spec import write_atomically
 from swarmtrain.remote.timestamped_log import open_timestamped_log
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE
 from swarmtrain.render.sbatch_script import TERMINATED_FILE

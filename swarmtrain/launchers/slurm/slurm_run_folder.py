@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from dataclasses import replace as changed
 from pathlib import Path
 
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.config import Config
 from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
@@ -25,7 +26,6 @@ from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.plan import Cargo, Plan, RunFile
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
-from swarmtrain.remote.process_spec import write_atomically
 
 _RECORD_FILE = "slurm.json"
 _SUBMITTED_RECORD_FILE = "run.json"

@@ -20,11 +20,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from swarmtrain.config import Config
-from swarmtrain.config.schema.runner import RunnerConfig, RunnerType
+from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import build_version_error, raising_state_errors
+from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, run_stream
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts, list_hosts
 from swarmtrain.launchers.ssh.image_pull import pull_image
@@ -83,7 +85,9 @@ class DesiredState:
 class SshLauncher:
     """Launcher for runs on hosts reached over SSH. Implements swarmtrain.launchers.base.Launcher."""
 
-    runner_type = RunnerType.ssh
+    runner_type = "ssh"
+    capabilities = find_capabilities("ssh")
+    write_deployment_file = staticmethod(write_stack_file)
 
     def __init__(self) -> None:
         self._connections = ConnectionPool()
@@ -94,9 +98,9 @@ class SshLauncher:
         """Text that names the place of the run in messages: its hosts."""
         return "its hosts"
 
-    def read_inventory(self) -> Inventory:
-        """Return an inventory with this machine only, which is used by a config without hosts."""
-        return read_host_inventory(RunnerConfig(runner_type=self.runner_type))
+    def read_inventory(self, runner: RunnerConfig) -> Inventory:
+        """Return an inventory of the hosts in the config, by default this machine. Raises HostError if a host cannot be reached."""
+        return _read_host_inventory(runner)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
         """Check on each host that it meets the requirements of a node."""
@@ -129,7 +133,7 @@ class SshLauncher:
             desired = _compare_with_plan(plan, host_group, self._find_record(plan.run))
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
             try:
-                if self.runner_type is RunnerType.ssh_docker:
+                if self.capabilities.runs_in_containers:
                     pull_image(plan, host_group, [host for host, specs in desired.specs.items() if specs], report_progress)
                 self._reconcile(plan, host_group, desired, report_progress)
             except BaseException:
@@ -313,10 +317,11 @@ class SshLauncher:
 class SshDockerLauncher(SshLauncher):
     """Launcher `ssh_docker`: the same as SshLauncher, with each process in a container."""
 
-    runner_type = RunnerType.ssh_docker
+    runner_type = "ssh_docker"
+    capabilities = find_capabilities("ssh_docker")
 
 
-def read_host_inventory(runner: RunnerConfig) -> Inventory:
+def _read_host_inventory(runner: RunnerConfig) -> Inventory:
     """Return an inventory of the hosts in the config, by default this machine.
 
     A host is queried for its GPUs if nothing else defines its slots. Raises HostError if it cannot be reached.
@@ -332,7 +337,7 @@ def read_host_inventory(runner: RunnerConfig) -> Inventory:
 
 
 def _resolve_interpreter(runner: RunnerConfig) -> str:
-    return runner.python or ("python3" if runner.runner_type is RunnerType.ssh_docker else sys.executable)
+    return runner.python or ("python3" if runner.capabilities.runs_in_containers else sys.executable)
 
 
 @contextlib.contextmanager

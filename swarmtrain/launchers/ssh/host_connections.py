@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol, TypeVar, cast
 from weakref import finalize
 
 from swarmtrain import process
-from swarmtrain.config.schema.host_entry import HostEntry
+from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import HostError, SwarmtrainError
 from swarmtrain.remote.remote_agent import READY_LINE, RemoteAgent, get_runs_folder
@@ -39,7 +39,7 @@ _CLOSE_TIMEOUT_SECONDS = 3.0
 # A dead host is noticed within 15 s; a slow login may take 15 s too.
 _SSH_ARGV = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
 _MAX_PARALLEL_HOSTS = 64
-_AGENT_FILES = ("__init__.py", "errors.py", "process.py", "remote/*.py")
+_AGENT_FILES = ("__init__.py", "atomic_file.py", "errors.py", "process.py", "remote/*.py")
 _AGENT_BOOTSTRAP = """
 import sys, os, json, pathlib
 header = json.loads(sys.stdin.buffer.readline())

@@ -8,7 +8,6 @@ from typing import Any
 from uuid import uuid4
 
 from swarmtrain import __version__
-from swarmtrain.config.schema.runner import RunnerType
 from swarmtrain.errors import HostError
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
@@ -24,7 +23,7 @@ def collect_findings(plan: Plan, host_group: HostGroup, *, ports: tuple[int, ...
 
     An unreachable host is a finding, not an error.
     """
-    uses_docker = plan.config.runner.runner_type is RunnerType.ssh_docker
+    uses_docker = plan.config.runner.capabilities.runs_in_containers
     coordinator_host = plan.nodes[0].host
 
     def check_host(host: Host) -> list[Finding]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from swarmtrain.config.schema.runner import DockerConfig, RunnerType
+from swarmtrain.config.schema.runner import DockerConfig
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
 from swarmtrain.plan import Plan, PlannedNode
 from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE
@@ -47,7 +47,7 @@ class ProcessCommands:
 
 def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
     """Return the specs of the processes of each host, by host, the coordinator first."""
-    uses_docker = plan.config.runner.runner_type is RunnerType.ssh_docker
+    uses_docker = plan.config.runner.capabilities.runs_in_containers
     content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
     specs_by_host: dict[str, list[ProcessSpec]] = {node.host: [] for node in plan.nodes}
     for name, node in [(RENDEZVOUS_SERVICE, None), *((node.name, node) for node in plan.nodes)]:

@@ -19,7 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from swarmtrain import __version__
-from swarmtrain.config.schema.runner import RunnerConfig, RunnerType
+from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import ConfigError, HostError, Problem, SwarmtrainError
 from swarmtrain.images.wheels import build_swarmtrain_wheel
 from swarmtrain.launchers.base import Finding, ProgressReporter
@@ -111,7 +112,7 @@ def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) 
 
     Only with `check` may the interpreter be outside a folder named bin.
     """
-    if runner.runner_type is not RunnerType.ssh:
+    if runner.capabilities.hosts is not HostSource.over_ssh or runner.capabilities.runs_in_containers:
         hint = "build the image that containers run with: swarmtrain image build"
         raise ConfigError((Problem("runner.runner_type", f"is {runner.runner_type}, but environments on hosts require ssh", hint=hint),))
     if path:

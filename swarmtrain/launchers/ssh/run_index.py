@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.config.schema.runner import RunnerType
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_run_directory, resolve_state_directory
 from swarmtrain.launchers.ssh.host_connections import ConnectionPool, HostGroup
-from swarmtrain.remote.process_spec import write_atomically
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class SshRunRecord:
 class RunIndex:
     """The runs of one runner type that were deployed from this machine."""
 
-    def __init__(self, runner_type: RunnerType, connections: ConnectionPool) -> None:
-        self._file_name, self._connections = f"{runner_type.value}.json", connections
+    def __init__(self, runner_type: str, connections: ConnectionPool) -> None:
+        self._file_name, self._connections = f"{runner_type}.json", connections
 
     def list_runs(self, *, terminating: bool = False) -> list[str]:
         """Return the names of runs, sorted: those that are up, or those that are `terminating`. Raises OSError."""

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from swarmtrain.config import Config
-from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
+from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin_image
 from swarmtrain.launchers.base import Finding, LogLine, ProgressReporter, RunUpdate, TaskState
@@ -23,9 +24,11 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.log_recorder import record_lines
-from swarmtrain.launchers.swarm import cluster_state, plan_checks, resource_holders, teardown
-from swarmtrain.launchers.swarm.gang_queue import ResourceRequest
+from swarmtrain.launchers.common.stack_file import write_stack_file
+from swarmtrain.launchers.swarm import cluster_state, plan_checks, teardown
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
+from swarmtrain.launchers.swarm.resources import resource_accounting
+from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.run_stream import LogScope, describe_manager, watch_run
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
@@ -40,6 +43,9 @@ from swarmtrain.render.stack_document import render_stack
 class SwarmLauncher:
     """Launcher for runs on a Docker Swarm. Implements swarmtrain.launchers.base.Launcher, which documents each method."""
 
+    capabilities = find_capabilities("swarm")
+    write_deployment_file = staticmethod(write_stack_file)
+
     def __init__(self, address: str | None = None, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> None:
         """Connect to the engine at `address`, by default the one that docker itself would use. Raises EngineError if no engine answers."""
         self._engine, self._timeouts = DockerEngine(address), timeouts
@@ -49,7 +55,7 @@ class SwarmLauncher:
     def location(self) -> str:
         return f"the swarm at {self._engine.endpoint}"
 
-    def read_inventory(self) -> Inventory:
+    def read_inventory(self, runner: RunnerConfig) -> Inventory:
         return cluster_state.read_inventory(self._engine)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
@@ -102,10 +108,10 @@ class SwarmLauncher:
     def list_tasks(self, run: str) -> list[TaskState]:
         services = cluster_state.list_run_services(self._engine, run)
         tasks, hosts = cluster_state.list_tasks(self._engine, run), cluster_state.read_host_names(self._engine)
-        states = [cluster_state.build_task_state(_strip_run_prefix(service, run), tasks, service, hosts) for service in services]
+        states = [cluster_state.build_task_state(service.get_short_name(run), tasks, service, hosts) for service in services]
         return [
             *cluster_state.list_stopping_nodes(tasks, services, hosts),
-            *resource_holders.add_resource_holders(self._engine, run, services, states),
+            *resource_accounting.add_resource_holders(self._engine, run, services, states),
         ]
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
@@ -126,7 +132,7 @@ class SwarmLauncher:
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
         services = [
-            service for service in cluster_state.list_run_services(self._engine, run) if node in (None, _strip_run_prefix(service, run))
+            service for service in cluster_state.list_run_services(self._engine, run) if node in (None, service.get_short_name(run))
         ]
         lines = self._read_log_lines(services, run, tail, since)
         if follow:
@@ -199,7 +205,7 @@ class SwarmLauncher:
         """Return the available lines of the services' logs, ordered by time."""
         with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
             read_service = partial(container_logs.read_lines, self._engine, tail=tail, since=since)
-            lines_by_service = list(pool.map(lambda service: read_service(service.api_path, _strip_run_prefix(service, run)), services))
+            lines_by_service = list(pool.map(lambda service: read_service(service.api_path, service.get_short_name(run)), services))
         return list(heapq.merge(*lines_by_service, key=lambda line: line.time))
 
     def _follow_logs(self, run: str, scope: LogScope, report_progress: ProgressReporter | None) -> Iterator[LogLine]:
@@ -218,10 +224,6 @@ class SwarmLauncher:
 
     def _read_config_content(self, config: str) -> bytes:
         return base64.b64decode(self._engine.get(f"/configs/{config}")["Spec"]["Data"])
-
-
-def _strip_run_prefix(service: cluster_state.Service, run: str) -> str:
-    return service.name.removeprefix(f"{run}_")
 
 
 def _build_resource_request(plan: Plan) -> ResourceRequest:

@@ -11,7 +11,7 @@ from typing import Any
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.generic_resources import count_by_kind, describe_resources, get_assigned_resources
+from swarmtrain.launchers.swarm.resources.generic_resources import count_by_kind, describe_resources, get_assigned_resources
 from swarmtrain.plan import Inventory, Machine
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 
@@ -40,6 +40,10 @@ class Service:
     @property
     def name(self) -> str:
         return str(self.spec["Name"])
+
+    def get_short_name(self, stack: str) -> str:
+        """Return the service's name without the prefix of its `stack`: the name of the run's node, or rendezvous."""
+        return self.name.removeprefix(f"{stack}_")
 
     @property
     def api_path(self) -> str:
@@ -100,10 +104,6 @@ class StackState:
     @property
     def is_empty(self) -> bool:
         return not (self.services or self.networks or self.configs or self.secrets)
-
-    def strip_stack_prefix(self, service: Service) -> str:
-        """Return the service's name without the stack's prefix, such as node0."""
-        return service.name.removeprefix(f"{self.stack}_")
 
 
 def read_stack_state(engine: DockerEngine, stack: str) -> StackState:

@@ -91,10 +91,10 @@ def wait_until_running(
         # Until Swarm has created the new task, the newest one is the old one, whose state is irrelevant.
         stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
         tasks = [task for task in tasks if task.id not in stale_ids]
-        states = [cluster_state.build_task_state(service.name.removeprefix(f"{stack}_"), tasks, service, hosts) for service in services]
+        states = [cluster_state.build_task_state(service.get_short_name(stack), tasks, service, hosts) for service in services]
         _report_states(
             states,
-            {service.name.removeprefix(f"{stack}_") for service in services if _is_unchanged(service, tasks, old_task_ids)},
+            {service.get_short_name(stack) for service in services if _is_unchanged(service, tasks, old_task_ids)},
             progress,
             report_progress,
         )
@@ -170,7 +170,7 @@ def _raise_if_unstartable(engine: DockerEngine, stack: str, services: list[Servi
     complaints = []
     hints = []
     for service in services:
-        name = service.name.removeprefix(f"{stack}_")
+        name = service.get_short_name(stack)
         failed_tasks = [
             task
             for task in new_tasks

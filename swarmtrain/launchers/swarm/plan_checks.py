@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from swarmtrain.config.schema.fields.validators import HOST_NETWORK
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.config.schema.validators import HOST_NETWORK
 from swarmtrain.errors import EngineError, ImageError, StackError
 from swarmtrain.images import contents, pin_image
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.launchers.swarm.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.reconcile import check_networks
+from swarmtrain.launchers.swarm.resources.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.service_specs import StackSpecs
 from swarmtrain.plan import Machine, Plan
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS

@@ -66,9 +66,7 @@ def recording_final_lines(engine: DockerEngine, run: str, services: list[Service
     """Record the services' output during the block in the state directory: Swarm deletes a task's log with the task."""
     lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
     readers = [
-        LogReader(
-            engine, service.api_path, _strip_run_prefix(service, run), lines, since=None, tail=_FINAL_LINES if service.is_node else None
-        )
+        LogReader(engine, service.api_path, service.get_short_name(run), lines, since=None, tail=_FINAL_LINES if service.is_node else None)
         for service in services
     ]
     for reader in readers:
@@ -204,7 +202,7 @@ class _SwarmStream:
 
     def _start_new_readers(self, services: list[Service]) -> None:
         for service in services:
-            node = _strip_run_prefix(service, self._run)
+            node = service.get_short_name(self._run)
             if service.id not in self._readers and (node == RENDEZVOUS_SERVICE or self._scope.node in (None, node)):
                 # The lines read before came from the first service of this name: any later one is a new service.
                 already_read = () if node == RENDEZVOUS_SERVICE else self._already_read.pop(node, ())
@@ -217,7 +215,7 @@ class _SwarmStream:
 
     def _reconnect_silent_readers(self, services: list[Service], ended_nodes: set[str]) -> None:
         for service in services:
-            reader, node = self._readers.get(service.id), _strip_run_prefix(service, self._run)
+            reader, node = self._readers.get(service.id), service.get_short_name(self._run)
             if reader is None:
                 continue
             if node in ended_nodes or reader.silent_seconds > (
@@ -234,7 +232,7 @@ class _SwarmStream:
 
     def _collect_changed_states(self, snapshot: SwarmSnapshot) -> list[TaskState]:
         states = [
-            cluster_state.build_task_state(_strip_run_prefix(service, self._run), snapshot.tasks, service, snapshot.hosts)
+            cluster_state.build_task_state(service.get_short_name(self._run), snapshot.tasks, service, snapshot.hosts)
             for service in snapshot.services
         ]
         present = {state.node for state in states}
@@ -251,7 +249,3 @@ def _is_finished(service: Service, tasks: list[Task]) -> bool:
     if service.replicas == 0:
         return task is None or task.is_final
     return task is not None and task.is_final and task.desired_state in ("shutdown", "remove")
-
-
-def _strip_run_prefix(service: Service, run: str) -> str:
-    return service.name.removeprefix(f"{run}_")

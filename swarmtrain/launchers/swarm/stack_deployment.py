@@ -10,8 +10,8 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
 from swarmtrain.launchers.swarm import cluster_state, teardown
 from swarmtrain.launchers.swarm.convergence import list_task_ids, wait_until_running
-from swarmtrain.launchers.swarm.gang_queue import ResourceRequest, waiting_for_resources
 from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
+from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, waiting_for_resources
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.step_executor import apply_steps
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts

@@ -2,18 +2,17 @@
 
 A world is the set of ranks of one rendezvous round: each restart of a run forms a new world.
 
-state               what is saved: model and optimizer, or the state of a custom script
-tensor_storage      storage of tensor bytes for torch's distributed checkpoint (DCP)
+training_state      what is saved: model and optimizer, or the state of a custom script
+manifest            everything except tensors, as JSON, with digests of all files
+storage             the disks and the files on them: staging folders, commit, fence, and the search for the newest checkpoint
 compatibility       check that a checkpoint belongs to this model and optimizer
 restore             load model and optimizer state
-manifest            everything except tensors, as JSON, with digests of all files
-commit              publish a staging folder as a checkpoint by rename; list and remove checkpoints
+consolidated        read whole parameters, for inference, fine-tuning and export
+save_interval       when a checkpoint is due
+scheduler           save when a checkpoint is due, after a stop request, and at the end
 retention           which checkpoints are kept
 background_task     write checkpoints while training continues
-storage_backend     one disk that all nodes share, or one disk per node
-discovery           find the newest complete checkpoint
 just_in_time        checkpoint that surviving ranks write when a peer fails
-fence               only the newest world can commit checkpoints
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,19 +33,19 @@ from swarmtrain.config.files import describe_os_error
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.checkpoint import commit, just_in_time, storage_backend
-from swarmtrain.trainer.checkpoint.background_task import BackgroundTask, FileDigests, write_completion_marker
-from swarmtrain.trainer.checkpoint.discovery import FoundCheckpoint
-from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint import just_in_time
+from swarmtrain.trainer.checkpoint.background_task import BackgroundTask
+from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
 from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPolicy
-from swarmtrain.trainer.checkpoint.state import CheckpointState
-from swarmtrain.trainer.checkpoint.tensor_storage import StagingBuffer, TensorStorageWriter
+from swarmtrain.trainer.checkpoint.storage import commit, storage_backend
+from swarmtrain.trainer.checkpoint.storage.completion_markers import write_completion_marker
+from swarmtrain.trainer.checkpoint.storage.discovery import FoundCheckpoint, WarningReporter
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter, describe_first_failure
+from swarmtrain.trainer.checkpoint.training_state import CheckpointState
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _DRAIN_TIMEOUT_SECONDS = 10.0
-WarningReporter = Callable[[str], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class _PendingSave:
     folder: Path
     write_task: BackgroundTask[None]
     commit_task: BackgroundTask[SavedCheckpoint] | None
-    """Task that commits the checkpoint, on ranks that commit (see storage_backend.py); None on other ranks."""
+    """Task that commits the checkpoint, on ranks that commit (see storage/storage_backend.py); None on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -299,9 +297,3 @@ class CheckpointManager:
         except OSError as error:
             LOG.warning("%s: an old checkpoint cannot be removed: %s", save_dir, describe_os_error(error))
         return path
-
-
-def describe_first_failure(error: CheckpointException) -> str:
-    """Return a description of why a torch distributed checkpoint operation failed, on the first rank on which it failed."""
-    rank, (message, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {message}"

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
-from swarmtrain.trainer.checkpoint import commit, describe_first_failure, manifest
+from swarmtrain.trainer.checkpoint import manifest
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.tensor_storage import DTYPES_BY_NAME, TensorStorageReader
+from swarmtrain.trainer.checkpoint.storage import commit
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, TensorStorageReader, describe_first_failure
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model.peft import is_added_parameter
 from swarmtrain.trainer.model.transformer import Transformer
@@ -53,7 +54,7 @@ class ConsolidatedCheckpoint:
     def config(self) -> Config:
         """Config of the run that wrote the checkpoint. Raises CheckpointError if it is not valid in this version."""
         try:
-            return Config.model_validate_json(json.dumps(self.manifest.config))
+            return Config.from_json(json.dumps(self.manifest.config))
         except ValueError as error:
             reason = f"this version cannot read its config: {error}"
             raise CheckpointError(reason, place=str(self.path), hint="use the version that wrote it") from None

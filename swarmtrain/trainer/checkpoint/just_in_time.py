@@ -14,7 +14,6 @@ needed if a writer dies too. The fence applies as for every checkpoint. The next
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -30,7 +29,8 @@ from swarmtrain import protocol
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError, SwarmtrainError
 from swarmtrain.protocol import Event, RescueAssignment, SurvivorState
-from swarmtrain.trainer.checkpoint import commit
+from swarmtrain.trainer.checkpoint.storage import commit
+from swarmtrain.trainer.checkpoint.storage.completion_markers import find_missing_markers, take_completion_markers, write_completion_marker
 from swarmtrain.trainer.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _save_part(
         folder.mkdir(exist_ok=True)
         writer, index = checkpoint_manager.stage_local_part(folder, rescue_client.survivor_state.shard)
         files = writer.write()
-        _write_marker(folder, runtime.rank, {"files": files, "tensors": index})
+        write_completion_marker(folder, runtime.rank, {"files": files, "tensors": index})
         if not is_leader or not (markers := _collect_markers(folder, rescue, rescue_client)):
             return False
         path = checkpoint_manager.commit_checkpoint(save_dir, folder, progress, *_merge_markers(markers))
@@ -185,23 +185,14 @@ def _is_committed(save_dir: Path, step: int, checkpoint_manager: CheckpointManag
     return newest is not None and newest[1].step == step == checkpoint_manager.latest_step
 
 
-def _write_marker(folder: Path, rank: int, marker: dict[str, Any]) -> None:
-    temporary_path = folder / f".note-{rank:05}"
-    temporary_path.write_text(json.dumps(marker))
-    temporary_path.rename(folder / f"note-{rank:05}.json")
-
-
 def _collect_markers(folder: Path, rescue: RescueAssignment, rescue_client: _RescueClient) -> list[dict[str, Any]]:
     """Wait for the completion markers of all writers to this disk, remove them, and return their contents; empty if a writer has died."""
-    expected_names = {f"note-{rank:05}.json" for rank in rescue_client.select_local_writers(rescue)}
-    while not expected_names <= set(os.listdir(folder)):  # noqa: PTH208  # listing makes a network file system look again
+    ranks = rescue_client.select_local_writers(rescue)
+    while find_missing_markers(folder, ranks):
         if rescue_client.latest.attempt != rescue.attempt or rescue_client.latest.is_finished:
             return []
         time.sleep(_POLL_SECONDS)
-    markers = [json.loads((folder / name).read_text()) for name in sorted(expected_names)]
-    for name in expected_names:
-        (folder / name).unlink()
-    return markers
+    return take_completion_markers(folder, ranks)
 
 
 def _merge_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,6 +14,8 @@ from typing import Any
 
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 
+FileDigests = dict[str, dict[str, Any]]
+"""Size in bytes and SHA-256 of each file, by file name."""
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 """Version of the manifest format. Version 1 had other keys and was not part of any release."""
@@ -39,8 +41,7 @@ class Manifest:
     rng: dict[str, Any]
     """Values from which random numbers are derived. The state of generators is not saved, since each micro batch sets its seed."""
     topology: dict[str, int]
-    files: dict[str, dict[str, Any]]
-    """Size in bytes and SHA-256 of each file, by file name."""
+    files: FileDigests
     tensors: dict[str, Any]
     """Dtype, shape and chunks of each tensor, by name. A chunk has its file and its byte offset."""
     config: dict[str, Any]
@@ -48,7 +49,7 @@ class Manifest:
     validation_loss: float | None = None
     """Validation loss in nats after `step`; None if it was not evaluated."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Other state that a custom script saves: see state_tree.py."""
+    """Other state that a custom script saves: see trainer/custom/state_tree.py."""
     format: int = FORMAT_VERSION
 
     @property

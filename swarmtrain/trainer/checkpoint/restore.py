@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.checkpoint import CheckpointManager, Progress, describe_first_failure, discovery
+from swarmtrain.trainer.checkpoint import CheckpointManager, Progress
 from swarmtrain.trainer.checkpoint.compatibility import (
     LOAD_EVERYTHING,
     LoadRules,
@@ -21,13 +21,12 @@ from swarmtrain.trainer.checkpoint.compatibility import (
     diff_configs,
     select_names_to_load,
 )
-from swarmtrain.trainer.checkpoint.discovery import FoundCheckpoint
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.state import TrainingState
-from swarmtrain.trainer.checkpoint.tensor_storage import TensorStorageReader
+from swarmtrain.trainer.checkpoint.storage import discovery
+from swarmtrain.trainer.checkpoint.storage.discovery import FoundCheckpoint, WarningReporter
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageReader, describe_first_failure
+from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.runtime import Runtime
-
-WarningReporter = Callable[[str], None]
 
 
 def restore_training_state(

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 
-from swarmtrain.config.schema.interval import AUTO, parse_interval
+from swarmtrain.config.schema.fields.interval import AUTO, parse_interval
 from swarmtrain.config.schema.trainer import TrainerConfig
 
 MIN_AUTO_INTERVAL_SECONDS = 60.0

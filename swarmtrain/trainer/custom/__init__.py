@@ -16,7 +16,6 @@ data_sharding     shard the samples of a DataLoader over any number of ranks
 prefetch          prefetch other data, of which each rank reads its own
 training_loop     steps: where they resume, and when they are saved
 callbacks         functions called after a step, after a save, and at the end
-object_factory    create objects from a config
 lr_warmup         learning rate schedules for larger batches
 """
 
@@ -42,7 +41,6 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import SavedCheckpoint
 from swarmtrain.trainer.custom.callbacks import CallbackEvent, CallbackRegistry
 from swarmtrain.trainer.custom.lr_warmup import build_linear_scaling_warmup
-from swarmtrain.trainer.custom.object_factory import instantiate
 from swarmtrain.trainer.custom.training_loop import TrainingLoop
 from swarmtrain.trainer.custom.user_state import Stateful, UserState
 from swarmtrain.trainer.health.stop_flag import StopFlag
@@ -50,6 +48,7 @@ from swarmtrain.trainer.metrics.event_poster import EventPoster
 from swarmtrain.trainer.metrics.reduction import MetricValue, MetricValues, ReductionOp, expand_metric, reduce_metrics
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.jsonl import read_last_step
+from swarmtrain.trainer.object_factory import instantiate
 from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
 
 __all__ = ["Run", "build_linear_scaling_warmup", "instantiate", "run"]

@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.checkpoint import CheckpointManager, Progress, SavedCheckpoint, WarningReporter, discovery
+from swarmtrain.trainer.checkpoint import CheckpointManager, Progress, SavedCheckpoint
 from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
+from swarmtrain.trainer.checkpoint.storage import discovery
+from swarmtrain.trainer.checkpoint.storage.discovery import WarningReporter
 from swarmtrain.trainer.custom.data_sharding import ShardedLoader, can_shard
 from swarmtrain.trainer.custom.prefetch import BatchPrefetcher
 from swarmtrain.trainer.custom.user_state import UserState, find_changes

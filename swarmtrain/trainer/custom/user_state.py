@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from swarmtrain.config import Config
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, TrainingError
-from swarmtrain.trainer.checkpoint import describe_first_failure
 from swarmtrain.trainer.checkpoint.compatibility import diff_configs
-from swarmtrain.trainer.checkpoint.discovery import FoundCheckpoint
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.state_tree import flatten_state, unflatten_state
-from swarmtrain.trainer.checkpoint.tensor_storage import DTYPES_BY_NAME, TensorStorageReader
+from swarmtrain.trainer.checkpoint.storage.discovery import FoundCheckpoint
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, TensorStorageReader, describe_first_failure
+from swarmtrain.trainer.custom.state_tree import flatten_state, unflatten_state
 
 
 class Stateful(Protocol):
@@ -33,7 +32,7 @@ class Stateful(Protocol):
 
 
 class UserState:
-    """The objects that a script has registered, by name. Implements swarmtrain.trainer.checkpoint.state.CheckpointState."""
+    """The objects that a script has registered, by name. Implements swarmtrain.trainer.checkpoint.training_state.CheckpointState."""
 
     topology: Mapping[str, int] = {}
 

@@ -64,7 +64,6 @@ def open_data(config: Config) -> tuple[TokenDataset, TokenDataset | None]:
     Raises TrainingError if a token file is missing or invalid.
     """
     architecture, seed, data = config.transformer_architecture, config.trainer.seed, config.data
-    for_embedding = config.trainer.contrastive_config is not None
     open_dataset = partial(
         TokenDataset,
         architecture=architecture,
@@ -73,7 +72,6 @@ def open_data(config: Config) -> tuple[TokenDataset, TokenDataset | None]:
         use_mmap=data.use_mmap,
         format=data.format,
         document_token=data.document_token,
-        for_embedding=for_embedding,
     )
     training_fraction = 1 - data.validation_fraction
     training = open_dataset(
@@ -106,14 +104,13 @@ class TokenDataset:
         document_token: int | None = None,
         companion_prefixes: Sequence[Sequence[Path]] = (),
         one_per_document: bool = False,
-        for_embedding: bool = False,
     ) -> None:
         """Open the token files with the given `prefixes`.
 
         `seed` determines the sample order. `document_fractions`: range of each file's documents to use, as fractions.
         `companion_prefixes`: lists of as many prefixes as `prefixes`; document i of each belongs to document i here, such as a rejected
-        response. `one_per_document`: each document is one sample. `for_embedding`: each document is one sample, and is embedded as a
-        whole.
+        response. `one_per_document`: each document is one sample. With an embedding head this is always so: a document is embedded as
+        a whole.
 
         Raises TrainingError if a file is missing or has no samples, DataError if its first or last tokens are outside the vocabulary.
         """
@@ -128,7 +125,11 @@ class TokenDataset:
         open_file = partial(MemoryMap, use_mmap=use_mmap, format=format, document_token=document_token)
         self.token_files = [open_file(prefix).select_fraction(*document_fractions) for prefix in prefixes]
         index_type = (
-            EmbeddingSamples if for_embedding else DocumentSamples if companion_prefixes or one_per_document else _INDEX_TYPES[packing]
+            EmbeddingSamples
+            if architecture.embedding_head_config
+            else DocumentSamples
+            if companion_prefixes or one_per_document
+            else _INDEX_TYPES[packing]
         )
         open_companion = partial(
             TokenDataset,
@@ -139,7 +140,7 @@ class TokenDataset:
             format=format,
             document_token=document_token,
         )
-        self.companion_datasets = [open_companion(each, one_per_document=True, for_embedding=for_embedding) for each in companion_prefixes]
+        self.companion_datasets = [open_companion(each, one_per_document=True) for each in companion_prefixes]
         """Companion data sets, such as rejected responses: their sample i belongs to sample i of this data set."""
         self.rows_per_sample = 1 + len(companion_prefixes)
         """Number of rows of a sample in a batch: one, and one for each companion data set."""

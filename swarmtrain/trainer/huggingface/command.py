@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.trainer.cli_exit import handle_cli_errors
-from swarmtrain.trainer.huggingface.adapter import export_lora_adapter
+from swarmtrain.trainer.huggingface.adapter_export import export_lora_adapter
 from swarmtrain.trainer.huggingface.export import export_checkpoint
 
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from swarmtrain.config.files import describe_os_error
-from swarmtrain.config.huggingface import build_config_json, find_family
+from swarmtrain.config.huggingface_config import build_config_json, find_family
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
 from swarmtrain.trainer.huggingface import safetensors, sentence_transformers
 from swarmtrain.trainer.huggingface.names import TensorMapping
-from swarmtrain.trainer.model.lora import merge_lora_weight
 from swarmtrain.trainer.model.peft import LORA_KEY, is_added_parameter
+from swarmtrain.trainer.model.peft.lora import merge_lora_weight
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize.progress import ProgressBar
 

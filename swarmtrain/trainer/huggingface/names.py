@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmtrain.config.huggingface import ModelFamily
+from swarmtrain.config.huggingface_config import ModelFamily
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 
 _FUSED_QKV = ("query", "key", "value")

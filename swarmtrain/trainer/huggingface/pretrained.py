@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmtrain.config import huggingface
+from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
 from swarmtrain.trainer.huggingface import safetensors
@@ -48,14 +48,14 @@ def open_parameters(
     """
     try:
         values, place = read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)
-        loaded_architecture = huggingface.read_architecture(values, place)
+        loaded_architecture = huggingface_config.read_architecture(values, place)
         if mismatches := find_differences(loaded_architecture, architecture):
             raise IncompatibleCheckpoint(
                 f"is a different model: {'; '.join(mismatches)}",
                 place=f"config trainer.init_from {folder}",
                 hint=f"copy transformer_architecture from the output of: swarmtrain import {place}",
             )
-        mapping = TensorMapping(huggingface.identify_family(values, place), architecture, sizes)
+        mapping = TensorMapping(huggingface_config.identify_family(values, place), architecture, sizes)
     except CheckpointError:
         raise
     except SwarmtrainError as error:

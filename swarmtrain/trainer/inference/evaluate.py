@@ -90,18 +90,18 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         transformer = Transformer(architecture, 0)
         transformer.initial_value = model.load_parameter
         validation = evaluate_model(runtime, parallelize(transformer, runtime), data, None)
+        objective = transformer.objective
         if validation is None or not validation.loss < _MAX_EXP_NATS:
             loss = validation.loss if validation else None
             raise TrainingError(f"the validation loss is {loss}", place=str(model.path), hint="try an earlier checkpoint")
         if runtime.is_rank_zero:
             samples = min(config.topology.samples_per_step * config.trainer.eval_iterations, len(data))
             report = {"model": str(model.path), "step": model.step, "loss": validation.loss, "samples": samples}
-            unit = "query" if config.trainer.contrastive_config else "pair" if config.trainer.preference_config else "token"
-            if unit == "token":
+            if objective.has_perplexity:
                 report["perplexity"] = math.exp(validation.loss)
             if validation.accuracy is not None:
                 report["accuracy"] = validation.accuracy
-            sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_result(report, unit)}\n")
+            sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_result(report, objective.loss_unit)}\n")
 
 
 def _format_result(report: Mapping[str, Any], unit: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swarmtrain.config import Config, huggingface
+from swarmtrain.config import Config, huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
@@ -19,7 +19,7 @@ from swarmtrain.trainer.data import formats
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize import tokenizer_backends
-from swarmtrain.trainer.tokenize.options import BYTE_TOKENIZER
+from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 _BYTE_VOCABULARY_SIZE = 257
@@ -70,7 +70,7 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
     there is no model, or if it cannot be read.
     """
     if (path / pretrained.CONFIG_FILE).exists():
-        architecture = huggingface.read_architecture(
+        architecture = huggingface_config.read_architecture(
             pretrained.read_json(path / pretrained.CONFIG_FILE), str(path / pretrained.CONFIG_FILE)
         )
         sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}

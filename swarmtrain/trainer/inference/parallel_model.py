@@ -39,7 +39,7 @@ def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> I
             reason = f"{world_size} ranks do not evenly divide its {name}, {getattr(shape, name)}"
             raise TrainingError(reason, place="--ranks", hint="use fewer ranks, or one")
     topology = TopologyConfig(model_parallel_size=world_size, global_batch_size=1, micro_batch_size=1)
-    # A config with this head requires a contrastive loss, which is not needed here.
+    # A config with this head requires an objective that trains it, which is not needed here.
     config = Config(topology=topology, transformer_architecture=shape.model_copy(update={"embedding_head_config": None}))
     with start_runtime(config.model_copy(update={"transformer_architecture": shape})) as runtime:
         transformer = Transformer(shape, 0)

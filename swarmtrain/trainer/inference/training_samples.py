@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swarmtrain.config.schema.sampling import SamplingConfig
+from swarmtrain.config.schema.trainer import SamplingConfig
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.forward_backward import autocast
 from swarmtrain.trainer.health.step_timer import VALIDATION, StepTimer

@@ -146,7 +146,7 @@ def _apply_overrides(config: Config, overrides: Mapping[str, object]) -> Config:
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-    return Config.model_validate_json(json.dumps(values))
+    return Config.from_json(json.dumps(values))
 
 
 def _list_candidate_overrides(topology: TopologyConfig, world_size: int) -> Iterator[dict[str, object]]:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
 from swarmtrain.trainer.model.linear import build_linear
-from swarmtrain.trainer.model.lora import LoraAdapters
 from swarmtrain.trainer.model.masks import AttentionOptions, Masks, compute_attention
 from swarmtrain.trainer.model.norm import build_norm
+from swarmtrain.trainer.model.peft.lora import LoraAdapters
 from swarmtrain.trainer.model.rotary import Rotation, apply_rotary
 from swarmtrain.trainer.model.sequence_shard import KeyValueGather
 

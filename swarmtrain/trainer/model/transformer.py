@@ -17,7 +17,7 @@ adapter              bottleneck blocks after layers
 embedding_head       one vector per text
 loss_targets         the target value of positions without a loss
 chunked_loss         a loss that never materializes all logits
-preference           a loss over pairs of completions (DPO)
+objective            the interface for the loss that is trained
 sequence_shard       the interface for ranks that have a part of each sequence
 
 docs/explanation/model.md has the formulas and their sources.
@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import chunked_loss, dropout, masks, preference, umup
-from swarmtrain.trainer.model.adapter import LayerAdapters
+from swarmtrain.trainer.model import chunked_loss, dropout, masks, umup
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
@@ -44,6 +43,8 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import build_mlp
 from swarmtrain.trainer.model.norm import build_norm
+from swarmtrain.trainer.model.objective import Objective
+from swarmtrain.trainer.model.peft.adapter import LayerAdapters
 from swarmtrain.trainer.model.rotary import RotaryEmbedding, Rotation, find_document_starts
 from swarmtrain.trainer.model.sequence_shard import SequenceShard
 from swarmtrain.trainer.runtime import derive_seed, seed_torch
@@ -87,8 +88,8 @@ class Transformer(nn.Module):
         """Index of this rank's first layer, and this rank's index among the ranks that hold the same layers."""
         self.loss_chunk_size: int | None = None
         """Number of tokens whose logits are materialized at a time. None: all tokens at once."""
-        self.preference_loss: preference.PreferenceLoss | None = None
-        """Loss for preference training (see preference.py); None: next-token prediction."""
+        self.objective = Objective()
+        """Computes the loss from the losses of the tokens."""
         self.sequence_shard: SequenceShard | None = None
         """The ranks that share each sequence with this rank (context parallelism)."""
         self.embedding_dropout = Dropout(architecture.dropout_embedding, "embedding")
@@ -120,8 +121,8 @@ class Transformer(nn.Module):
         token, for models that separate documents. If the head is tensor-parallel, logits are those of this rank's vocabulary shard. With
         context parallelism, logits and loss are those of this rank's part of the sequences.
         """
-        if self.preference_loss is not None:
-            tokens, documents = preference.duplicate_batch(tokens, documents)
+        copies = self.objective.copies_per_row
+        tokens, documents = _repeat_rows(tokens, copies), None if documents is None else _repeat_rows(documents, copies)
         length = self._infer_sequence_length(tokens)
         positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
         if positions is not None and targets is not None:
@@ -133,14 +134,12 @@ class Transformer(nn.Module):
         if self.architecture.embedding_head_config is not None:
             vectors: Tensor = self.head(hidden, targets=targets)
             return vectors
-        if self.preference_loss is not None:
-            return self.preference_loss.compute_loss(self._compute_token_losses(hidden, targets.repeat(2, 1)), targets)
-        if self.loss_chunk_size is None or targets.numel() <= self.loss_chunk_size:
-            return self._sum_losses(hidden, targets)
+        if not self.objective.is_sum_over_tokens or self.loss_chunk_size is None or targets.numel() <= self.loss_chunk_size:
+            return self._compute_loss(hidden, targets)
         local_hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         parameters = list(self.head.parameters())
         return chunked_loss.compute_chunked_loss(
-            self._sum_losses,
+            self._compute_loss,
             local_hidden,
             targets,
             parameters,
@@ -152,7 +151,7 @@ class Transformer(nn.Module):
         """Return the logits (batch, vocabulary) for the token that follows the last of `tokens`. For `documents`, see `forward`."""
         length = self._infer_sequence_length(tokens)
         positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
-        with preference.applying_adapters_to_all_samples(self):
+        with self.objective.generating_text(self):
             logits: Tensor = self.head(self._compute_hidden(tokens, length, documents, positions)[:, -1:])
         return logits[:, -1]
 
@@ -173,8 +172,10 @@ class Transformer(nn.Module):
         normalized: Tensor = self.norm(hidden)
         return normalized
 
-    def _sum_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return self._compute_token_losses(hidden, targets).sum()
+    def _compute_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the objective's summed loss. `hidden` has all copies of the rows, `targets` one."""
+        token_losses = self._compute_token_losses(hidden, _repeat_rows(targets, self.objective.copies_per_row))
+        return self.objective.compute_loss(token_losses, targets)
 
     def _compute_token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats of each target, flattened to one dimension."""
@@ -215,6 +216,14 @@ class Transformer(nn.Module):
             self.architecture, inputs.shape[0], length, attention_documents, inputs.device, query_positions=positions
         )
         return ForwardContext(rotation, position_ids, attention_masks, noise, residual_noise)
+
+
+def _repeat_rows(rows: Tensor, copies: int) -> Tensor:
+    """Return `rows` (batch, sequence) repeated along the batch.
+
+    Hidden states from an earlier pipeline stage are already repeated and returned unchanged.
+    """
+    return rows.repeat(copies, 1) if copies > 1 and rows.dim() == 2 else rows
 
 
 class InPlaceCrossEntropyLoss(nn.Module):

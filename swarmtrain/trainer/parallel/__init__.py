@@ -21,9 +21,10 @@ from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import BaseWeights
-from swarmtrain.trainer.model import initialization, preference
+from swarmtrain.trainer.model import initialization
 from swarmtrain.trainer.model.peft import is_added_parameter
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.objectives import build_objective
 from swarmtrain.trainer.parallel import activation_checkpointing, compilation, context_parallel, mesh, pipeline_parallel, tensor_parallel
 from swarmtrain.trainer.parallel.ddp import DdpModel, SingleReplicaModel
 from swarmtrain.trainer.parallel.fsdp import FsdpModel, Materializer
@@ -63,13 +64,12 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
 
     Return the parallel model.
 
-    Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled, and
-    CheckpointError if trainer.init_from cannot be read or is a checkpoint of another model.
+    Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled or its objective
+    is invalid, and CheckpointError if trainer.init_from cannot be read or is a checkpoint of another model.
     """
     config, layout = runtime.config, mesh.build_mesh(runtime)
-    if config.trainer.preference_config:
-        model.preference_loss = preference.PreferenceLoss(config.trainer.preference_config)
-        preference.restrict_adapters_to_first_half(model)
+    model.objective = build_objective(config)
+    model.objective.prepare_model(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     tied = layout.pipe_size > 1 and model.has_tied_embeddings and layout.pipe_rank in (0, layout.pipe_size - 1)
     has_tied_copy = tied and layout.pipe_rank > 0
@@ -242,7 +242,7 @@ def _wrap_model(
     return (
         SingleReplicaModel(model, sum_in_fp64=sum_in_fp64)
         if layout.data_group.size() == 1
-        else DdpModel(model, layout, runtime.device, sum_in_fp64=sum_in_fp64)
+        else DdpModel(model, layout, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_in_fp64=sum_in_fp64)
     )
 
 

@@ -62,8 +62,8 @@ class DdpModel:
     micro_batches_per_step = 1
     """Minimum number of micro batches that each rank runs in a step, padded with empty ones: all ranks must take part in the all-reduce."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, sum_in_fp64: bool) -> None:
-        """`sum_in_fp64`: sum the gradients of micro batches and replicas in float64."""
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, rows_per_sample: int, sum_in_fp64: bool) -> None:
+        """`rows_per_sample`: rows of a sample in a batch. `sum_in_fp64`: sum the gradients of micro batches and replicas in float64."""
         self._sum_in_fp64 = sum_in_fp64
         self.parameters = list(model.parameters())
         self._gradient_sums: dict[Tensor, Tensor] = {}
@@ -77,7 +77,7 @@ class DdpModel:
         # additions: a resumed run's first step would differ in the last bits from that of an uninterrupted run. So one empty pass runs
         # before the first.
         length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
-        empty_batch = torch.zeros((2, length), dtype=torch.int64, device=device)  # two samples, since preference training needs a pair
+        empty_batch = torch.zeros((rows_per_sample, length), dtype=torch.int64, device=device)
         torch.autograd.backward(self(empty_batch, torch.full_like(empty_batch, IGNORE_INDEX)).sum())
         self._ddp.zero_grad()
 

@@ -113,7 +113,7 @@ class PipelineModel:
 
         Return the unscaled loss summed over the samples, in float64; 0 on a rank without the last stage, and if `vector_gradients` is
         given. Afterwards, the parameters of every rank have the gradient of the loss summed over all replicas and scaled by `scale_loss`.
-        `vector_gradients`: gradients of the loss with respect to the vectors that the last stage computes from `rows` (contrastive loss).
+        `vector_gradients`: gradients of the loss with respect to the vectors that the last stage computes from `rows` (VectorObjective).
         """
         if vector_gradients is None:
             losses = self._run_schedule(self._schedule.step, rows, lambda loss, _: scale_loss(loss), (forward_context, backward_context))
@@ -321,9 +321,8 @@ def _build_stage(
     length = architecture.sequence_length
     tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
     local_sequence_length = length // topology.context_parallel_size // (topology.tensor_parallel_size if topology.sequence_parallel else 1)
-    forward_rows = rows if stage_model.preference_loss is None else 2 * rows
     hidden = torch.empty(
-        (forward_rows, local_sequence_length, architecture.hidden_size),
+        (rows * stage_model.objective.copies_per_row, local_sequence_length, architecture.hidden_size),
         dtype=next(stage_model.parameters()).dtype,
         device="meta",
         requires_grad=True,

@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
-from swarmtrain.trainer.model.lora import Lora
 from swarmtrain.trainer.model.peft import ADAPTER_KEY, LORA_KEY
+from swarmtrain.trainer.model.peft.lora import Lora
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.vocabulary_parallel_loss import VocabularyParallelLoss
 

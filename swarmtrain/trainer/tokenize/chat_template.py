@@ -16,7 +16,7 @@ import numpy as np
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.tokenize import tokenizer_backends
-from swarmtrain.trainer.tokenize.options import ERROR_PLACE, import_optional
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer, EncodedText
 
 _CHATML_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}

@@ -14,8 +14,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.data import TokenFileFormat
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError, TrainingError
 from swarmtrain.trainer.cli_exit import handle_cli_errors
-from swarmtrain.trainer.tokenize.options import PrepareOptions
 from swarmtrain.trainer.tokenize.pipeline import prepare_token_files
+from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
 from swarmtrain.trainer.tokenize.verify import verify_token_files
 
 

@@ -12,9 +12,9 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.tokenize import chat_template, tokenizer_backends
 from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
-from swarmtrain.trainer.tokenize.options import ERROR_PLACE, PrepareOptions
 from swarmtrain.trainer.tokenize.readers import SourceRecord
 from swarmtrain.trainer.tokenize.shards import Document, DocumentBuilder
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, PrepareOptions
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 

@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import formats
 from swarmtrain.trainer.tokenize import document_builders, readers, shards, tokenizer_backends
-from swarmtrain.trainer.tokenize.options import ERROR_PLACE, PrepareOptions
 from swarmtrain.trainer.tokenize.progress import ProgressBar
 from swarmtrain.trainer.tokenize.readers import FilePart, SourceFile
 from swarmtrain.trainer.tokenize.shards import DocumentBuilder, ShardStats
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, PrepareOptions
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 from swarmtrain.trainer.tokenize.worker_pool import WorkerPool
 
@@ -266,9 +267,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary_path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    temporary_path.replace(path)
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _print_status(line: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.tokenize.options import ERROR_PLACE, import_optional
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional
 
 _READ_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1024

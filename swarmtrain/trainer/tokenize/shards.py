@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from swarmtrain.atomic_file import write_atomically
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.tokenize import readers
-from swarmtrain.trainer.tokenize.options import ERROR_PLACE
 from swarmtrain.trainer.tokenize.readers import FilePart, SourceFile, SourceRecord
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE
 
 _BATCH_CHARS = 1 << 20
 _BATCH_RECORDS = 512
@@ -103,9 +104,7 @@ def build_shard(
             stream.close()
     for suffix, path in temporary_paths.items():
         path.replace(folder / f"{number:06}.{suffix}")
-    temporary_path = folder / f".{number:06}.json.{os.getpid()}"
-    temporary_path.write_text(json.dumps(asdict(stats)))
-    temporary_path.replace(folder / f"{number:06}.json")
+    write_atomically(folder / f"{number:06}.json", json.dumps(asdict(stats)))
     return stats
 
 

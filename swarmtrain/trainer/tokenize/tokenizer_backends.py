@@ -18,7 +18,7 @@ import numpy as np
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
-from swarmtrain.trainer.tokenize.options import BYTE_TOKENIZER, ERROR_PLACE, import_optional
+from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER, ERROR_PLACE, import_optional
 
 _COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from swarmtrain import process
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.tokenize.options import ERROR_PLACE
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")

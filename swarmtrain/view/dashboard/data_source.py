@@ -10,9 +10,9 @@ from itertools import islice
 
 from swarmtrain import protocol
 from swarmtrain.errors import EngineError, HostError, RunNotFound, StateDirectoryError, SwarmtrainError
-from swarmtrain.launchers import find_run
 from swarmtrain.launchers.base import Launcher, LogLine, TaskState
 from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.registry import find_run
 from swarmtrain.plan import build_probe_run_name
 from swarmtrain.protocol import Event
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator

@@ -1,4 +1,4 @@
-"""Metric sinks: metrics.jsonl, metrics.csv, TensorBoard, W&B and a Determined trial, in any combination.
+"""Metric sinks: metrics.jsonl, metrics.csv, TensorBoard, W&B, a Determined trial and sinks of other packages, in any combination.
 
 A sink receives metrics lines: mappings of names to numbers, with the step under `step`; or samples generated from prompts (see
 generated_samples.py). Each world opens its sinks again, and no step appears twice in a sink: the lines that an earlier world has written
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from swarmtrain.config.entry_points import METRICS_SINK_GROUP, list_entry_points, load_entry_point
 from swarmtrain.config.schema.logger import LoggerConfig
+from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.metrics.sinks.csv_table import CsvTable
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
 from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
@@ -81,3 +83,14 @@ def _list_configured_sinks(logger: LoggerConfig) -> Iterator[Callable[[Runtime, 
         yield EventFile
     if logger.use_wandb:
         yield WandbRun
+    yield from map(_load_installed_sink, logger.sinks)
+
+
+def _load_installed_sink(name: str) -> Callable[[Runtime, Path, ResumeHistory], Sink]:
+    """Import the sink class that another package adds as `name`. Raises SwarmtrainError if it is missing or broken."""
+    installed = list_entry_points(METRICS_SINK_GROUP)
+    if name not in installed:
+        message = f"sink {name} is not installed; installed sinks: {', '.join(installed) or 'none'}"
+        raise TrainingError(message, place="config logger.sinks", hint="install its package, also in the image")
+    sink_class: Callable[[Runtime, Path, ResumeHistory], Sink] = load_entry_point(installed[name])
+    return sink_class

@@ -1,0 +1,137 @@
+"""Types of launchers: the values of runner.runner_type, and what config, plan and commands need to know about each of them.
+
+Only this module distinguishes launchers by name. All others use the Capabilities of the launcher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
+
+from swarmtrain.config.entry_points import LAUNCHER_GROUP, build_entry_point_error, list_entry_points, load_entry_point
+from swarmtrain.errors import SwarmtrainError
+
+DEPLOYED_CONTEXT = "deployed"
+"""Validation context of the config of a deployed run. Nodes read it, and need not have the package of the launcher."""
+
+
+class HostSource(StrEnum):
+    """Where a plan takes its hosts from."""
+
+    as_written = "as written"
+    """The names in runner.hosts are not looked up."""
+    cluster = "cluster"
+    """The launcher asks a cluster, in which the names in runner.hosts are looked up."""
+    over_ssh = "over SSH"
+    """The hosts in runner.hosts are reached over SSH."""
+
+
+class NodeNetwork(StrEnum):
+    """The network that the nodes of a run use."""
+
+    own = "own"
+    """One in which only the launcher knows addresses and ports: of containers, of loopback, of a job."""
+    host = "host"
+    """That of the machines, with a port for each run."""
+    configured = "configured"
+    """The one that runner.swarm.network names."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Facts about a launcher on which config, plan and commands depend. The defaults describe processes on one machine."""
+
+    hosts: HostSource = HostSource.as_written
+    network: NodeNetwork = NodeNetwork.own
+    runs_in_containers: bool = False
+    runs_as_folder_owner: bool = False
+    """Whether ranks run as the owner of save_dir unless docker_config.user is set."""
+    passes_environment: bool = False
+    """Whether runner.env_file and runner.env_prefixes are added to runner.env."""
+    sees_all_gpus: bool = False
+    """Whether ranks see all GPUs of their machine without swarm.gpu."""
+    requires_gpu_mode: bool = False
+    """Whether ranks see the GPUs that runner.hosts lists only with swarm.gpu: visible."""
+    has_equal_nodes: bool = False
+    """Whether a scheduler gives all nodes of a job the same slots, by default one for each GPU that runner.slurm requests."""
+    has_managers: bool = False
+    """Whether managers of a swarm place the nodes: one runs the coordinator, and the doctor queries them."""
+
+
+class BuiltInLauncher(NamedTuple):
+    """A launcher of this package: `module:class`, and its capabilities, which are known without importing it."""
+
+    location: str
+    capabilities: Capabilities
+
+
+_SSH = Capabilities(hosts=HostSource.over_ssh, network=NodeNetwork.host, passes_environment=True, sees_all_gpus=True)
+BUILT_IN_LAUNCHERS = {
+    "swarm": BuiltInLauncher(
+        "swarmtrain.launchers.swarm:SwarmLauncher",
+        Capabilities(
+            hosts=HostSource.cluster,
+            network=NodeNetwork.configured,
+            runs_in_containers=True,
+            runs_as_folder_owner=True,
+            requires_gpu_mode=True,
+            has_managers=True,
+        ),
+    ),
+    "docker": BuiltInLauncher(
+        "swarmtrain.launchers.docker:DockerLauncher", Capabilities(runs_in_containers=True, runs_as_folder_owner=True)
+    ),
+    "local": BuiltInLauncher("swarmtrain.launchers.local:LocalLauncher", Capabilities()),
+    "ssh": BuiltInLauncher("swarmtrain.launchers.ssh:SshLauncher", _SSH),
+    "ssh_docker": BuiltInLauncher("swarmtrain.launchers.ssh:SshDockerLauncher", replace(_SSH, runs_in_containers=True)),
+    "slurm": BuiltInLauncher("swarmtrain.launchers.slurm:SlurmLauncher", Capabilities(has_equal_nodes=True)),
+}
+# As in Scaling's configs. pdsh itself is never run.
+RUNNER_TYPE_ALIASES = {"pdsh": "ssh", "pdsh_docker": "ssh_docker"}
+
+
+def list_runner_types() -> list[str]:
+    """Return the values of runner.runner_type: the built-in launchers, then those of other installed packages."""
+    return list(dict.fromkeys([*BUILT_IN_LAUNCHERS, *list_entry_points(LAUNCHER_GROUP)]))
+
+
+@cache
+def find_capabilities(runner_type: str) -> Capabilities:
+    """Return the capabilities of the launcher `runner_type`. Raises SwarmtrainError if its package is missing or broken."""
+    built_in = BUILT_IN_LAUNCHERS.get(runner_type)
+    if built_in:
+        return built_in.capabilities
+    capabilities: Capabilities = load_installed_launcher(runner_type).capabilities
+    return capabilities
+
+
+def load_installed_launcher(runner_type: str) -> Any:
+    """Import the launcher class that another package adds as `runner_type`. Raises SwarmtrainError if it is missing or broken."""
+    entry_point = list_entry_points(LAUNCHER_GROUP).get(runner_type)
+    if entry_point is None:
+        known = ", ".join(list_runner_types())
+        raise SwarmtrainError(f"launcher {runner_type} is not installed; existing launchers: {known}", place="config runner.runner_type")
+    launcher_class = load_entry_point(entry_point)
+    if not isinstance(getattr(launcher_class, "capabilities", None), Capabilities):
+        raise build_entry_point_error(entry_point, "is not a launcher: its attribute capabilities is not a Capabilities")
+    return launcher_class
+
+
+def _check_runner_type(value: Any, info: ValidationInfo) -> str:
+    if isinstance(value, str):
+        runner_type = RUNNER_TYPE_ALIASES.get(value, value)
+        if runner_type in BUILT_IN_LAUNCHERS or info.context == DEPLOYED_CONTEXT or runner_type in list_runner_types():
+            return runner_type
+    from swarmtrain.config.yaml_document import describe_value  # only errors need PyYAML
+
+    *others, last = map(repr, list_runner_types())
+    raise ValueError(f"must be {', '.join(others)} or {last}, not {describe_value(value)}")
+
+
+RunnerType = Annotated[
+    str, BeforeValidator(_check_runner_type), WithJsonSchema({"type": "string", "examples": [*BUILT_IN_LAUNCHERS, *RUNNER_TYPE_ALIASES]})
+]

@@ -1,0 +1,116 @@
+"""Make the plan of a run: settle what the loaded config leaves open, read the inventory, and plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmtrain.config import Config
+from swarmtrain.config.external_inputs import resolve_external_inputs
+from swarmtrain.config.schema.runner_types import HostSource
+from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
+from swarmtrain.launchers.base import Launcher
+from swarmtrain.launchers.common.container_user import resolve_container_user
+from swarmtrain.launchers.registry import create_launcher, load_deployment
+from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inventory, make_plan, read_cargo
+
+
+@dataclass(frozen=True)
+class SettledConfig:
+    """A config that needs no file and no environment variable of this machine any more, the files that are shipped with it, and notes."""
+
+    config: Config
+    cargo: Cargo
+    notes: tuple[str, ...]
+
+    def make_plan(self, inventory: Inventory, run: str) -> Plan:
+        """Return the plan for `run` on the machines of `inventory`. Raises PlanError if they do not suffice."""
+        return add_notes(make_plan(self.config, inventory, self.cargo, run=run), *self.notes)
+
+
+def settle_config(config: Config, folder: Path, load_running_config: Callable[[], Config | None]) -> SettledConfig:
+    """Settle what `config` takes from this machine. Paths are relative to `folder`. Raises SwarmtrainError if a file cannot be read.
+
+    `load_running_config` returns the config of the run as it is deployed, or None.
+    """
+    config = resolve_external_inputs(config, folder, os.environ)  # the hostsfile, the env file, and variables of this shell
+    cargo = read_cargo(config, folder)  # the script, its files and secrets
+    config, user_note = resolve_container_user(config, load_running_config)  # the owner of save_dir
+    return SettledConfig(config, cargo, (user_note,))
+
+
+def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
+    """Return the plan for `run` with `config`; files that `config` names are read from `folder`.
+
+    Raises SwarmtrainError if a file cannot be read, or the machines cannot hold the run.
+    """
+    settled = settle_config(config, folder, lambda: _load_running_config(config, run))
+    return settled.make_plan(read_inventory(settled.config), run)
+
+
+def plan_run_offline(config: Config, run: str, *, folder: Path) -> Plan:
+    """Return the plan for `run`, without a cluster if the config lists `hosts`: these alone are then the machines."""
+    settled = settle_config(config, folder, lambda: None)
+    return settled.make_plan(_read_offline_inventory(settled.config), run)
+
+
+def count_planned_ranks(config: Config) -> int:
+    """Return the number of ranks that `config` would start: its world size if set, else from its hosts, else from the inventory.
+
+    Raises SwarmtrainError if none of these is known.
+    """
+    config = resolve_external_inputs(config, Path.cwd(), os.environ)
+    if config.topology.world_size:
+        return config.topology.world_size
+    try:
+        return make_plan(config, _read_offline_inventory(config), Cargo(()), run="memory").world_size
+    except EngineError as error:
+        raise EngineError(error.message, place=error.place, hint="set the number of ranks with --ranks N") from None
+
+
+def plan_scaled_run(launcher: Launcher, run: str, nodes: int) -> Plan:
+    """Return the plan of an existing run with `nodes` nodes; a node range that excludes this number is widened to include it.
+
+    Raises RunNotFound, PlanError.
+    """
+    config, cargo = load_deployment(launcher, run)
+    low, _, high = config.runner.node_range
+    runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
+    config = config.model_copy(update={"runner": runner})
+    return make_plan(config, read_inventory(config, launcher), cargo, run=run, node_count=nodes)
+
+
+def read_inventory(config: Config, launcher: Launcher | None = None) -> Inventory:
+    """Return the inventory of machines that `config` may use, from `launcher` or a new launcher of its type.
+
+    Where hosts are taken as written, configured hosts are names only, with no machine behind them.
+    """
+    runner = config.runner
+    if runner.hosts and runner.capabilities.hosts is HostSource.as_written:
+        return build_offline_inventory(runner.host_entries)
+    return (launcher or create_launcher(runner.runner_type)).read_inventory(runner)
+
+
+def _read_offline_inventory(config: Config) -> Inventory:
+    return build_offline_inventory(config.runner.host_entries) if config.runner.hosts else read_inventory(config)
+
+
+def _load_running_config(config: Config, run: str) -> Config | None:
+    """Return the config that `run` was deployed with; None if the run does not exist, or its config cannot be read."""
+    try:
+        return load_deployment(create_launcher(config.runner.runner_type), run)[0]
+    except (RunNotFound, StackError):
+        return None
+
+
+def derive_run_name(config_file: Path) -> str:
+    """Return a run name from the name of the config file, with only the characters that a host name allows.
+
+    Raises PlanError if none is left.
+    """
+    name = "".join(char if char.isascii() and char.isalnum() else "-" for char in config_file.stem.lower()).strip("-")
+    if not name:
+        raise PlanError("cannot be turned into a run name", place=str(config_file), hint="set the run name with --name")
+    return name

@@ -1,0 +1,173 @@
+"""Gang scheduling of GPUs: a run gets all of its GPUs at once, or waits. Otherwise two runs that each hold half of them would deadlock.
+
+Swarm assigns resources to each service as soon as they are free, one by one, and in no particular order. So a run that finds too few free
+resources creates no service: it records its request in the swarm, in a config object in addition to its lock, and polls. The requests of
+earlier runs count as assigned: first come, first served, without starvation. The order of the entries is that in which the managers
+created them. A run polls only once it has an entry, and removes the entry only when its services exist, so that of two that poll at once
+the later one sees the earlier one. Entries are renewed every few seconds; an entry that is no longer renewed has lost its owner and no
+longer counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from swarmtrain.errors import StackError
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm.cluster_state import LABEL_QUEUE
+from swarmtrain.launchers.swarm.resources.resource_accounting import RequestedAmounts, ResourceSupply, compute_supplies, find_pinned_node
+from swarmtrain.launchers.swarm.run_lock import RunLock
+from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
+
+_AMOUNTS_LABEL = "swarmtrain.queue.amounts"
+_KIND_LABEL = "swarmtrain.queue.resource"
+_POSITION_LABEL = "swarmtrain.queue.position"
+_POLL_SECONDS = 1.0
+_REMINDER_SECONDS = 30.0
+ApiObject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """Resources that a run requests: how many of `kind`, by the constraint that pins each of its nodes. An empty request need not wait.
+
+    If `can_wait` is False, the request is refused instead of queued.
+    """
+
+    run: str
+    kind: str = ""
+    amounts: RequestedAmounts = field(default_factory=dict)
+    can_wait: bool = True
+
+
+@contextlib.contextmanager
+def waiting_for_resources(
+    engine: DockerEngine,
+    request: ResourceRequest,
+    lock: RunLock,
+    report_progress: ProgressReporter,
+    timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS,
+) -> Iterator[None]:
+    """Wait until all resources that the run requests are free and no earlier run waits for them.
+
+    Exit the context once the services exist. `lock` is the run's, and held; it is preemptible while this waits. Raises EngineError;
+    StackError if somebody else takes the lock meanwhile, or for a node that does not have what is requested.
+    """
+    if not request.amounts:
+        yield
+        return
+    queue_entry = RunLock(engine, request.run, f"waits for {request.kind} held by other runs", timeouts, kind_label=LABEL_QUEUE)
+    queue_entry.labels = {_KIND_LABEL: request.kind, _AMOUNTS_LABEL: json.dumps(dict(request.amounts), sort_keys=True)}
+    with queue_entry.holding(report_progress):
+        # Later updates change the version index: the first one is its position.
+        queue_entry.labels[_POSITION_LABEL] = str(_read_own_entry(engine, request)["Version"]["Index"])
+        queue_entry.write_labels()
+        _wait_for_turn(engine, request, lock, report_progress, timeouts)
+        queue_entry.check_held()
+        yield
+
+
+def _wait_for_turn(
+    engine: DockerEngine, request: ResourceRequest, lock: RunLock, report_progress: ProgressReporter, timeouts: SwarmTimeouts
+) -> None:
+    reported, reminded_at, is_preemptible = "", time.monotonic(), False
+    while missing := _describe_missing(engine, request, timeouts):
+        if not request.can_wait:
+            hint = "wait until they are free, or skip the probe with: swarmtrain doctor CONFIG --no-probe"
+            raise StackError(f"not all of its {request.kind} are free: {missing}", place=f"run {request.run}", hint=hint)
+        if not is_preemptible:
+            lock.allow_preemption()
+            is_preemptible = True
+        if missing != reported or time.monotonic() - reminded_at > _REMINDER_SECONDS:
+            reported, reminded_at = missing, time.monotonic()
+            report_progress(f"waiting until all of its {request.kind} are free: {missing}")
+        time.sleep(_POLL_SECONDS)
+        if not lock.is_ours():
+            raise lock.build_preempted_error()
+    if is_preemptible and not lock.reacquire():
+        raise lock.build_preempted_error()
+
+
+def _describe_missing(engine: DockerEngine, request: ResourceRequest, timeouts: SwarmTimeouts) -> str:
+    """Return which requested resources are not free, and who holds them; empty if the run can start."""
+    # The entries are read first: a run whose entry is gone by now already has its services, and those are read next.
+    earlier_requests = list_earlier_requests(engine.list_objects("/configs", label=LABEL_QUEUE), request, timeouts.queue_entry_ttl_seconds)
+    nodes = engine.list_objects("/nodes")
+    supplies_by_node = compute_supplies(
+        nodes, engine.list_objects("/services"), engine.list_objects("/tasks"), request.kind, excluded_stack=request.run
+    )
+    shortages = [_describe_shortage(nodes, supplies_by_node, request, constraint, earlier_requests) for constraint in request.amounts]
+    return "; ".join(filter(None, shortages))
+
+
+def _describe_shortage(
+    nodes: list[ApiObject],
+    supplies_by_node: dict[str, ResourceSupply],
+    request: ResourceRequest,
+    constraint: str,
+    earlier_requests: list[ResourceRequest],
+) -> str:
+    node, requested = find_pinned_node(constraint, nodes), request.amounts[constraint]
+    if node is None:
+        return ""  # the node does not exist, and Swarm reports that
+    supply = supplies_by_node[node["ID"]]
+    if supply.declared < requested:
+        message = f"has {supply.declared} {request.kind}, and {requested} are requested"
+        raise StackError(message, place=f"node {supply.host}", hint="print the settings that declare them with: swarmtrain doctor CONFIG")
+    # What an earlier run already has of its request is counted as claimed.
+    claimed_earlier = {
+        earlier_request.run: outstanding
+        for earlier_request in earlier_requests
+        if (outstanding := _count_requested(earlier_request, node, nodes) - supply.claimed.get(earlier_request.run, 0)) > 0
+    }
+    if supply.free_count - sum(claimed_earlier.values()) >= requested:
+        return ""
+    holders = [f"{_describe_holder(stack)} has {count}" for stack, count in sorted(supply.claimed.items())]
+    holders += [f"run {run} waits for {count}" for run, count in claimed_earlier.items()]
+    return f"{supply.host} has {supply.declared}, {requested} wanted, {', '.join(holders)}"
+
+
+def _count_requested(earlier_request: ResourceRequest, node: ApiObject, nodes: list[ApiObject]) -> int:
+    return sum(count for constraint, count in earlier_request.amounts.items() if find_pinned_node(constraint, nodes) is node)
+
+
+def _describe_holder(stack: str) -> str:
+    return stack or "a service outside any stack"
+
+
+def _read_own_entry(engine: DockerEngine, request: ResourceRequest) -> ApiObject:
+    entry: ApiObject = engine.get(f"/configs/{request.run}_queue")
+    return entry
+
+
+def list_earlier_requests(entries: list[ApiObject], request: ResourceRequest, ttl_seconds: float) -> list[ResourceRequest]:
+    """Return the requests of earlier runs, in order.
+
+    Their ages are measured by the managers' clock, which wrote all of the timestamps.
+    """
+    positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_position(entry) for entry in entries}
+    renewed_at = {entry["ID"]: datetime.fromisoformat(entry["UpdatedAt"]).timestamp() for entry in entries}
+    now = max(renewed_at.values(), default=0.0)
+    live_entries = [entry for entry in entries if now - renewed_at[entry["ID"]] < ttl_seconds]
+    live_requests = [_parse_request(entry) for entry in sorted(live_entries, key=_get_position)]
+    return [
+        live_request
+        for live_request in live_requests
+        if live_request.kind == request.kind and positions[live_request.run] < positions.get(request.run, 0)
+    ]
+
+
+def _get_position(entry: ApiObject) -> int:
+    return int(entry["Spec"]["Labels"].get(_POSITION_LABEL, entry["Version"]["Index"]))
+
+
+def _parse_request(entry: ApiObject) -> ResourceRequest:
+    labels = entry["Spec"]["Labels"]
+    return ResourceRequest(labels[LABEL_QUEUE], labels.get(_KIND_LABEL, ""), json.loads(labels.get(_AMOUNTS_LABEL, "{}")))

@@ -1,0 +1,169 @@
+"""Find the newest complete checkpoint, in one shared folder or in the folders of all nodes.
+
+In the latter case, it is copied to all nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint import manifest
+from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.storage import commit
+from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
+from swarmtrain.trainer.checkpoint.storage.peer_transfer import exchange_files
+from swarmtrain.trainer.runtime import Runtime
+
+WarningReporter = Callable[[str], None]
+"""Called with a warning for the user, such as that a checkpoint is skipped or cannot be written."""
+FoundCheckpoint = tuple[Path, Manifest]
+
+
+def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warning: WarningReporter) -> FoundCheckpoint | None:
+    """Return path and manifest of the newest complete checkpoint in `folder`, which all ranks can read; None if there is none.
+
+    Called by all ranks together. `report_warning` is called with a message for each checkpoint that is skipped.
+    """
+    for path, text in collectives.run_on_rank_zero(lambda: _list_candidates(folder, report_warning)):
+        content = Manifest.from_text(text, str(path))
+        local_names = sorted(content.files)[runtime.rank :: runtime.world_size]
+        faults = [fault for _, fault in collectives.all_gather_objects(_find_valid_files(path, content, local_names)) if fault]
+        if not faults:
+            return path, content
+        report_warning(f"skipped {path}: {faults[0]}")
+    if runtime.is_rank_zero and any(True for _ in commit.scan_checkpoints(folder)):
+        report_warning(f"no checkpoint in {folder} is complete: the folder is treated as empty")
+    return None
+
+
+class _CheckpointIdentity(NamedTuple):
+    """Identifies a checkpoint: equal for all nodes' copies of it."""
+
+    generation: int
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class NodeLocalFolders:
+    """The folders `save_dir` on the disks of all `nodes`, claimed by the world with this `generation`.
+
+    All methods are called by all ranks together.
+    """
+
+    nodes: NodeGroups
+    save_dir: Path
+    generation: int
+    report_warning: WarningReporter
+
+    def find_newest_checkpoint(self) -> FoundCheckpoint | None:
+        """Return the newest checkpoint whose files exist on the nodes together, after copying it to all nodes; None if there is none.
+
+        Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version.
+        """
+        scanned: list[tuple[Path, Manifest | CheckpointError]] = []
+        collectives.run_on_all_ranks(lambda: scanned.extend(commit.scan_checkpoints(self.save_dir)))
+        local_copies = {_identify_checkpoint(content): (path, content) for path, content in scanned if isinstance(content, Manifest)}
+        corrupt = [f"{path}: {content.message}" for path, content in scanned if isinstance(content, CheckpointError)]
+        answers = collectives.all_gather_objects((tuple(local_copies), corrupt) if self.nodes.leader_group else ((), []))
+        for rank, (_, messages) in enumerate(answers):
+            for message in messages:
+                self.report_warning(f"{self._find_node_name(rank)} skipped {message}")
+        copy_counts = Counter(copy for copies, _ in answers for copy in copies)
+        # Of two with the same generation and step, the one that most nodes have needs the fewest copies.
+        for copy in sorted(copy_counts, key=lambda copy: (copy.generation, copy.step, copy_counts[copy], copy.digest), reverse=True):
+            if checkpoint := self._assemble_checkpoint(copy, local_copies.get(copy)):
+                return checkpoint
+        if any(copies or messages for copies, messages in answers):
+            self.report_warning(f"no checkpoint in {self.save_dir} is complete across all nodes: the folder is treated as empty")
+        return None
+
+    def _assemble_checkpoint(self, identity: _CheckpointIdentity, local_checkpoint: FoundCheckpoint | None) -> FoundCheckpoint | None:
+        """Copy the checkpoint `identity` to all nodes that do not have it completely, and return its path and manifest.
+
+        `local_checkpoint`: this node's copy, if any. None if some file is missing or corrupt on all nodes.
+        """
+        names, path = (
+            tuple(sorted(local_checkpoint[1].files)) if local_checkpoint else (),
+            commit.build_checkpoint_path(self.save_dir, identity.step),
+        )
+        assigned_names = names[self.nodes.local_ranks.index(self.nodes.rank) :: len(self.nodes.local_ranks)]
+        answers = collectives.all_gather_objects(
+            (names, *(_find_valid_files(*local_checkpoint, assigned_names) if local_checkpoint else ([], None)))
+        )
+        valid_names: list[set[str]] = [set() for _ in self.nodes.node_names]
+        for rank, (_, verified, fault) in enumerate(answers):
+            valid_names[self.nodes.node_of_rank[rank]].update(verified)
+            if fault:
+                self.report_warning(f"{self._find_node_name(rank)} has a corrupt {path}: {fault}")
+        all_names = {name for names, _, _ in answers for name in names}
+        if missing := all_names - set().union(*valid_names):
+            self.report_warning(f"skipped {path} of world {identity.generation}: {min(missing)} is missing or corrupt on all nodes")
+            return None
+        if any(node_names != all_names for node_names in valid_names):
+            source_node = next(self.nodes.node_of_rank[rank] for rank, (names, _, _) in enumerate(answers) if names)
+            collectives.run_on_all_ranks(
+                lambda: self._copy_to_incomplete_nodes(local_checkpoint, valid_names[self.nodes.node], source_node)
+            )
+        return path, manifest.read_manifest(path)
+
+    def _copy_to_incomplete_nodes(self, local_checkpoint: FoundCheckpoint | None, valid_names: set[str], source_node: int) -> None:
+        """Copy the checkpoint of which `source_node` has the manifest to all nodes that lack some of its files.
+
+        `local_checkpoint`: this node's copy, if any; `valid_names`: the valid files in it. Leaders copy; a no-op on other ranks.
+        """
+        if self.nodes.leader_group is None:
+            return
+        text = collectives.all_gather_objects(
+            local_checkpoint[1].to_text() if local_checkpoint and self.nodes.node == source_node else "", self.nodes.leader_group
+        )[source_node]
+        content = Manifest.from_text(text, str(self.save_dir))
+        path, is_complete = commit.build_checkpoint_path(self.save_dir, content.step), valid_names == set(content.files)
+        # A committed checkpoint is never modified: an incomplete copy is rebuilt in a staging folder, from its valid files.
+        folder = path if is_complete else commit.build_staging_path(self.save_dir, content.step, self.generation)
+        self.nodes.run_on_leaders(lambda: None if is_complete else _create_linked_copy(path, folder, valid_names), self.save_dir)
+        exchange_files(folder, {name: content.files[name] for name in valid_names}, self.nodes, label=path.name)
+        self.nodes.run_on_leaders(
+            lambda: None if is_complete else commit.commit_checkpoint(self.save_dir, folder, content, self.generation), self.save_dir
+        )
+
+    def _find_node_name(self, rank: int) -> str:
+        return self.nodes.node_names[self.nodes.node_of_rank[rank]]
+
+
+def _create_linked_copy(old: Path, new: Path, valid_names: set[str]) -> None:
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for name in valid_names:
+        os.link(old / name, new / name)
+
+
+def _list_candidates(folder: Path, report_warning: WarningReporter) -> list[tuple[Path, str]]:
+    for path, content in commit.scan_checkpoints(folder):
+        if isinstance(content, CheckpointError):
+            report_warning(f"skipped {path}: {content.message}")
+    return [(path, content.to_text()) for path, content in commit.list_checkpoints_newest_first(folder)]
+
+
+def _identify_checkpoint(content: Manifest) -> _CheckpointIdentity:
+    return _CheckpointIdentity(content.generation, content.step, content.fingerprint)
+
+
+def _find_valid_files(path: Path, content: Manifest, names: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return which of the files `names` in `path` match the manifest, and a description of the first that does not (None if all match)."""
+    valid_names, fault = [], None
+    for name in names:
+        try:
+            manifest.verify_files(path, content, [name])
+            valid_names.append(name)
+        except CheckpointError as error:
+            fault = fault or error.message
+    return valid_names, fault

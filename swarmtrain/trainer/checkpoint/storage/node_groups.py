@@ -1,0 +1,68 @@
+"""Groups of ranks by node. The lowest rank of each node is its leader, which manages the node's own disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint.storage.commit import run_translating_os_errors
+from swarmtrain.trainer.runtime import Runtime
+
+T = TypeVar("T")
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The nodes of one world, as seen by the rank `rank`. Nodes are indexed in the order of their leaders' ranks."""
+
+    rank: int
+    node_of_rank: tuple[int, ...]
+    """Index of the node of each rank, by rank."""
+    node_names: tuple[str, ...]
+    """Name of each node, by node index."""
+    leader_group: dist.ProcessGroup | None
+    """Process group of all leaders, in the order of their nodes; None on other ranks. Only the leaders' background threads use it."""
+
+    @classmethod
+    def from_runtime(cls, runtime: Runtime) -> NodeGroups:
+        """Gather the node of each rank. Called by all ranks together.
+
+        Several nodes may run on one machine, so torchrun's agent number (GROUP_RANK) distinguishes them.
+        """
+        locations = collectives.all_gather_objects((os.environ.get("GROUP_RANK", "0"), runtime.node))
+        unique_nodes = list(dict.fromkeys(locations))
+        node_of_rank = tuple(unique_nodes.index(location) for location in locations)
+        group = dist.new_group(
+            [node_of_rank.index(number) for number in range(len(unique_nodes))], timeout=_COLLECTIVE_TIMEOUT, backend="gloo"
+        )
+        is_leader = node_of_rank.index(node_of_rank[runtime.rank]) == runtime.rank
+        return cls(runtime.rank, node_of_rank, tuple(name for _, name in unique_nodes), group if is_leader else None)
+
+    @property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return self.node_of_rank[self.rank]
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks on this rank's node."""
+        return tuple(rank for rank, node in enumerate(self.node_of_rank) if node == self.node)
+
+    def run_on_leaders(self, action: Callable[[], T], save_dir: Path) -> T:
+        """Run `action` on every leader, and return this leader's result once all have run it. Called by all leaders together.
+
+        Raises CheckpointError on every leader if it fails on any.
+        """
+        return collectives.run_on_all_ranks(lambda: run_translating_os_errors(save_dir, action), self.leader_group)[self.node]
+
+    def find_leader(self, node: int) -> int:
+        """Return the rank of the leader of the node with index `node`."""
+        return self.node_of_rank.index(node)

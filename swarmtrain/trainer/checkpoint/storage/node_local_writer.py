@@ -1,0 +1,86 @@
+"""Checkpoint writer for nodes that each have their own disk.
+
+A node writes everything that its ranks hold, to minimize network traffic. Parts are the same as on a shared disk, one per rank. If ranks
+of several nodes hold the content of a part, as all ranks do with unsharded state, each of these nodes writes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter, format_part_name, resolve_item_tensor
+
+
+class NodeLocalWriter(TensorStorageWriter):
+    """Writes the parts that are assigned to this rank.
+
+    A node writes every part that one of its ranks holds completely, even if it is the part of another node's rank. After torch's save(),
+    `stage_assigned_parts` assigns the node's parts to its ranks, and copies this rank's parts into memory.
+    """
+
+    def __init__(self, folder: Path, nodes: NodeGroups, staging_buffer: StagingBuffer) -> None:
+        super().__init__(folder, nodes.rank, staging_buffer)
+        self._nodes = nodes
+        self._planned_items: list[WriteItem] = []
+        self._tensors_by_index: dict[MetadataIndex, Tensor] = {}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._planned_items = plan.items  # before torch divides replicated items among ranks
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._tensors_by_index = {item.index: resolve_item_tensor(item, planner) for item in self._planned_items}
+        return super().write_data(plan, planner)
+
+    def _stage_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """A no-op: this rank may have to write more than its own part. `stage_assigned_parts` copies its parts instead."""
+
+    def stage_assigned_parts(self) -> None:
+        """Assign the parts of each node to its ranks, and copy this rank's parts into memory.
+
+        Called by all ranks together, after torch's save().
+        """
+        self.tensor_index = collectives.run_on_rank_zero(lambda: self.tensor_index)
+        parts = group_index_by_file(self.tensor_index)
+        writable = collectives.all_gather_objects(
+            [name for name, indices in parts.items() if all(index in self._tensors_by_index for index in indices)]
+        )
+        assigned_names = assign_parts_to_ranks(writable, self._nodes.local_ranks)[self._nodes.rank]
+        super()._stage_parts({name: [self._tensors_by_index[index] for index in parts[name]] for name in assigned_names})
+        self._tensors_by_index = {}
+
+
+def group_index_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
+    """Return the entries of `tensor_index` by file name, in the order of their offsets in the file."""
+    chunks_by_file: dict[str, list[tuple[int, MetadataIndex]]] = defaultdict(list)
+    for name, entry in tensor_index.items():
+        for chunk in entry["chunks"]:
+            chunks_by_file[chunk["file"]].append((chunk["offset"], MetadataIndex(name, chunk["offsets"])))
+    return {file: [index for _, index in sorted(chunks, key=lambda pair: pair[0])] for file, chunks in sorted(chunks_by_file.items())}
+
+
+def assign_parts_to_ranks(writable: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
+    """Assign each part that can be written on a node to one of the node's `ranks`.
+
+    `writable`: for each rank the parts that it can write. A rank gets its own part; any other part goes to the rank with the fewest
+    parts. Return the assigned part names by rank.
+    """
+    assigned: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for name in sorted({name for rank in ranks for name in writable[rank]}):
+        chosen = min(
+            (rank for rank in ranks if name in writable[rank]), key=lambda rank: (name != format_part_name(rank), len(assigned[rank]), rank)
+        )
+        assigned[chosen].append(name)
+    return assigned

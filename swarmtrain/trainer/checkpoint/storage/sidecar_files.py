@@ -1,0 +1,71 @@
+"""Sidecar files that rank 0 writes next to checkpoints: metrics.jsonl and wandb-id.
+
+If each node has its own disk, they are copied to the node on which rank 0 runs next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
+from swarmtrain.trainer.checkpoint.storage.peer_transfer import exchange_files
+
+_METRICS_FILE = "metrics.jsonl"
+_SIDECAR_NAMES = _METRICS_FILE, "wandb-id"
+
+
+def sync_sidecar_files(nodes: NodeGroups, save_dir: Path, step: int) -> None:
+    """Copy the sidecar files of the node with the most recorded steps up to `step` to all nodes, unless the first node has as many.
+
+    Leaders copy; a no-op on other ranks. Raises CheckpointError on every leader if it fails on any.
+    """
+    if nodes.leader_group is None:
+        return
+    step_counts = collectives.all_gather_objects(_count_recorded_steps(save_dir / _METRICS_FILE, step), nodes.leader_group)
+    source_node = step_counts.index(max(step_counts))
+    if source_node == 0:
+        return
+    is_source, staging_folder = nodes.node == source_node, save_dir / ".sidecar"
+    nodes.run_on_leaders(lambda: None if is_source else _recreate_folder(staging_folder), save_dir)
+    available = nodes.run_on_leaders(lambda: _hash_sidecar_files(save_dir) if is_source else {}, save_dir)
+    names = exchange_files(save_dir if is_source else staging_folder, available, nodes)
+    nodes.run_on_leaders(lambda: None if is_source else _move_files(staging_folder, save_dir, list(names)), save_dir)
+
+
+def _count_recorded_steps(path: Path, step: int) -> int:
+    """Return the number of lines of the metrics file for steps up to `step`; 0 if there is no file."""
+    if not path.exists():
+        return 0
+    with path.open(errors="replace") as file:
+        return sum(_parse_step(line) <= step for line in file)
+
+
+def _parse_step(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _hash_sidecar_files(folder: Path) -> FileDigests:
+    digests = {}
+    for path in (folder / name for name in _SIDECAR_NAMES if (folder / name).is_file()):
+        with path.open("rb") as file:
+            digests[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return digests
+
+
+def _recreate_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _move_files(folder: Path, save_dir: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).replace(save_dir / name)
+    folder.rmdir()

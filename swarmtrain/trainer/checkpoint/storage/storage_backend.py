@@ -1,0 +1,204 @@
+"""Storage of checkpoints: in one folder that all nodes share, or in a folder on each node.
+
+                    SharedStorage                       NodeLocalStorage
+leader              rank 0                              the lowest rank of each node
+parts               each is written once                each is written by every node that holds it, and sent to the other nodes
+commit              rank 0 renames the folder           each leader renames its folder, when all nodes have all files
+fence               one generation in the folder        the same generation in each folder
+newest checkpoint   found in the folder                 complete on one node, or on all nodes together; sent to the other nodes
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.storage import commit, fence, sidecar_files
+from swarmtrain.trainer.checkpoint.storage.completion_markers import collect_completion_markers
+from swarmtrain.trainer.checkpoint.storage.discovery import (
+    FoundCheckpoint,
+    NodeLocalFolders,
+    WarningReporter,
+    find_newest_checkpoint_in_folder,
+)
+from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
+from swarmtrain.trainer.checkpoint.storage.node_local_writer import NodeLocalWriter
+from swarmtrain.trainer.checkpoint.storage.peer_transfer import exchange_files
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter
+from swarmtrain.trainer.runtime import Runtime
+
+_MAX_CLAIM_ATTEMPTS = 3
+
+
+class StorageBackend(Protocol):
+    """Interface of checkpoint storage. All methods except `commit_checkpoint` are called by all ranks together."""
+
+    is_leader: bool
+    """True if this rank commits checkpoints: for the shared disk, or for its node's disk."""
+
+    @property
+    def nodes(self) -> NodeGroups | None:
+        """The nodes of this world, if each has its own disk; None for a shared disk."""
+        ...
+
+    def claim_generation(self) -> int:
+        """Claim a generation for this world, and return it. Worlds with lower generations can then no longer commit.
+
+        Raises CheckpointError if the folder cannot be written, or if trainer.save_dir_shared does not match the disks; CoordinatorError.
+        """
+        ...
+
+    def create_staging_folder(self, step: int, generation: int) -> Path:
+        """Create and return an empty staging folder for the checkpoint of `step`. Raises WorldError, CheckpointError."""
+        ...
+
+    def build_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+        """Return the writer for this rank's part of a checkpoint in `folder`."""
+        ...
+
+    def assign_parts(self, writer: TensorStorageWriter) -> None:
+        """Assign the parts that this rank writes to `writer`, after torch's save()."""
+        ...
+
+    def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
+        """Wait until `folder` has all parts, call `commit_files` with the digests of all files, and return its result.
+
+        Called by leaders, in a thread.
+
+        `all_written` is set when all ranks have written their parts. Raises CheckpointError, WorldError.
+        """
+        ...
+
+    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+        """Return path and manifest of the newest complete checkpoint; None if there is none. `generation`: that of this world.
+
+        Raises CheckpointError.
+        """
+        ...
+
+
+class SharedStorage:
+    """Storage in one folder that all nodes share."""
+
+    def __init__(self, runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> None:
+        self._runtime, self._save_dir, self._report_warning = runtime, save_dir, report_warning
+        self.is_leader = runtime.is_rank_zero
+        self.nodes = None
+
+    def claim_generation(self) -> int:
+        generation = collectives.run_on_rank_zero(lambda: fence.claim_generation(self._save_dir, _find_highest_generation(self._save_dir)))
+        fence.wait_for_fence(self._save_dir, generation)
+        return generation
+
+    def create_staging_folder(self, step: int, generation: int) -> Path:
+        return collectives.run_on_rank_zero(
+            lambda: commit.run_translating_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
+        )
+
+    def build_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+        return TensorStorageWriter(folder, self._runtime.rank, staging_buffer)
+
+    def assign_parts(self, writer: TensorStorageWriter) -> None: ...
+
+    def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
+        return commit.run_translating_os_errors(
+            self._save_dir, lambda: commit_files(collect_completion_markers(folder, range(self._runtime.world_size), all_written))
+        )
+
+    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+        return find_newest_checkpoint_in_folder(self._runtime, self._save_dir, self._report_warning)
+
+
+class NodeLocalStorage:
+    """Storage in a folder on each node."""
+
+    def __init__(self, runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> None:
+        self._runtime, self._save_dir, self._report_warning = runtime, save_dir, report_warning
+        self.nodes = NodeGroups.from_runtime(runtime)
+        self.is_leader = self.nodes.leader_group is not None
+
+    def claim_generation(self) -> int:
+        for _ in range(_MAX_CLAIM_ATTEMPTS):
+            if generation := self._try_claim_generation():
+                return generation
+        raise CheckpointError(
+            f"is the same folder on several of the nodes {', '.join(self.nodes.node_names)}",
+            place=f"config trainer.save_dir {self._save_dir}",
+            hint="set trainer.save_dir_shared: true, or give each node its own folder",
+        )
+
+    def _try_claim_generation(self) -> int | None:
+        """Take the same generation on the disks of all nodes and return it; None if another world or node has taken it on one of them."""
+        highest = max(collectives.run_on_all_ranks(lambda: _find_highest_generation(self._save_dir) if self.is_leader else 0))
+        generation = collectives.run_on_rank_zero(lambda: self._draw_generation(highest))
+        return (
+            generation
+            if all(collectives.run_on_all_ranks(lambda: not self.is_leader or fence.try_take_generation(self._save_dir, generation)))
+            else None
+        )
+
+    def create_staging_folder(self, step: int, generation: int) -> Path:
+        collectives.run_on_all_ranks(
+            lambda: (
+                self.is_leader
+                and commit.run_translating_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
+            )
+        )
+        return commit.build_staging_path(self._save_dir, step, generation)
+
+    def build_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+        return NodeLocalWriter(folder, self.nodes, staging_buffer)
+
+    def assign_parts(self, writer: TensorStorageWriter) -> None:
+        if isinstance(writer, NodeLocalWriter):
+            writer.stage_assigned_parts()
+
+    def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
+        available = self.nodes.run_on_leaders(
+            lambda: collect_completion_markers(folder, self.nodes.local_ranks, all_written), self._save_dir
+        )
+        files = exchange_files(folder, available, self.nodes)
+        return self.nodes.run_on_leaders(lambda: commit_files(files), self._save_dir)
+
+    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+        checkpoint = NodeLocalFolders(self.nodes, self._save_dir, generation, self._report_warning).find_newest_checkpoint()
+        if checkpoint:
+            step = checkpoint[1].step
+            try:
+                collectives.run_on_all_ranks(lambda: sidecar_files.sync_sidecar_files(self.nodes, self._save_dir, step))
+            except CheckpointError as error:
+                self._report_warning(f"metrics.jsonl begins at step {step} on this node, the rest is on other nodes: {error}")
+        return checkpoint
+
+    def _draw_generation(self, highest: int) -> int:
+        """Return a generation that is higher than `highest` and unused by any other world of this run.
+
+        The coordinator assigns it, if there is one, since other worlds may have run on other nodes.
+        """
+        return (
+            CoordinatorClient(self._runtime.coordinator_address).request_generation(highest)
+            if self._runtime.coordinator_address
+            else highest + 1
+        )
+
+
+def build_storage_backend(runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> StorageBackend:
+    """Return the storage backend that trainer.save_dir_shared selects. Called by all ranks together."""
+    return (
+        SharedStorage(runtime, save_dir, report_warning)
+        if runtime.config.trainer.save_dir_shared
+        else NodeLocalStorage(runtime, save_dir, report_warning)
+    )
+
+
+def _find_highest_generation(save_dir: Path) -> int:
+    """Return the highest generation of the checkpoints and the fence files in `save_dir`; 0 if there are none."""
+    return max(
+        fence.find_highest_generation(save_dir), *(content.generation for _, content in commit.list_checkpoints_newest_first(save_dir)), 0
+    )

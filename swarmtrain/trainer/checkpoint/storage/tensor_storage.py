@@ -1,0 +1,253 @@
+"""Storage for torch's distributed checkpoint (DCP): raw tensor bytes in one file per rank, everything else as JSON.
+
+torch's own file format stores metadata as pickles, which can run code when they are read. Here torch's planners shard and reshard as
+usual, but this module reads and writes the files: nothing is pickled or unpickled, and entries that are not tensors are rejected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer.checkpoint.manifest import FileDigests
+
+_BLOCK_BYTES = 1 << 24
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOAT_DTYPES, *_INTEGER_DTYPES)}
+"""Dtypes that the tensors of a checkpoint can have, by name."""
+
+
+class StagingBuffer:
+    """Host memory into which this rank's part of a checkpoint is copied.
+
+    It is reused, since allocating it takes longer than filling it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def stage_tensors(self, tensors: Sequence[Tensor]) -> memoryview:
+        """Copy the bytes of `tensors` into the buffer, one after another, and return them."""
+        sources = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        size, offset = sum(source.numel() for source in sources), 0
+        if size > self._buffer.numel():
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        for source in sources:
+            self._buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
+            offset += source.numel()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._buffer[:size].numpy().data
+
+
+def format_part_name(number: int) -> str:
+    """Return the file name of the part with this `number`."""
+    return f"part-{number:05}.bin"
+
+
+class TensorStorageWriter(StorageWriter):
+    """Writes part `part_number` of a checkpoint to `folder`, in two phases.
+
+    torch's save() copies the part into `staging_buffer`; `write` then writes it to the disk. After the first phase, `tensor_index` on
+    rank 0 is the index of the tensors in all parts.
+    """
+
+    def __init__(self, folder: Path, part_number: int, staging_buffer: StagingBuffer) -> None:
+        self.folder = folder
+        self.file_name = format_part_name(part_number)
+        self.tensor_index: dict[str, Any] = {}
+        self._staging_buffer = staging_buffer
+        self._staged_parts: dict[str, memoryview] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        staged = [(item.index, resolve_item_tensor(item, planner)) for item in plan.items]
+        self._stage_parts({self.file_name: [tensor for _, tensor in staged]})
+        offset, results = 0, []
+        for index, tensor in staged:
+            results.append(WriteResult(index, tensor.nbytes, (self.file_name, offset)))
+            offset += tensor.nbytes
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _stage_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Copy the tensors of each part into the staging buffer. `parts`: tensors by file name."""
+        staged, start = self._staging_buffer.stage_tensors([tensor for tensors in parts.values() for tensor in tensors]), 0
+        for name, tensors in parts.items():
+            end = start + sum(tensor.nbytes for tensor in tensors)
+            self._staged_parts[name], start = staged[start:end], end
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        locations = {result.index: result.storage_data for rank_results in results for result in rank_results}
+        self.tensor_index = {name: _build_index_entry(name, entry, locations) for name, entry in metadata.state_dict_metadata.items()}
+
+    def stage_local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Copy this rank's part of `tensors` into the staging buffer, without communication.
+
+        Return the index of the tensors in this part.
+        """
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(tensors), is_coordinator=True)
+        plan = planner.create_local_plan()
+        locations = {result.index: result.storage_data for result in self.write_data(plan, planner).wait()}
+        index = {}
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise CheckpointError("contains something that is not a tensor")
+            file, offset = locations[item.index]
+            chunk = item.tensor_data.chunk
+            index[item.index.fqn] = {
+                "dtype": str(item.tensor_data.properties.dtype).removeprefix("torch."),
+                "size": list(item.tensor_data.size),
+                "chunks": [{"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset}],
+            }
+        return index
+
+    def write(self) -> FileDigests:
+        """Write the staged parts to the folder, and return size and SHA-256 of each file by name; empty if this rank has no part.
+
+        Raises OSError with the part's path.
+        """
+        return {name: self._write_part(name, part) for name, part in self._staged_parts.items() if part}
+
+    def _write_part(self, name: str, data: memoryview) -> dict[str, Any]:
+        path, digest = self.folder / name, hashlib.sha256()
+        try:
+            with path.open("xb") as file:
+                for start in range(0, len(data), _BLOCK_BYTES):
+                    block = data[start : start + _BLOCK_BYTES]
+                    file.write(block)
+                    digest.update(block)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        return {"size": len(data), "sha256": digest.hexdigest()}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class TensorStorageReader(StorageReader):
+    """Reads tensors from the parts of a checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
+
+    def __init__(self, folder: Path, tensor_index: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if `tensor_index` is invalid."""
+        self.folder = folder
+        self._locations: dict[MetadataIndex, tuple[str, int, torch.dtype, torch.Size]] = {}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        try:
+            for name, entry in tensor_index.items():
+                dtype = DTYPES_BY_NAME[entry["dtype"]]
+                chunks = [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in entry["chunks"]]
+                entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
+                for chunk, location in zip(chunks, entry["chunks"], strict=True):
+                    self._locations[MetadataIndex(name, chunk.offsets)] = (
+                        Path(location["file"]).name,
+                        int(location["offset"]),
+                        dtype,
+                        chunk.sizes,
+                    )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"its index is invalid: {error!r}", place=str(folder)) from None
+        self._metadata = Metadata(entries)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            self._read_item(item, target)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_item(self, item: ReadItem, target: Tensor) -> None:
+        """Read `item` into `target`.
+
+        If its bytes are contiguous in the file, they are read directly into `target`, without a copy in memory.
+        """
+        name, offset, dtype, sizes = self._locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+        starts, lengths = item.storage_offsets, item.lengths
+        if sizes:  # only the requested rows of a chunk are read
+            offset += starts[0] * sizes[1:].numel() * dtype.itemsize
+            starts, sizes = torch.Size([0, *starts[1:]]), torch.Size([lengths[0], *sizes[1:]])
+        is_direct = sizes == lengths and target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
+        chunk_values = target if is_direct else torch.empty(sizes, dtype=dtype)
+        data = chunk_values.reshape(-1).view(torch.uint8).numpy().data
+        with (self.folder / name).open("rb") as file:
+            file.seek(offset)
+            if file.readinto(data) != len(data):
+                raise CheckpointError(f"{name} is truncated", place=str(self.folder))
+        if not is_direct:
+            for dimension, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                chunk_values = chunk_values.narrow(dimension, start, length)
+            target.copy_(chunk_values)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def resolve_item_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
+    """Return the tensor to write for `item`. Raises CheckpointError if `item` is not a tensor."""
+    data = planner.resolve_data(item)
+    if item.type is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
+        raise CheckpointError("contains something that is not a tensor")
+    return data
+
+
+def describe_first_failure(error: CheckpointException) -> str:
+    """Return a description of why a torch distributed checkpoint operation failed, on the first rank on which it failed."""
+    rank, (message, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {message}"
+
+
+def _build_index_entry(name: str, entry: Any, locations: Mapping[MetadataIndex, tuple[str, int]]) -> dict[str, Any]:
+    chunks = []
+    for chunk in entry.chunks:
+        file, offset = locations[MetadataIndex(name, chunk.offsets)]
+        chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset})
+    return {"dtype": str(entry.properties.dtype).removeprefix("torch."), "size": list(entry.size), "chunks": chunks}

@@ -1,0 +1,65 @@
+"""Split the result of `state_dict()` into tensors and JSON, and merge them again, without pickle.
+
+A tensor becomes {"tensor": NAME}, a tuple {"tuple": […]}, a dict {"dict": [[KEY, VALUE], …]}; numbers, text, None and lists are
+unchanged. A subclass of dict, such as OrderedDict, is restored as a plain dict, and a numpy array as a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME
+
+_HINT = "return only tensors, numbers, strings, None, and lists, tuples and dicts of these from state_dict()"
+
+
+def flatten_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return `value` as JSON, and add its tensors to `tensors`, under names that begin with `name`.
+
+    Raises TrainingError if `value` contains an object of an unsupported type.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            return _register_tensor(value.detach(), name, tensors)
+        case np.ndarray() | np.generic():
+            return _register_tensor(torch.from_numpy(np.array(value)), name, tensors)
+        case Mapping():
+            return {"dict": [[flatten_state(key, name, {}), flatten_state(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+        case tuple():
+            return {"tuple": [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]}
+        case list():
+            return [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]
+    raise TrainingError(f"has a value that cannot be saved: {type(value).__name__}", place=name, hint=_HINT)
+
+
+def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value from which `flatten_state` built `tree` and `tensors`."""
+    match tree:
+        case {"tensor": str(name)}:
+            return tensors[name]
+        case {"empty": [list(size), str(dtype)]}:
+            return torch.empty(size, dtype=DTYPES_BY_NAME[dtype])
+        case {"dict": list(items)}:
+            return {unflatten_state(key, tensors): unflatten_state(item, tensors) for key, item in items}
+        case {"tuple": list(items)}:
+            return tuple(unflatten_state(item, tensors) for item in items)
+        case list(items):
+            return [unflatten_state(item, tensors) for item in items]
+    return tree
+
+
+def _register_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> Any:
+    if not tensor.numel():
+        return {"empty": [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
+    if name in tensors:
+        raise TrainingError("appears twice", place=name, hint=_HINT)
+    tensors[name] = tensor
+    return {"tensor": name}

@@ -1,0 +1,36 @@
+"""Contrastive loss over all texts of a global batch (InfoNCE: van den Oord et al. 2018, arXiv 1807.03748).
+
+For each query, its own answer should be the most likely among all answers in the global batch, including the known negatives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarmtrain.config.schema.objectives import ContrastiveConfig
+from swarmtrain.trainer.model.objective import VectorObjective
+
+
+class ContrastiveObjective(VectorObjective):
+    """Contrastive training of text embeddings: the loss of a query."""
+
+    loss_unit = "query"
+    has_accuracy = True
+
+    def __init__(self, config: ContrastiveConfig) -> None:
+        self._config = config
+
+    def compute_sample_losses(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each query, and whether its own answer is the most likely.
+
+        `vectors` (samples, rows per sample, dimensions): for each sample those of the query, its answer, and its negatives.
+        """
+        # The answers come first, in the order of the queries: answer i is candidate i.
+        queries, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)
+        if self._config.query_side_only:
+            candidates = candidates.detach()
+        similarities = self._config.scale * queries @ candidates.T
+        answers = torch.arange(len(queries), device=vectors.device)
+        return functional.cross_entropy(similarities, answers, reduction="none"), similarities.argmax(1) == answers

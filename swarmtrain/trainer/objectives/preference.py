@@ -1,0 +1,80 @@
+"""Preference loss over pairs of responses: direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290).
+
+Samples come in pairs, the preferred response followed by the rejected one. Each sample runs twice in the same forward pass: once with
+LoRA or adapters, and once without them, which gives the reference model's output. So no second model is needed, and every form of
+parallelism works without changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from swarmtrain.config.schema.objectives import PreferenceConfig
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+from swarmtrain.trainer.model.objective import Objective
+from swarmtrain.trainer.model.peft.adapter import LayerAdapters
+from swarmtrain.trainer.model.peft.lora import LoraAdapters
+
+
+class PreferenceObjective(Objective):
+    """Preference tuning (DPO): the loss of a pair, with a counter of correctly ranked pairs."""
+
+    loss_unit = "pair"
+    has_accuracy = True
+    is_sum_over_tokens = False
+    copies_per_row = 2
+
+    def __init__(self, config: PreferenceConfig) -> None:
+        self._config = config
+        self._correct_count: Tensor | None = None
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Make LoRA and adapters of `model` apply only to the first copy of each batch; the second gives the reference model's output."""
+        for module in _find_adapters(model):
+            module.first_half_only = True
+
+    def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
+        """Return the DPO loss in nats, summed over all pairs. A pair without loss tokens has a loss of 0.
+
+        `token_losses`: loss of each token, flattened: first for all samples of the tuned model, then for all samples of the reference
+        model. `targets` (responses, sequence): the two responses of a pair are consecutive.
+        """
+        log_probabilities = -token_losses.view(2, -1, 2, targets.shape[1]).sum(-1)
+        log_ratios = log_probabilities[0] - log_probabilities[1].detach()
+        margins = self._config.beta * (log_ratios[:, 0] - log_ratios[:, 1])
+        label_smoothing = self._config.label_smoothing
+        pair_losses = -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
+        valid = (targets != IGNORE_INDEX).view(-1, 2 * targets.shape[1]).any(1)
+        correct_count = (valid & (margins > 0)).sum()
+        self._correct_count = correct_count if self._correct_count is None else self._correct_count + correct_count
+        return torch.where(valid, pair_losses, 0).sum()
+
+    def pop_correct_count(self) -> Tensor | None:
+        """Return the number of correctly ranked pairs since the last call, and reset the counter. None if there was no pair.
+
+        A pair is ranked correctly if the preferred response has gained more likelihood over the reference model than the rejected
+        response.
+        """
+        correct_count, self._correct_count = self._correct_count, None
+        return correct_count
+
+    @contextmanager
+    def generating_text(self, model: nn.Module) -> Iterator[None]:
+        """Context manager that makes LoRA and adapters of `model` apply to the full batch."""
+        restricted = [module for module in _find_adapters(model) if module.first_half_only]
+        for module in restricted:
+            module.first_half_only = False
+        try:
+            yield
+        finally:
+            for module in restricted:
+                module.first_half_only = True
+
+
+def _find_adapters(model: nn.Module) -> Iterator[LoraAdapters | LayerAdapters]:
+    return (module for module in model.modules() if isinstance(module, LoraAdapters | LayerAdapters))
